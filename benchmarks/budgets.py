@@ -2,19 +2,22 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-A network of many equal blocks, whose step takes more than three times as much memory without recomputation as with all of it.
-A set of switches is channels-last or not, with any subset of the blocks recomputed. Of these sets, which are too many to
-measure, a random sample is compared: as many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen
-set and its rivals, the sets of a larger sample that are predicted to be nearly as fast.
+A network of many equal blocks, whose step takes more than three times as much memory without
+recomputation as with all of it. A set of switches is channels-last or not, with any subset of the
+blocks recomputed. Of these sets, which are too many to measure, a random sample is compared: as
+many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen set and its
+rivals, the sets of a larger sample that are predicted to be nearly as fast.
 
-Every set takes steps in rounds, in a new order in each round, with its allocations counted (`allocations.c`, preloaded). Its
-time in a round is divided by the median of the round, so that a temporary slowdown of the processor does not change the
-ranking. For each budget the chosen set is compared with the set of the larger sample that `plan` predicts to be the fastest of
-all that fit, and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons a set fits
-if its peak plus the margin of `plan` is within the budget. The smallest of many noisy times is too optimistic: the sets that
-might be the fastest for a budget are measured again, and only the second measurement counts. Then `train` runs with each
-chosen set, in a process that is killed when its resident memory exceeds the budget. Seconds are processor time on one thread.
-Writes `budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
+Every set takes steps in rounds, in a new order in each round, with its allocations counted
+(`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a
+temporary slowdown of the processor does not change the ranking. For each budget the chosen set is
+compared with the set of the larger sample that `plan` predicts to be the fastest of all that fit,
+and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons
+a set fits if its peak plus the margin of `plan` is within the budget. The smallest of many noisy
+times is too optimistic: the sets that might be the fastest for a budget are measured again, and
+only the second measurement counts. Then `train` runs with each chosen set, in a process that is
+killed when its resident memory exceeds the budget. Seconds are processor time on one thread. Writes
+`budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
 """
 
 import ctypes
@@ -69,7 +72,8 @@ TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS, FINAL_ROUNDS = 2, 12
 STEPS, TAKEN = 5, 3  # steps that count: in those before, the heap still takes its shape
 NEARLY_BEST = 1.1
-# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a choice.
+# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a
+# choice.
 NUM_PREDICTED, NUM_RIVALS = 2000, 3
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
@@ -209,7 +213,8 @@ def measure(
         sets: The sets.
         shape: Voxels of a sample, (D, H, W).
         rounds: How often each is visited.
-        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its switches; the counter sees them too.
+        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its
+            switches; the counter sees them too.
     """
     relative: dict[str, list[float]] = {line_of(one): [] for one in sets}
     peaks, middles_s = dict.fromkeys(relative, 0), []

@@ -1,13 +1,14 @@
 """Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die; throughput compared with plain processes.
 
-    pip install -e ".[dev,ray]"
-    python benchmarks/cohort.py 500 3       # scans, nodes of one processor each (simulated on this machine)
+    pip install -e ".[dev,ray]" python benchmarks/cohort.py 500 3       # scans, nodes of one
+    processor each (simulated on this machine)
 
-Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the weights are the
-included ones. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan
-has a result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is
-counted from the moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9 of the
-throughput of plain processes, one per node, with one thread each.
+Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the
+weights are the included ones. The disturbed run loses two actors, then its driver, then a node; the
+command is started again. Targets: every scan has a result, none is computed again once its
+`<case>.json` is there, and labels are those of `engine=local`. The throughput is counted from the
+moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9
+of the throughput of plain processes, one per node, with one thread each.
 """
 
 import os
@@ -159,7 +160,8 @@ def run_disturbed(
         num_kills: Number of actors that are killed.
 
     Returns:
-        Number of results that were there when the driver was killed, and how many of them were computed again.
+        Number of results that were there when the driver was killed, and how many of them were
+        computed again.
     """
     command = [*given, f"output={output}", *cluster.arguments]
     driver = start(command)

@@ -2,7 +2,8 @@
 
     make gpu                                # or: python benchmarks/gpu.py <folder>
 
-Each part runs in processes of its own. Writes `gpu.md` into the folder, with one table per part; a failed part does not stop the others.
+Each part runs in processes of its own. Writes `gpu.md` into the folder, with one table per part; a
+failed part does not stop the others.
 """
 
 import subprocess

@@ -2,9 +2,10 @@
 
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
-Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each baseline is measured in a process of
-its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. A baseline that would take hours runs a part of its
-work; its row says which part, and how much the passes of this part differ.
+Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each
+baseline is measured in a process of its own, `python benchmarks/inference.py measure <name> <scan>
+<threads>`. A baseline that would take hours runs a part of its work; its row says which part, and
+how much the passes of this part differ.
 """
 
 import json
@@ -220,11 +221,12 @@ def measure(
         name: Name of the row.
         arguments: Arguments of Python.
         threads: OpenMP threads of the process.
-        packages: Folder of packages that come before those of this environment; None = no other packages.
+        packages: Folder of packages that come before those of this environment; None = no other
+            packages.
 
     Returns:
-        The row, with seconds from the start of the process to its end, CPU seconds of all its threads, and its largest resident memory
-        in GB; and what the process printed.
+        The row, with seconds from the start of the process to its end, CPU seconds of all its
+        threads, and its largest resident memory in GB; and what the process printed.
 
     Raises:
         UserError: If the process fails.
@@ -341,7 +343,8 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
 
 def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     """The network of lungmask's R231, with random weights, on some of its batches of slices."""
-    # Run as a file: importing the package would import image libraries that the network does not need.
+    # Run as a file: importing the package would import image libraries that the network does not
+    # need.
     (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
     unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
     network = unet(

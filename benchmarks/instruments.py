@@ -54,7 +54,8 @@ def allocation_counter(output: Path) -> Path:
 def begin_anew(**variables: str) -> None:
     """Restart this process once, with the heap settings and the instruction set of `train` and further environment variables.
 
-    The settings take effect only when a process starts: when a benchmark runs, its libraries have already made tensors.
+    The settings take effect only when a process starts: when a benchmark runs, its libraries have
+    already made tensors.
     """
     if BEGUN_ANEW not in os.environ:
         map_large_blocks()
@@ -96,8 +97,9 @@ def train(
 def resident_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and its children; a page that several of them share counts once.
 
-    Pages of files (libraries, mapped caches) are counted for the process only, since its children share them. The kernel's
-    proportional set size would divide them among all programs that map the files.
+    Pages of files (libraries, mapped caches) are counted for the process only, since its children
+    share them. The kernel's proportional set size would divide them among all programs that map the
+    files.
     """
     total = 0
     try:

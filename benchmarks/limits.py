@@ -2,10 +2,11 @@
 
     python -m benchmarks.limits output=<folder> [scans=100] [cases=<table.csv>,…]
 
-Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its own under `inference.max_ram_gib=1`.
-The scans of the case tables are predicted with each of several `inference.budget_gib`, all scans of a table in one process.
-Peaks are the largest resident memory of the process by the system's own count. Labels are compared by the Dice of each region.
-Existing scans and predictions are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
+Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its
+own under `inference.max_ram_gib=1`. The scans of the case tables are predicted with each of several
+`inference.budget_gib`, all scans of a table in one process. Peaks are the largest resident memory
+of the process by the system's own count. Labels are compared by the Dice of each region. Existing
+scans and predictions are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
 """
 
 import json

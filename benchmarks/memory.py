@@ -2,10 +2,12 @@
 
     python -m benchmarks.memory output=<folder> [rows=20]
 
-Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. The instruments
-are not those of `plan`: the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on
-a CPU, and the resident memory of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
-machine quiet, since programs on other processors lengthen it too. Writes `memory.csv` and `memory.md`.
+Each row trains on synthetic scans in a process of its own; the same command goes on where it was
+interrupted. The instruments are not those of `plan`: the largest total of `posix_memalign`
+(`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory
+of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
+machine quiet, since programs on other processors lengthen it too. Writes `memory.csv` and
+`memory.md`.
 """
 
 import itertools

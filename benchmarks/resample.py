@@ -3,11 +3,12 @@
     pip install -e ".[dev,bench]"           # scikit-image; without it its row is left out
     python benchmarks/resample.py
 
-A scan of 512×512×300 voxels is resampled to 1 mm and to 2 mm with two threads. Every filter runs in turn; the fastest of three rounds
-counts. Where the grid gets coarser, SimpleITK's filter and `linear` skip voxels, while `antialiased` and `cubic` use them all.
-scikit-image runs once, on one thread and in fp64, with the arguments of nnU-Net (order 3, edge, no anti-aliasing); the
-others give fp32. Targets: `linear` takes at most 1.2 times as long as SimpleITK, scikit-image at least 5 times as long
-as `antialiased`.
+A scan of 512×512×300 voxels is resampled to 1 mm and to 2 mm with two threads. Every filter runs in
+turn; the fastest of three rounds counts. Where the grid gets coarser, SimpleITK's filter and
+`linear` skip voxels, while `antialiased` and `cubic` use them all. scikit-image runs once, on one
+thread and in fp64, with the arguments of nnU-Net (order 3, edge, no anti-aliasing); the others give
+fp32. Targets: `linear` takes at most 1.2 times as long as SimpleITK, scikit-image at least 5 times
+as long as `antialiased`.
 """
 
 from collections.abc import Callable

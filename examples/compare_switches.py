@@ -1,8 +1,9 @@
 # %% [markdown]
 # # Plan, train and compare three switches
 #
-# What do bf16 and checkpointing save, and what do they cost? First `plan` counts, then a sweep trains the same coarse stage three times, and a page compares the runs. The
-# scans are synthetic. The cells take a few minutes on two processor cores.
+# What do bf16 and checkpointing save, and what do they cost? First `plan` counts, then a sweep
+# trains the same coarse stage three times, and a page compares the runs. The scans are synthetic.
+# The cells take a few minutes on two processor cores.
 
 # %%
 import csv
@@ -31,8 +32,8 @@ medseg("phantom", "output=scans", "num_train=8", "num_val=2", "num_test=0")
 # %% [markdown]
 # ## Plan
 #
-# `plan` takes the arguments of `train`. It counts the bytes of a training step without data and without computing. `measure=false` leaves out the seconds, which it would measure
-# on this machine.
+# `plan` takes the arguments of `train`. It counts the bytes of a training step without data and
+# without computing. `measure=false` leaves out the seconds, which it would measure on this machine.
 
 # %%
 planned_mib = {}
@@ -51,12 +52,13 @@ for memory in MEMORY:
 print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
-# %% [markdown]
-# The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of the blocks checkpointed), on any machine.
+# %% [markdown] The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of
+# the blocks checkpointed), on any machine.
 #
 # ## Train
 #
-# `-m` trains each value in a process and a run folder of its own. The same command again resumes what was interrupted and repeats nothing.
+# `-m` trains each value in a process and a run folder of its own. The same command again resumes
+# what was interrupted and repeats nothing.
 
 # %%
 medseg(
@@ -71,7 +73,8 @@ medseg(
 # %% [markdown]
 # ## Compare
 #
-# `comparison.csv` has a line for each run, `report.html` the curves, the pictures of the validation cases and the differences between the runs.
+# `comparison.csv` has a line for each run, `report.html` the curves, the pictures of the validation
+# cases and the differences between the runs.
 
 # %%
 medseg("report", "runs=sweep")

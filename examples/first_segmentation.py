@@ -1,8 +1,9 @@
 # %% [markdown]
 # # First segmentation
 #
-# Both lungs of a CT from Python: segment, read the figures, look at the result, score it. The scan is synthetic; give the path of a chest CT of your own instead. The cells take
-# about half a minute on two processor cores.
+# Both lungs of a CT from Python: segment, read the figures, look at the result, score it. The scan
+# is synthetic; give the path of a chest CT of your own instead. The cells take about half a minute
+# on two processor cores.
 
 # %%
 import subprocess
@@ -18,8 +19,8 @@ subprocess.run(
 )
 scan = Path("scans/phantom_000/ct.nii.gz")
 
-# %% [markdown]
-# The segmenter is loaded once and takes any number of scans: paths of files, folders of DICOM series, or SimpleITK images.
+# %% [markdown] The segmenter is loaded once and takes any number of scans: paths of files, folders
+# of DICOM series, or SimpleITK images.
 
 # %%
 segmenter = LungSegmenter()
@@ -38,7 +39,8 @@ print(
 #     warnings: none
 #     agreement of the two stages: {'left_lung': 0.972, 'right_lung': 0.976}
 #
-# The label map lies on the grid of the scan: 1 is the patient's left lung, 2 the right one. Arrays are (z, y, x).
+# The label map lies on the grid of the scan: 1 is the patient's left lung, 2 the right one. Arrays
+# are (z, y, x).
 
 # %%
 image, labels = read_image(scan), result.labels
@@ -52,7 +54,8 @@ figure.savefig("lungs.png", bbox_inches="tight", dpi=120)
 # %% [markdown]
 # ![Axial slice of a synthetic chest CT with the outlines of both lungs](../docs/notebook_lungs.jpg)
 #
-# A phantom has exact labels, so its Dice can be computed. `medseg evaluate` does this for whole folders, with surface distances.
+# A phantom has exact labels, so its Dice can be computed. `medseg evaluate` does this for whole
+# folders, with surface distances.
 
 # %%
 reference = read_labels(scan.with_name("lungs.nii.gz")).array

@@ -4,17 +4,20 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 3
 EXIT_NOT_FINITE = 4
-# Asked to stop by the system, and saved: start the same again with resume. The number is EX_TEMPFAIL of sysexits.h.
+# Asked to stop by the system, and saved: start the same again with resume. The number is
+# EX_TEMPFAIL of sysexits.h.
 EXIT_RESUME = 75
 EXIT_INTERRUPTED = 130
-# Nobody reads what is printed any more, as after `| head`: what a shell says of a program that SIGPIPE ended.
+# Nobody reads what is printed any more, as after `| head`: what a shell says of a program that
+# SIGPIPE ended.
 EXIT_UNREAD = 141
 
 
 class UserError(Exception):
     """A mistake of the user or a bad file, described in one clear sentence: what was expected, what was found, what to do.
 
-    Only the outermost entry (`medseg.commands.entry`) turns it into exit code 2, without a traceback.
+    Only the outermost entry (`medseg.commands.entry`) turns it into exit code 2, without a
+    traceback.
     """
 
 

@@ -1,20 +1,26 @@
 """Extension points: configuration nodes that name a class by its `_target_`, with the arguments beside it.
 
-A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and nothing else:
+A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and
+nothing else:
 
-* `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command line replaces the node, so only the
-  keys written beside it are passed; keys need no `+`. `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
-* `check_target` compares the name with the white list of the extension point, without importing anything. The check of a configuration
-  (`medseg.config.check`) calls it for each node of `list_nodes`.
-* `bind_target` checks the name again, imports the class and binds the arguments to its signature. It does not build the object.
-  `import_target` and `bind_arguments` are its two halves, for builders that add arguments of their own (channels, one-hot).
+* `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command
+  line replaces the node, so only the keys written beside it are passed; keys need no `+`.
+  `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
+* `check_target` compares the name with the white list of the extension point, without importing
+  anything. The check of a configuration (`medseg.config.check`) calls it for each node of
+  `list_nodes`.
+* `bind_target` checks the name again, imports the class and binds the arguments to its signature.
+  It does not build the object. `import_target` and `bind_arguments` are its two halves, for
+  builders that add arguments of their own (channels, one-hot).
 
-`trusted_targets` are prefixes beyond the white list. They come from the command line or from the user's own configuration files, never
-from a checkpoint or a run folder: code that reads either passes the prefixes of the current command.
+`trusted_targets` are prefixes beyond the white list. They come from the command line or from the
+user's own configuration files, never from a checkpoint or a run folder: code that reads either
+passes the prefixes of the current command.
 
-`medseg.training.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on a
-small convolution. To add an extension point, add its row to `EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`,
-and its object to `medseg.training.check`.
+`medseg.training.check` builds every object of a run once before data is read: networks on the meta
+device, optimisers and schedules on a small convolution. To add an extension point, add its row to
+`EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`, and its object to
+`medseg.training.check`.
 """
 
 import difflib
@@ -78,7 +84,8 @@ EXTRAS = {"pytorch_optimizer": "optimizers"}
 class ExtensionNode(DictConfig):
     """Node of an extension point while Hydra composes: a `_target_` that is merged or set replaces the whole node.
 
-    Hydra merges the files of a configuration in order and then sets the keys of the command line one by one.
+    Hydra merges the files of a configuration in order and then sets the keys of the command line
+    one by one.
     """
 
     def __init__(self) -> None:
@@ -266,7 +273,8 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
     """Import the class of a node after `check_target`.
 
     Raises:
-        UserError: If the class is not trusted, does not exist, or is no class of the extension point.
+        UserError: If the class is not trusted, does not exist, or is no class of the extension
+            point.
     """
     check_target(point, key, node, trusted)
     module_name, _, name = node[TARGET].rpartition(".")

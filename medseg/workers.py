@@ -36,9 +36,9 @@ class NotSentError(Exception):
 class Worker:
     """A process of its own that calls one function at a time.
 
-    It is spawned, since a forked child of a process with threads may hang. It talks through a pipe: the queues of an
-    executor need named semaphores, which nobody removes when this process is killed. The worker ends when this
-    process ends, in whatever way.
+    It is spawned, since a forked child of a process with threads may hang. It talks through a pipe:
+    the queues of an executor need named semaphores, which nobody removes when this process is
+    killed. The worker ends when this process ends, in whatever way.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,8 @@ class Worker:
         """Call a function of a module in the worker, and wait for its result.
 
         Raises:
-            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of memory.
+            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
+                memory.
             NotSentError: If the arguments, the result or the error cannot pass between processes.
             Exception: What the function raises.
         """

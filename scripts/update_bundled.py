@@ -1,7 +1,8 @@
 """Update of the bundled JavaScript (needs npm): `python scripts/update_bundled.py niivue 0.69.0`, or `vega 6.4.0 6.4.3 7.3.0`.
 
-niivue (BSD-2-Clause) draws the case viewer; Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) draw the charts of the pages. Their published scripts
-are kept as they are, so that their checksums can be compared with npm's. Beside them lie the licences and the checksums.
+niivue (BSD-2-Clause) draws the case viewer; Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) draw the
+charts of the pages. Their published scripts are kept as they are, so that their checksums can be
+compared with npm's. Beside them lie the licences and the checksums.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ def main(bundle: str, *versions: str) -> None:
     checksums = []
     licences: dict[str, list[str]] = {}  # many packages share one text
     with tempfile.TemporaryDirectory() as install_dir:
-        # The tarballs are checked by npm against the registry's checksums; no script of a package runs.
+        # The tarballs are checked by npm against the registry's checksums; no script of a package
+        # runs.
         subprocess.run(
             [
                 "npm",
@@ -61,7 +63,8 @@ def main(bundle: str, *versions: str) -> None:
             licences.setdefault(path.read_text(encoding="utf-8").strip(), []).append(
                 str(path.parent.relative_to(packages))
             )
-    # A package without a licence file on npm (niivue) has that of its repository in the first part, which is kept.
+    # A package without a licence file on npm (niivue) has that of its repository in the first part,
+    # which is kept.
     own = (
         (folder / licence_file)
         .read_text(encoding="utf-8")

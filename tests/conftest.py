@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-# Tests are imported by path, not as packages: makers of volumes and networks with known answers are found here.
+# Tests are imported by path, not as packages: makers of volumes and networks with known answers are
+# found here.
 sys.path[:0] = [
     str(Path(__file__).parent / folder)
     for folder in (".", "cascade", "data", "io", "matrix", "prediction")
 ]
 
-# A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what tests start and interrupt.
+# A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what
+# tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -41,8 +43,8 @@ def shared_ct() -> Path:
 def fit(tmp_path: Path) -> Callable[..., Any]:
     """A function that trains as a worker does, on batches that are given, with nothing around it.
 
-    Called as `fit(overrides, batches)`, optionally with Lightning's callbacks and a function that changes the module before;
-    returns the trained module.
+    Called as `fit(overrides, batches)`, optionally with Lightning's callbacks and a function that
+    changes the module before; returns the trained module.
     """
 
     def run(

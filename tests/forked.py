@@ -1,7 +1,8 @@
 """Processes of commands that start in a moment: forked from a server that has imported everything and computed nothing.
 
-A new Python takes up to six seconds of processor time for the imports of a training. Tests of the start itself, of signals to a
-training and its process group, of memory, and of modules in the working folder keep new processes.
+A new Python takes up to six seconds of processor time for the imports of a training. Tests of the
+start itself, of signals to a training and its process group, of memory, and of modules in the
+working folder keep new processes.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ def assert_same_step(plain: nn.Module, other: nn.Module) -> None:
     assert all(torch.equal(state[name], other_state[name]) for name in state)
 
 
-# --- checkpointing, offload, in-place activations, gradients set to none, fused forms: the same bits ---------------------
+# --- checkpointing, offload, in-place activations, gradients set to none, fused forms: the same
+# bits ---------------------
 
 
 @pytest.mark.parametrize("policy", ["sqrt", "all", "names"])
@@ -201,7 +202,8 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# --- accumulation, ranks, composition of a batch: the same weights after a step in fp64 ----------------------------------
+# --- accumulation, ranks, composition of a batch: the same weights after a step in fp64
+# ----------------------------------
 
 SHAPES = {
     "crops": [(8, 20, 16), (16, 8, 16), (9, 14, 17), (16, 16, 9)],
@@ -260,7 +262,8 @@ def test_a_step_does_not_depend_on_how_its_samples_are_batched(name: str, kind: 
     )
 
 
-# --- memory budget of the prediction: nothing ----------------------------------------------------------------------------
+# --- memory budget of the prediction: nothing
+# ----------------------------------------------------------------------------
 
 
 def stage_of(network: nn.Module, **changes: Any) -> TrainedStage:
@@ -296,7 +299,8 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     )
 
 
-# --- bf16: nearly nothing ------------------------------------------------------------------------------------------------
+# --- bf16: nearly nothing
+# ------------------------------------------------------------------------------------------------
 
 
 @every_network
@@ -332,7 +336,8 @@ def test_half_precision_costs_no_dice(case: str, shared_ct: Path) -> None:
         assert both_dice > 0.999
 
 
-# --- layout, compilation: the rounding of fp32 ---------------------------------------------------------------------------
+# --- layout, compilation: the rounding of fp32
+# ---------------------------------------------------------------------------
 
 
 def assert_near(plain: nn.Module, other: nn.Module, of_logits: float, of_grads: float) -> None:
@@ -371,7 +376,8 @@ def test_compiled_network_computes_the_same(name: str, checkpointing: str) -> No
     assert_near(plain, fast, 1e-3, 1e-2)
 
 
-# --- loader workers, interruptions, order of files: nothing --------------------------------------------------------------
+# --- loader workers, interruptions, order of files: nothing
+# --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

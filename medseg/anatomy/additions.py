@@ -29,14 +29,16 @@ def add_coarse_parts(
 ) -> dict[str, np.ndarray]:
     """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
-    What the fine stage gives to another region stays there. A part is not added if most of it lies beside the patient, and is removed
-    from `labels`, in place: it says nothing about the agreement of the stages.
+    What the fine stage gives to another region stays there. A part is not added if most of it lies
+    beside the patient, and is removed from `labels`, in place: it says nothing about the agreement
+    of the stages.
 
     Args:
         labels: Label map (D, H, W) of the coarse stage.
         grid: Its grid.
         beyond: Voxels of that grid beside the patient, (D, H, W); None where they are not known.
-        fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
+        fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of
+            their crops.
         task: Labels and regions.
         least_mm: A part is added only if a ball of this diameter fits into it.
         warnings: Gets a sentence about each region with parts beside the patient.
@@ -66,7 +68,8 @@ def add_coarse_parts(
                     "of the table and blankets do"
                 )
             labels[parts & ~mask] = 0
-        # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
+        # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage
+        # finds and what is added.
         wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region & ~(parts & ~mask)
         if mask.any():
             for prob, value in zip(probs, values, strict=True):

@@ -23,7 +23,8 @@ def remove_contradictions(
 ) -> tuple[list[str], list[str]]:
     """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
 
-    Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
+    Without a reference each stage is the check of the other. A label stays if one of its regions is
+    trusted.
 
     Args:
         labels: Final label map (D, H, W) in LPS order.
@@ -31,10 +32,12 @@ def remove_contradictions(
         task: Labels and regions.
         label_volumes_ml: Volume of each label; updated.
         agreements: Region name to the Dice coefficient of the two stages.
-        added_ml: Region name to the volume that the coarse stage alone finds; loses the regions that are removed.
+        added_ml: Region name to the volume that the coarse stage alone finds; loses the regions
+            that are removed.
 
     Returns:
-        Names of the regions that were removed, and a sentence for each region that is empty, removed or doubtful.
+        Names of the regions that were removed, and a sentence for each region that is empty,
+        removed or doubtful.
     """
     absent: list[str] = []
     warnings: list[str] = []
@@ -56,7 +59,8 @@ def remove_contradictions(
             )
         )
     }
-    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
+    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
+    # another one.
     found = {
         name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted
     }
@@ -80,7 +84,8 @@ def remove_contradictions(
                 plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
             label_volumes_ml |= dict.fromkeys(removed, 0.0)
             absent.append(region.name)
-            # What was added is counted in coarse voxels, so it may be a little more than the final volume.
+            # What was added is counted in coarse voxels, so it may be a little more than the final
+            # volume.
             volume_ml = max(0.0, volume_ml - added_ml.pop(region.name, 0.0))
             warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "

@@ -1,10 +1,12 @@
 """Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
 
-Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
-al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
+Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities
+follow the terms of the Fleischner Society (Hansell et al., Radiology 246 (2008) 697): ground glass
+leaves the vessels visible, consolidation hides them.
 
-Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the lung, but painted fluid and painted collapse
-differ by some 30 HU only: with examples of both, networks left both out.
+Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the
+lung, but painted fluid and painted collapse differ by some 30 HU only: with examples of both,
+networks left both out.
 """
 
 import math
@@ -107,15 +109,16 @@ KINDS: dict[str, Callable[[Place], Lesion]] = {
 class Disease(Effect):
     """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
-    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Only the first channel is painted, and
-    only a label whose median is below `MAX_LUNG_HU`.
+    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
+    Only the first channel is painted, and only a label whose median is below `MAX_LUNG_HU`.
 
     Attributes:
         probability: Probability that a sample is painted.
         kinds: Keys of `KINDS`, of which each lesion is one.
         window_hu: HU of -1 and 1 in the image.
         ignore_label: Label of voxels that are ignored, and stay; None where there are none.
-        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise one random lung of the sample is.
+        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
+            one random lung of the sample is.
 
     Raises:
         ValueError: If a kind is unknown, or HU of the image are not known.

@@ -15,7 +15,8 @@ def remove_impossible(
     """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
 
     Returns:
-        Warnings of the larger ones, and the voxels beside the patient (None for other images than CT).
+        Warnings of the larger ones, and the voxels beside the patient (None for other images than
+        CT).
     """
     reasons, beyond = [], None
     if task.least_hu is not None:

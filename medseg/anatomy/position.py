@@ -1,7 +1,7 @@
 """Position of the patient: signs in the image that contradict the header.
 
-The audit and the prediction use the same tests: for a body turned about its long axis (front and back exchanged), and for one upside down.
-In either case left and right are exchanged.
+The audit and the prediction use the same tests: for a body turned about its long axis (front and
+back exchanged), and for one upside down. In either case left and right are exchanged.
 """
 
 import math
@@ -32,8 +32,9 @@ def turned_pairs(
 ) -> list[tuple[Region, Region]]:
     """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
 
-    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart with contrast
-    agent is as dense and in the front half of some slices. A pair is reported if few slices are denser at the back.
+    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart
+    with contrast agent is as dense and in the front half of some slices. A pair is reported if few
+    slices are denser at the back.
 
     Args:
         image_hu: Image (D, H, W) in HU, best at about 2 mm.
@@ -70,9 +71,10 @@ def apex_excess(
 ) -> float:
     """Measure by how much the upper ends of the lungs look more like apices than the lower ends; negative where they are upside down.
 
-    At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim around the dome of the diaphragm and
-    leaves the rectangle nearly empty. The two ends fill 0.60 to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however
-    the patient leans. Only regions that the scan does not cut are checked, and only those full of air are lungs.
+    At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim
+    around the dome of the diaphragm and leaves the rectangle nearly empty. The two ends fill 0.60
+    to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however the patient leans.
+    Only regions that the scan does not cut are checked, and only those full of air are lungs.
 
     Args:
         image_hu: Image (D, H, W) in HU.

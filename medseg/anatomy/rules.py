@@ -1,7 +1,7 @@
 """Rules: one table of all thresholds about patients and organs, from which the table of the documentation is made.
 
-The modules of this package import the values by name; `RULES` lists them with their units and sources.
-`python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
+The modules of this package import the values by name; `RULES` lists them with their units and
+sources. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
 """
 
 from dataclasses import dataclass

@@ -17,8 +17,8 @@ def lone_side_warnings(
 ) -> list[str]:
     """Warn of a lone region of a pair whose side contradicts the cut of the scan.
 
-    A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not
-    see where a scan ends.
+    A scan of half a chest is cut towards the midline and shows the skin on its other side. The
+    network does not see where a scan ends.
 
     Args:
         boxes: Tight boxes of the regions that were found.
@@ -68,8 +68,9 @@ def _matching_pairs(task: Task) -> list[tuple[Region, Region]]:
 def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
     """Assign a component that mixes both sides of an organ to the side with most of its voxels, in place.
 
-    Sides that only touch keep their border; they count as mixed where one reaches across the other's centre. On a scan of one
-    side alone, a network that does not see the midline may label half of the organ as the other side.
+    Sides that only touch keep their border; they count as mixed where one reaches across the
+    other's centre. On a scan of one side alone, a network that does not see the midline may label
+    half of the organ as the other side.
 
     Returns:
         Warnings of what was changed.

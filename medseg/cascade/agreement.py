@@ -30,7 +30,8 @@ def agreement(
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
         regions: Label values of each region that the coarse stage found.
-        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse grid: the fine stage did not find it.
+        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse
+            grid: the fine stage did not find it.
 
     Returns:
         Region name to a number in [0, 1].

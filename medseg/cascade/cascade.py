@@ -40,7 +40,8 @@ from medseg.task import Region, Task
 
 # A region with a lower Dice coefficient of the two stages counts as absent.
 MIN_AGREEMENT = 0.1
-# A region below the usual agreement and below this share of its least plausible volume (`task.volume_ml`) counts as absent.
+# A region below the usual agreement and below this share of its least plausible volume
+# (`task.volume_ml`) counts as absent.
 MIN_DOUBTFUL_SHARE = 0.03
 Timed = Callable[[str], AbstractContextManager[None]]
 
@@ -50,7 +51,8 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero where the crop has its own grid.
+        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero
+            where the crop has its own grid.
         grid: Grid of the crop in the world.
     """
 
@@ -71,23 +73,33 @@ class Segmentation:
     """Result of a cascade on one scan.
 
     Attributes:
-        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
+        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns
+            it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
         findings: What was found about the scan and the result.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
-        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
-        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
-        agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
-        added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.anatomy.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent
-            are regions to which anything was added, and all where the stages were not calibrated together.
-        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
-        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
-        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
-        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before the clean-up; only if asked for.
-        disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
-            in the order of `labels`; else None.
+        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
+            by step.
+        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
+            where crops keep the shape.
+        agreements: Dice coefficient of the two stages by region, for regions that were refined, see
+            `agreement`.
+        added_ml: Volume by region that only the coarse stage finds and that was added, see
+            `medseg.anatomy.additions`; without zeros.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`.
+            Absent are regions to which anything was added, and all where the stages were not
+            calibrated together.
+        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
+            not HU and the labels are doubtful.
+        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
+            where they do not.
+        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone
+            leaves it empty.
+        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
+            the clean-up; only if asked for.
+        disagreement: With several fine checkpoints or flips, the standard deviation of the
+            probabilities in percent, uint8, in the order of `labels`; else None.
     """
 
     labels: Any
@@ -382,7 +394,8 @@ def _segment_whole(
         timed: Records a step.
 
     Returns:
-        The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_percent`.
+        The probabilities for `join`, as of one region with all labels, and their standard deviation
+        for `paste_percent`.
     """
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
@@ -414,7 +427,8 @@ def _refine_regions(
         timed: Records a step.
 
     Returns:
-        The probabilities of the regions for `join`, and their standard deviations for `paste_percent`.
+        The probabilities of the regions for `join`, and their standard deviations for
+        `paste_percent`.
     """
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
@@ -510,7 +524,8 @@ def refine(
         intensities: Map of each channel to the range of the network; None = by its values.
 
     Returns:
-        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are left out and so count as background.
+        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
+        left out and so count as background.
     """
     lattice = grid.resampled(stage.spacing_mm)
 
@@ -520,7 +535,8 @@ def refine(
         )
         return erase_outside(resampled, crop, outside)
 
-    # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
+    # One name for the image at all times: a second name would keep a second crop in memory while
+    # the network runs.
     image = stacked(
         [
             normalise(channel(one, outside, limits), intensity)
@@ -538,7 +554,8 @@ def refine(
     if flipped:
         image = _flipped(image, flipped)
     prediction = stage.predict_probs(image, options or InferenceOptions())
-    # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
+    # Copied even without an axis: a view would keep the background and the classes of other regions
+    # in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std
     return prediction._replace(probs=probs, std=None if std is None else std.flip(flipped))

@@ -31,14 +31,16 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a slab to clean.
+    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a
+    slab to clean.
 
     Args:
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
-        found: Result of the coarse stage, which must mark a tenth of each component. None skips the check.
+        found: Result of the coarse stage, which must mark a tenth of each component. None skips the
+            check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
@@ -50,7 +52,8 @@ def join(
     if image_hu is not None and least_hu is not None:
         gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
     if not task.regions:
-        # A task without regions only loses its gas: lesions may be small and many, and enclose each other.
+        # A task without regions only loses its gas: lesions may be small and many, and enclose each
+        # other.
         for value in task.labels.values():
             remove_components(labels, value, gas)
         return labels
@@ -73,8 +76,8 @@ def join(
 def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
     """Resample each crop back, only inside its box and slab by slab; the most probable label wins.
 
-    Within a region a voxel gets the label with the largest probability, background included. Where two regions claim a
-    voxel, the larger probability wins; of equal ones, the earlier region.
+    Within a region a voxel gets the label with the largest probability, background included. Where
+    two regions claim a voxel, the larger probability wins; of equal ones, the earlier region.
 
     Args:
         regions: Fine results.
@@ -162,7 +165,8 @@ def _claim(
 ) -> None:
     """Write a region's labels where they are more probable than its background and than the regions before it.
 
-    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in place.
+    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in
+    place.
     """
     first, *others = zip(values, probs, strict=True)
     winner = np.full(target.shape, first[0], dtype=np.uint8)

@@ -48,16 +48,21 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as `checkpoint`.
+        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as
+            `checkpoint`.
         device: Where it will run.
-        precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
-        trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
-        options: `half_weights`: whether convolutions and linear layers store their weights in the half precision that
-            they compute in. `backend`: None measures on a CPU without the bf16 of the training, and is torch elsewhere.
+        precision: Number format; None = as in training, fp32 where the device lacks it or only
+            emulates it.
+        trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust
+            nothing.
+        options: `half_weights`: whether convolutions and linear layers store their weights in the
+            half precision that they compute in. `backend`: None measures on a CPU without the bf16
+            of the training, and is torch elsewhere.
         backend_room_bytes: Memory that another backend than torch may take, where none is named.
 
     Raises:
-        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer
+            format, or the backend does not work.
     """
     options = options or InferenceOptions()
     backend = options.backend
@@ -82,7 +87,8 @@ def load_stage(
         task = with_known_labels(Task.from_dict(metadata["task"]))
         if name == "coarse" and not task.regions:
             name = "single"  # as older files do not call it
-        # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
+        # A network may be larger than the memory: on the meta device it only has shapes, which must
+        # be those of the weights.
         shapes = build_on_meta(
             lambda: make_described_network(metadata["model"], task, name, trusted),
             may_compute=bool(trusted),
@@ -134,7 +140,8 @@ def load_stage(
             precision in HALF,
             f"inference.half_weights=true: the {name} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
         )
-        # Autocast rounds the weights of these layers at each call, so storing them rounded changes no result. It does not round those of norms.
+        # Autocast rounds the weights of these layers at each call, so storing them rounded changes
+        # no result. It does not round those of norms.
         for module in network.modules():
             if isinstance(module, ScaledConv3d):
                 module.fold_scale()

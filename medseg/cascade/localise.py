@@ -38,12 +38,13 @@ class Localisation:
     Attributes:
         labels: Cleaned label map (D, H, W) on `grid`, uint8, without absent regions.
         grid: The coarse grid.
-        boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions are missing.
+        boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions
+            are missing.
         findings: What was found about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
-        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the network saw the scan; None where
-            labels were given, and for other images than CT.
+        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the
+            network saw the scan; None where labels were given, and for other images than CT.
     """
 
     labels: np.ndarray
@@ -123,8 +124,10 @@ def localise(
         grid: Their grid, oriented.
         stage: The coarse stage.
         options: How the networks run; the defaults where None.
-        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled one.
-        intensities: Map of each channel to the range of the network, where the volume is a resampled one; None = by its values.
+        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled
+            one.
+        intensities: Map of each channel to the range of the network, where the volume is a
+            resampled one; None = by its values.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.

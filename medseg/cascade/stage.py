@@ -36,7 +36,8 @@ from medseg.task import Task
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
 MAX_BATCH = 8
-# Networks run one at a time: the budget holds for all of them together, and the TF32 switches belong to the process.
+# Networks run one at a time: the budget holds for all of them together, and the TF32 switches
+# belong to the process.
 _NETWORK_LOCK = threading.Lock()
 
 
@@ -45,7 +46,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         probs: Probabilities (K, D, H, W), float16, on the CPU: the mean over checkpoints and flips.
-        std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single checkpoint and no flips.
+        std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single
+            checkpoint and no flips.
         tiling_plan: How the crop went through the network.
         warnings: What did not go as planned, a sentence each.
     """
@@ -66,22 +68,27 @@ class TrainedStage:
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
-        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region get at least this size: a
-            network that was trained on no smaller input lost half of a thin slab.
+        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region
+            get at least this size: a network that was trained on no smaller input lost half of a
+            thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
-        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
-            `medseg.anatomy.additions`; None adds nothing.
+        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if
+            a ball of this diameter fits into it, see `medseg.anatomy.additions`; None adds nothing.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
-        bytes_per_voxel: Memory of a network per voxel of its input, see `count_memory`; 0 before it is counted.
-        backend_bytes: Memory that the networks' backend takes with the first pass and keeps; 0 for torch.
+        bytes_per_voxel: Memory of a network per voxel of its input, see `count_memory`; 0 before it
+            is counted.
+        backend_bytes: Memory that the networks' backend takes with the first pass and keeps; 0 for
+            torch.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
         tile_workers: Processes that share the tiles; None = this process alone.
-        resampling: Filter that brings a scan to the stage's spacing, see `medseg.preprocess.resample`.
+        resampling: Filter that brings a scan to the stage's spacing, see
+            `medseg.preprocess.resample`.
         warnings: Sentences about how its use differs from its training, for every result.
-        dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other stage; None without calibration.
+        dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other
+            stage; None without calibration.
     """
 
     network: nn.Module
@@ -176,16 +183,18 @@ class TrainedStage:
     def predict_probs(self, image: Tensor, options: InferenceOptions) -> Prediction:
         """Run the networks on one normalised image.
 
-        An image or tile that exceeds the budget goes through the network in slabs, which gives the same result. If memory runs out, tiles
-        go one by one, then in slabs, then on the CPU, and the result gets a warning. Tiles keep their size: a norm that depends on the
-        field of view would change the labels.
+        An image or tile that exceeds the budget goes through the network in slabs, which gives the
+        same result. If memory runs out, tiles go one by one, then in slabs, then on the CPU, and
+        the result gets a warning. Tiles keep their size: a norm that depends on the field of view
+        would change the labels.
 
         Args:
             image: Normalised image (C, D, H, W).
             options: Overlap of tiles, memory, flips.
 
         Raises:
-            UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the budget.
+            UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
+                budget.
             torch.OutOfMemoryError: If the memory of the CPU runs out.
         """
         with _NETWORK_LOCK:
@@ -202,7 +211,8 @@ class TrainedStage:
                     )
                     if is_last or not is_out_of_memory(error):
                         raise
-                # After the `except` block, in which the error still holds the tensors of the failed pass.
+                # After the `except` block, in which the error still holds the tensors of the failed
+                # pass.
                 torch.cuda.empty_cache()
                 place = "CPU" if stage.device.type == "cpu" else "GPU"
                 if plan.batch_size > 1:
@@ -245,7 +255,8 @@ class TrainedStage:
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
-        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is not known yet.
+        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is
+        not known yet.
 
         Args:
             grid: Grid of the scan, oriented.
@@ -346,7 +357,8 @@ class TrainedStage:
         assert total is not None and squares is not None, "there is at least one network"  # noqa: PT018
         num_views = len(self.networks) * len(flips(self.task, options.tta))
         mean = total.div_(num_views)
-        # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of either.
+        # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of
+        # either.
         variance = squares.div_(num_views).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
         return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
 

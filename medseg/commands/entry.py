@@ -60,7 +60,8 @@ from medseg.runs.folder import Config, changed_config, remove_if_empty
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
-# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
+# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and
+# its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
     "import": (
         ImportConfig,
@@ -196,14 +197,16 @@ def run(
 ) -> None:
     """Compose `conf/<command>.yaml` with the command line, run `job` on the checked configuration, and exit.
 
-    Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the user, reported in one sentence; those
-    of `medseg.runs.status`. Any other exception keeps its traceback: it is a defect of medseg. `--help` prints every key.
+    Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the
+    user, reported in one sentence; those of `medseg.runs.status`. Any other exception keeps its
+    traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
         command: Name of the command and of its root file under `conf/`.
         job: Does the work on one configuration and returns an exit code.
         refused: Called with the sentence that refused a job.
-        sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them in other processes.
+        sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them
+            in other processes.
         read: Checks what is composed; None = `to_config` with the schema.
     """
     schema, _, sentence = COMMANDS[command]
@@ -220,8 +223,8 @@ def run(
             codes.append(EXIT_USER_ERROR)
 
     prepare_streams()
-    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs on two cores, busy waiting at
-    # each barrier made a prediction take five times as long.
+    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs
+    # on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
     if issubclass(schema, TrainConfig):
@@ -258,7 +261,8 @@ def run(
         say(explain(error, compose(command)[0]))
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
-        # Hydra makes the folder of a run or a sweep before the job begins; another error is a defect.
+        # Hydra makes the folder of a run or a sweep before the job begins; another error is a
+        # defect.
         names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
         if names[-1] != "mkdir" or "one_job" in names:
             raise

@@ -14,7 +14,8 @@ def export(config: ExportConfig) -> int:
     """Write the network, and print what its input must be.
 
     Raises:
-        UserError: If the checkpoint or the output is not usable, or the network cannot be converted.
+        UserError: If the checkpoint or the output is not usable, or the network cannot be
+            converted.
     """
     stage = load_stage(
         Path(config.checkpoint),

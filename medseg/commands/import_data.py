@@ -28,8 +28,8 @@ def import_data(config: ImportConfig) -> int:
     """Write `cases.csv`, `task.yaml` and `account.csv`, and print what was found and the command that trains on it.
 
     Raises:
-        UserError: If the data set cannot be read, a case lacks a structure, or files of these names with other content
-            exist.
+        UserError: If the data set cannot be read, a case lacks a structure, or files of these names
+            with other content exist.
     """
     data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(
         config.labels

@@ -33,7 +33,8 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and lightning-hydra-template.
+# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template.
 HABITS = {
     name: keys.split()
     for keys, names in {
@@ -83,7 +84,8 @@ def check_clashes(options: Any, key: str = "") -> None:
     """Refuse contradictions between keys: of each group first, then those between groups.
 
     Args:
-        options: A dataclass of options; its method `clashes` yields a sentence for each contradiction.
+        options: A dataclass of options; its method `clashes` yields a sentence for each
+            contradiction.
         key: Name of its group; empty for the root.
 
     Raises:
@@ -159,8 +161,9 @@ def _fill_label_values(values: dict[str, Any]) -> None:
 def resolved(composed: DictConfig) -> dict[str, Any]:
     """Resolve a composed configuration to plain values, not yet checked.
 
-    A value that `logger` reads from the environment, such as the key of an account, stays a reference, because run folders and
-    checkpoints store the resolved values. The builder of the logger resolves it.
+    A value that `logger` reads from the environment, such as the key of an account, stays a
+    reference, because run folders and checkpoints store the resolved values. The builder of the
+    logger resolves it.
 
     Raises:
         UserError: If a value is missing, or refers to a key without a value.
@@ -332,7 +335,8 @@ def _checked_node(
 ) -> dict[str, Any]:
     """Check the node of an extension point; no class is imported before all nodes have passed.
 
-    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted to its types.
+    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted
+    to its types.
     """
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node

@@ -100,7 +100,8 @@ def _entries(
     """Yield the keys of a dataclass below `path`."""
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
         name = f"{path}.{field_name}".lstrip(".")
-        # Keys that the composed configuration lacks have a default in the schema, or must be given (`???`).
+        # Keys that the composed configuration lacks have a default in the schema, or must be given
+        # (`???`).
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
         group: Any = _group_schema(name, value) or (

@@ -14,10 +14,12 @@ from medseg.errors import UserError, first_line
 from medseg.io.text import read_yaml_text
 
 TASK_FILE, TABLE_FILE = "task.yaml", "cases.csv"
-# Name of the task among those of `conf/task/`, and of a group of its own for the values of the labels in the files.
+# Name of the task among those of `conf/task/`, and of a group of its own for the values of the
+# labels in the files.
 IMPORTED = "imported"
 VALUES = f"+{IMPORTED}=values"
-# Keys that name a case table, and whether they also name a data set in the layout of another program.
+# Keys that name a case table, and whether they also name a data set in the layout of another
+# program.
 TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
 # Where the task comes from, for the commands that a study starts.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"

@@ -11,7 +11,8 @@ from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, require
 from medseg.wording import first_few
 
-# Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or `a=b`.
+# Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or
+# `a=b`.
 PATH_KEYS = frozenset(
     {
         "cases",
@@ -38,7 +39,8 @@ PATH_KEYS = frozenset(
 MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
-# Command to the key of an argument that stands alone, and to its options with the key that they stand for.
+# Command to the key of an argument that stands alone, and to its options with the key that they
+# stand for.
 POSITIONAL_KEYS = {"import": "input", "predict": "input", "watch": "run"}
 _FILES = {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}
 OPTIONS = {"import": _FILES, "predict": _FILES}
@@ -227,8 +229,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
 def quote_paths(arguments: Sequence[str]) -> list[str]:
     """Quote path arguments so that Hydra reads them unchanged.
 
-    Arguments other than `key=value` of `PATH_KEYS` stay, as do `null` and quoted values. With `-m` a comma in a path does not start a sweep.
-    A value of `LIST_KEYS` in brackets is a list, unless it is the name of a file; a comma inside one of its paths needs quotes.
+    Arguments other than `key=value` of `PATH_KEYS` stay, as do `null` and quoted values. With `-m`
+    a comma in a path does not start a sweep. A value of `LIST_KEYS` in brackets is a list, unless
+    it is the name of a file; a comma inside one of its paths needs quotes.
 
     Example:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
@@ -258,7 +261,8 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
 
 def quote(text: str) -> str:
     """Quote a text so that Hydra's grammar reads it unchanged."""
-    # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a quote.
+    # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a
+    # quote.
     escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{escaped}\\'" if escaped.endswith("\\") else f"'{escaped}'"
 

@@ -1,10 +1,11 @@
 """Schema of the configuration: every key with its type, range, unit and description; the values are in `conf/`.
 
-`check.py` merges the values that Hydra composed into the dataclass of the command, such as `TrainConfig`. It refuses unknown
-keys, wrong types, missing values and numbers outside their range, whatever their source. A tuple's length is part of its type.
-Extension points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
-`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this.
-The file is long because each key has its documentation beside it.
+`check.py` merges the values that Hydra composed into the dataclass of the command, such as
+`TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers outside their range,
+whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
+`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.targets`; classes of
+ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this. The file is long
+because each key has its documentation beside it.
 """
 
 from collections.abc import Iterator
@@ -406,7 +407,8 @@ class DemoConfig:
     output: Annotated[str, Knob("Folder of all results.")]
 
 
-# Schemas of classes: keys that every class of an extension point has, and all keys of a class of ours.
+# Schemas of classes: keys that every class of an extension point has, and all keys of a class of
+# ours.
 POINT_SCHEMAS: dict[str, type] = {"model": NetworkOptions, "loss": LossOptions}
 CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 
@@ -439,7 +441,8 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-# Named in the defaults list of the file of each root: a key that the files do not contain can be overridden like any other.
+# Named in the defaults list of the file of each root: a key that the files do not contain can be
+# overridden like any other.
 for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig, PredictConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)

@@ -1,7 +1,7 @@
 """Augmentation effects of one sample: an affine resampling, then scanner effects, computed in place.
 
-The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that can be an entry
-of the configuration key `augment.transforms`.
+The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that
+can be an entry of the configuration key `augment.transforms`.
 """
 
 import math
@@ -25,7 +25,8 @@ class Warp(NamedTuple):
     """An affine map from a patch to the crop it is sampled from; the centres of both correspond.
 
     Attributes:
-        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels (z, y, x).
+        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels
+            (z, y, x).
         shift_voxels: Added in the source, (3,), voxels (z, y, x).
     """
 
@@ -36,7 +37,8 @@ class Warp(NamedTuple):
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side to cover it."""
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
-        # The slices below and above a point are read where the tilted line crosses them (`_resample_affine`).
+        # The slices below and above a point are read where the tilted line crosses them
+        # (`_resample_affine`).
         reach[1:] += np.abs(self.matrix[1:, 0] / self.matrix[0, 0])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
         return (z, y, x)
@@ -81,7 +83,8 @@ class WindowShift:
 class Affine:
     """Rotation about the axes z, y and x, scale, shear of each pair of axes and shift along z, y and x, in one resampling.
 
-    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1 makes the anatomy larger.
+    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
+    makes the anatomy larger.
     """
 
     probability: float
@@ -127,8 +130,8 @@ class Flip(Effect):
 class Resolution(Effect):
     """Low resolution and Gaussian blur along all axes; both are linear along each axis, so one matrix per axis applies both.
 
-    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all axes; an axis that is coarser
-    already stays as it is.
+    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or
+    along all axes; an axis that is coarser already stays as it is.
     """
 
     low_resolution_probability: float
@@ -344,13 +347,15 @@ def _resample_affine(
 ) -> Tensor:
     """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
 
-    Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the three-dimensional one on a CPU:
-    first every source slice is resampled in its plane, then each line along z. No axis is interpolated twice. In a
-    tilted map, the neighbours in plane are those of the point where the line crosses each slice.
+    Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the
+    three-dimensional one on a CPU: first every source slice is resampled in its plane, then each
+    line along z. No axis is interpolated twice. In a tilted map, the neighbours in plane are those
+    of the point where the line crosses each slice.
     """
     depth = source.shape[0]
     row_z = matrix[0] / matrix[0, 0]
-    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x of the patch).
+    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x
+    # of the patch).
     in_plane = np.empty((2, 3))
     in_plane[:, 0] = matrix[1:, 0] / matrix[0, 0]
     in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]

@@ -1,11 +1,13 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
 
-Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, image_1.npy, …, labels.npy, case.json}`.
-The paths are absolute, so cases of one name from two data sets have two entries. If none of a case's source files exists here
-(only the cache was copied), an entry of that name from another machine is used if there is exactly one. An entry is written to a
-temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports the
-readers of `medseg.io`; opening does not. When a process first opens an entry, it compares its files with their stored checksums;
-the sidecar holds a digest of its own content. A process that uses an entry notices when another one rebuilds it.
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
+image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
+sets have two entries. If none of a case's source files exists here (only the cache was copied), an
+entry of that name from another machine is used if there is exactly one. An entry is written to a
+temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build
+it. Preparing imports the readers of `medseg.io`; opening does not. When a process first opens an
+entry, it compares its files with their stored checksums; the sidecar holds a digest of its own
+content. A process that uses an entry notices when another one rebuilds it.
 """
 
 import functools
@@ -58,12 +60,16 @@ class CachedCase:
         name: Name of the case.
         folder: Folder of the entry.
         grid: The oriented, resampled grid of the arrays.
-        region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
+        region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left
+            out.
         label_boxes: The same for each label.
-        intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
+        intensities: Map of each channel to the range of the network, by the values of this case;
+            None where the channel has a window.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, their scale and label values; not their paths.
-        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where that is not checked.
+        content: Digest of what the case was made from: the content of its files, their scale and
+            label values; not their paths.
+        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where
+            that is not checked.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -101,7 +107,8 @@ class CachedCase:
         """Map a file of the entry into memory.
 
         Raises:
-            UserError: If the entry has been built anew since it was opened: its grid and boxes may not fit.
+            UserError: If the entry has been built anew since it was opened: its grid and boxes may
+                not fit.
         """
         array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
         require(
@@ -123,21 +130,24 @@ def prepare_case(
 ) -> CachedCase:
     """Make sure that the cache holds a current entry of the case, and open it.
 
-    A current entry is left as it is. Any number of processes may prepare the same case at once: one builds it, the others wait.
+    A current entry is left as it is. Any number of processes may prepare the same case at once: one
+    builds it, the others wait.
 
     Args:
         case: The case.
         cache_dir: Root of the cache; made if needed.
         spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
         task: Labels, regions and channels; HU windows have no effect here.
-        label_values: Value in the file to label name. Several values may share a name; a name that the task does not
-            know becomes background.
+        label_values: Value in the file to label name. Several values may share a name; a name that
+            the task does not know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
-        read: Reads the case where its entry must be built; a cached function reads the files once for several spacings.
+        read: Reads the case where its entry must be built; a cached function reads the files once
+            for several spacings.
 
     Raises:
         CaseRefusedError: If the audit found an error.
-        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of the task.
+        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of
+            the task.
     """
     if case.labels is None:
         raise UserError(
@@ -185,8 +195,8 @@ def open_case(
 ) -> CachedCase:
     """Open the entry of a case; arguments as in `prepare_case`.
 
-    Where the source files exist, the entry must agree with them; where they do not (a machine that holds only the
-    cache), a complete entry of the same configuration is trusted.
+    Where the source files exist, the entry must agree with them; where they do not (a machine that
+    holds only the cache), a complete entry of the same configuration is trusted.
 
     Raises:
         UserError: If there is no current entry.
@@ -232,7 +242,8 @@ def prepare_cases(
         targets: Spacings and filters of the cache entries.
 
     Yields:
-        The audit of each case, and its image and labels where they could be read: from the cache, or as read for a refused case.
+        The audit of each case, and its image and labels where they could be read: from the cache,
+        or as read for a refused case.
     """
     for case, label_values in cases:
         yield _prepare(case, label_values, cache_dir, task, targets)
@@ -262,7 +273,8 @@ def _prepare(
     return AuditedCase(case, audit), first
 
 
-# --- folders and validity of entries --------------------------------------------------------------------------------
+# --- folders and validity of entries
+# --------------------------------------------------------------------------------
 
 
 def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
@@ -414,7 +426,8 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
     )
 
 
-# --- building an entry ----------------------------------------------------------------------------------------------
+# --- building an entry
+# ----------------------------------------------------------------------------------------------
 
 
 def _build(
@@ -473,7 +486,8 @@ def _build(
         ],
         "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
-    # Case names never start with a dot (case_table), so no entry can have such a name. What a killed process left is removed first.
+    # Case names never start with a dot (case_table), so no entry can have such a name. What a
+    # killed process left is removed first.
     temporary, stale = (
         folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale")
     )
@@ -485,7 +499,8 @@ def _build(
         record["crc32"] = {name: crc32_of(temporary / name) for name in files}
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / "case.json").write_text(text, encoding="utf-8")
-        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
+        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty
+        # pages.
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -30,7 +30,8 @@ TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 FOLD_PREFIX = "fold_"
 FOLD_SIDES = ("train", "val")
-# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
+# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary
+# folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
 
@@ -46,7 +47,8 @@ def list_channels(
         num_channels: Channels of the task.
 
     Returns:
-        The files; None where there is none. A single NIfTI file is repeated: it holds all channels along its fourth axis.
+        The files; None where there is none. A single NIfTI file is repeated: it holds all channels
+        along its fourth axis.
     """
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
@@ -66,11 +68,14 @@ class Case:
         trust: Region name to the trust in its reference, e.g. `reference`, `approximate`, `absent`.
         series: DICOM series of the folder, by UID or number; None for the only one.
         hu: Scale from the values of the file to HU.
-        ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
-        more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an empty cell is None.
+        ignore_findings: Codes of the findings of the audit that were checked by a person and are
+            accepted.
+        more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an
+            empty cell is None.
         fold: Number of the fold in which the case is validated; None where the table gives none.
-        fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`, `val`, or None where the
-            fold does not use it; empty where the table has no such columns.
+        fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`,
+            `val`, or None where the fold does not use it; empty where the table has no such
+            columns.
     """
 
     name: str
@@ -111,16 +116,18 @@ def read_case_table(
 ) -> list[Case]:
     """Read a case table `case,image[,image_1,…],labels[,patient,split,fold,fold_0,…,series,trust_<region>,hu_slope,…]`.
 
-    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
-    folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
-    defaults to the case's name. Files are not checked for existence: a missing one must not stop the others, and a
-    machine that holds only the cache has none.
+    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths
+    are relative to its folder. Unknown columns are ignored and blank lines skipped. An empty cell
+    means that there is no value; `patient` defaults to the case's name. Files are not checked for
+    existence: a missing one must not stop the others, and a machine that holds only the cache has
+    none.
 
     Args:
         path: The table, or a folder that contains it as `cases.csv`.
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
-        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their cells.
+        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their
+            cells.
         needs_labels: Whether the column of the label maps must be there.
 
     Returns:
@@ -391,7 +398,8 @@ class CaseSource:
     Attributes:
         split: The cases of each side.
         label_values: Value, or name of a structure, in the reference files to label name.
-        share: Share of the training samples that these cases give; the shares of all sources add up to 1.
+        share: Share of the training samples that these cases give; the shares of all sources add up
+            to 1.
     """
 
     split: Split
@@ -409,24 +417,28 @@ def split_cases(
 ) -> Split:
     """Divide the cases by patient.
 
-    Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
-    validation. Of the others, the validation patients are the first of these that applies: `val_patients`; the patients that the
-    table marks as `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
-    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and one without any mark is on none
-    at all, also with `all` or `val_patients`. If no fold is given and the
-    patients are fewer than the folds, there are as many folds as patients, and a single patient is trained on without validation.
-    A row without a mark has the split of the other rows of its patient. Fold `all` validates no patient and trains on all but the
-    test patients. Folds depend on the names of the patients alone, and differ by at most one patient in size.
+    Test patients are those of `test_patients` and those that the table marks as `test`; they are
+    never used for training or validation. Of the others, the validation patients are the first of
+    these that applies: `val_patients`; the patients that the table marks as `val`; those whose
+    column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
+    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and
+    one without any mark is on none at all, also with `all` or `val_patients`. If no fold is given
+    and the patients are fewer than the folds, there are as many folds as patients, and a single
+    patient is trained on without validation. A row without a mark has the split of the other rows
+    of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds
+    depend on the names of the patients alone, and differ by at most one patient in size.
 
     Args:
         cases: All cases of the table.
-        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold 0.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold
+            0.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
 
     Raises:
-        UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is left for training.
+        UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is
+            left for training.
     """
     patients = sorted({case.patient for case in cases})
     for key, names in (("data.val_patients", val_patients), ("data.test_patients", test_patients)):
@@ -478,7 +490,8 @@ def split_cases(
     elif isinstance(fold, int):
         val = _fold(rest, fold, num_folds)
     else:
-        # No fold was given: few patients make fewer folds, and a single one is trained on without validation.
+        # No fold was given: few patients make fewer folds, and a single one is trained on without
+        # validation.
         val = _fold(rest, 0, min(num_folds, len(rest))) if len(rest) > 1 else set()
     # A case that its table names in no fold is kept away from all of them.
     usable = [
@@ -506,7 +519,8 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
     """Divide the cases by the column `fold_<fold>`, which names both sides.
 
     Raises:
-        UserError: If there is no such column, a patient is on both sides, or no case is left for training.
+        UserError: If there is no such column, a patient is on both sides, or no case is left for
+            training.
     """
     num_folds = max(len(case.fold_sides) for case in cases)
     if not isinstance(fold, int) or not 0 <= fold < num_folds:

@@ -23,7 +23,8 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
 
     Returns:
-        The user's cases, or synthetic scans in their place; then the synthetic scans that are added to a case table.
+        The user's cases, or synthetic scans in their place; then the synthetic scans that are added
+        to a case table.
 
     Raises:
         UserError: If the table or the label values are wrong.

@@ -1,6 +1,7 @@
 """Crops of a stage: the typical spacing of a data set, the spacing of each sample and the crop of each region.
 
-`StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader workers can start by `spawn`.
+`StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader
+workers can start by `spawn`.
 """
 
 import math
@@ -18,7 +19,8 @@ from medseg.task import Region
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""
 
-# An axis that is coarser than the finest by more than this ratio takes a low percentile of its own spacings.
+# An axis that is coarser than the finest by more than this ratio takes a low percentile of its own
+# spacings.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0
 
@@ -40,8 +42,8 @@ def typical_spacing_mm(
 ) -> tuple[float, float, float]:
     """Average each axis; a coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis.
 
-    At the average slice thickness, half of the scans would lose detail along the coarse axis (Isensee et al. 2021,
-    supplement: "target spacing").
+    At the average slice thickness, half of the scans would lose detail along the coarse axis
+    (Isensee et al. 2021, supplement: "target spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.
@@ -71,9 +73,10 @@ def draw_spacing_mm(
 ) -> tuple[float, float, float]:
     """Draw the spacing of a training sample.
 
-    Without scans, the logarithms of the spacing along z and of that in plane (one for y and x) are uniform over the range: 1 to 2 mm
-    is as frequent as 2 to 4 mm. With scans, the spacing of one of them is drawn and each axis clipped to the range: rare coarse scans
-    keep their frequency, and thick slices keep the pixels that they come with.
+    Without scans, the logarithms of the spacing along z and of that in plane (one for y and x) are
+    uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, the spacing of one of
+    them is drawn and each axis clipped to the range: rare coarse scans keep their frequency, and
+    thick slices keep the pixels that they come with.
 
     Args:
         rng: Generator of the sample.
@@ -101,10 +104,12 @@ class StageCrops:
         scan_spacings: What the spacing of a sample is drawn from; None draws evenly.
         region_margin_mm: Added on every side of a region.
         box_jitter_mm: Standard deviation of each face of a training box.
-        patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are at least as large.
+        patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
+            at least as large.
         tile_size: Tile of the validation, voxels (D, H, W).
         divisor: Required multiple of the input size, (z, y, x).
-        coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the reference elsewhere.
+        coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the
+            reference elsewhere.
     """
 
     rule: GridRule = PLAIN

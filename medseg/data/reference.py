@@ -37,7 +37,8 @@ class Chosen(NamedTuple):
 
     Attributes:
         values: Value in the label map to label name.
-        structures: Name of each structure with the value that its voxels get, in the order of the labels.
+        structures: Name of each structure with the value that its voxels get, in the order of the
+            labels.
         findings: What the labels lack.
     """
 
@@ -57,12 +58,14 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label that `label_values` gives no structure has the one of its own name. Names are compared by `plain_name`. A label without a
-    structure is absent. Where structures overlap, the later label of `label_values` counts; structures of labels that are not kept
-    are not read, so that they take no voxel from the others.
+    A label that `label_values` gives no structure has the one of its own name. Names are compared
+    by `plain_name`. A label without a structure is absent. Where structures overlap, the later
+    label of `label_values` counts; structures of labels that are not kept are not read, so that
+    they take no voxel from the others.
 
     Args:
-        path: Label map; folder of binary masks, one file for each structure; segmentation of 3D Slicer; or a SEG or RTSTRUCT file.
+        path: Label map; folder of binary masks, one file for each structure; segmentation of 3D
+            Slicer; or a SEG or RTSTRUCT file.
         label_values: Value, or name of a structure, to label name.
         image: Image of the case, on whose slices a SEG or RTSTRUCT is read.
         series: DICOM series of the image.
@@ -73,8 +76,8 @@ def read_reference(
         Label values (D, H, W) with findings, and value to label name.
 
     Raises:
-        UserError: If a file cannot be read, no label has a structure, two masks have one name, or a mask is not binary or on another grid
-            than the first.
+        UserError: If a file cannot be read, no label has a structure, two masks have one name, or a
+            mask is not binary or on another grid than the first.
     """
     named = label_values
     if kept is not None:
@@ -137,7 +140,8 @@ def _masks_of(folder: Path) -> dict[str, Path]:
 def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     """Read the segments of a file of 3D Slicer that are chosen by name; none where label values choose them.
 
-    Values are enough in a file of one layer. In several layers one value may stand for several segments.
+    Values are enough in a file of one layer. In several layers one value may stand for several
+    segments.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 

@@ -1,6 +1,7 @@
 """Data set of samples: whole scans or patches of them for the coarse stage, crops or patches of regions for the fine stage.
 
-Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader workers.
+Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader
+workers.
 """
 
 import math
@@ -33,7 +34,8 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
+# Random slices of the region in which a boundary is looked for; without a hit the patch lies
+# anywhere in the crop.
 BOUNDARY_TRIES = 8
 # Smallest part of a volume that is cut out as a scan of its own, along z.
 LEAST_SLAB = 0.15
@@ -47,7 +49,8 @@ Sample = dict[str, Any]
 
 * `image`: (C, D, H, W) float32; a channel with a window is in [-1, 1].
 * `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
-* `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any augmentation.
+* `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any
+  augmentation.
 * `region`: number of the region in the task; 0 for the coarse stage.
 * `case`: name of the case.
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
@@ -123,22 +126,25 @@ class _Scan(NamedTuple):
 class Samples(Dataset[Sample]):
     """Samples of one stage, or of its validation; sample n depends on (seed, n) alone.
 
-    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region. Samples 0 … len-1 go once through all items
-    (cases, or pairs of a case and a region that it has) in a random order, the next len samples in another random order, and so on
-    without end. Regions on the patient's right are mirrored along x, so that all look like left ones.
-    The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region.
+    Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
+    in a random order, the next len samples in another random order, and so on without end. Regions
+    on the patient's right are mirrored along x, so that all look like left ones. The target of a
+    region has the classes 1, 2, … in the order of the region's labels; other labels are background.
 
     Args:
         cases: Cases with labels.
         task: Labels, regions and channels.
-        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
+        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it
+            gets a generator.
         stage: How samples are drawn.
         seed: Seed of the run.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
-        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
-        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage only cases whose regions all have one or
-            are absent. None takes all.
+        weights: How often each case is drawn in relation to the others, > 0; None draws all
+            equally.
+        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage
+            only cases whose regions all have one or are absent. None takes all.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -224,7 +230,8 @@ class Samples(Dataset[Sample]):
                 None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
             )
             if warp is not None and (region is not None or self.stage.patch_size is not None):
-                # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
+                # A warp samples beyond the crop. The scan is read there too, so that no false air
+                # comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(source, intensities)
             if region is not None:
@@ -365,7 +372,8 @@ class Samples(Dataset[Sample]):
         rng: np.random.Generator,
     ) -> Crop:
         """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
-        # Both are drawn in any case, so that the place does not depend on whether a boundary is found.
+        # Both are drawn in any case, so that the place does not depend on whether a boundary is
+        # found.
         place = rng.random(3)
         wants_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = (
@@ -411,7 +419,8 @@ class Samples(Dataset[Sample]):
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(inner.start[0], inner.stop[0]))
             plane = labels[z, y_slice, x_slice]
-            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence the padding with False.
+            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence
+            # the padding with False.
             mask = np.pad(is_wanted[plane], 1)
             if ignored is not None:
                 beside = np.pad(labels[z] == ignored, 1)
@@ -454,17 +463,20 @@ def collate(
 ) -> list[dict[str, Any]]:
     """Make a micro-batch: a list of stacks that the network sees one after the other.
 
-    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: padding to a
-    common shape would change the loss, since norms and means include the padding. The choice is the same for all micro-batches of
-    a run, so that all ranks call the network equally often.
+    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its
+    own shape: padding to a common shape would change the loss, since norms and means include the
+    padding. The choice is the same for all micro-batches of a run, so that all ranks call the
+    network equally often.
 
     Args:
         samples: At least one sample.
-        multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y, x).
+        multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y,
+            x).
         is_stacked: Whether all samples of the run have one shape, and make one stack.
 
     Returns:
-        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region (n,) int64; lists of n: case, spacing_mm, number.
+        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region
+        (n,) int64; lists of n: case, spacing_mm, number.
     """
     if not is_stacked:
         return [part for sample in samples for part in collate([sample], multiple)]
@@ -499,7 +511,8 @@ def init_worker(_: int) -> None:
     Signals to the process group do not reach it, see `medseg.training.data_module.TrainLoader`.
     """
     torch.set_num_threads(1)
-    # multiprocessing would print the error in its thread and drop the sample, for which the training process then waits for ever.
+    # multiprocessing would print the error in its thread and drop the sample, for which the
+    # training process then waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_training_ends
 

@@ -32,7 +32,8 @@ class SourceCase:
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
         images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
-        labels: Label map in the task's values on the same grid, uint8; None where the case has none, or none that fits.
+        labels: Label map in the task's values on the same grid, uint8; None where the case has
+            none, or none that fits.
         grid: Grid of all.
         audit: Measurements and findings.
     """
@@ -67,7 +68,8 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     """Read and audit a case.
 
     Args:
-        case: The case; its HU scale is applied to the first channel, the findings that it ignores stop nothing.
+        case: The case; its HU scale is applied to the first channel, the findings that it ignores
+            stop nothing.
         task: Labels, regions and channels.
         label_values: Value, or name of a structure, in the file to label name.
 

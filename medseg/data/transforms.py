@@ -1,7 +1,7 @@
 """Ordered list of the transforms of a training sample: effects of `medseg.data.augment` and dictionary transforms such as MONAI's.
 
-Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone: not on the number of loader workers,
-their start method or an interruption.
+Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone:
+not on the number of loader workers, their start method or an interruption.
 """
 
 import copy
@@ -30,11 +30,13 @@ PROBE_VALUES = (
 class Transforms:
     """Transforms of a training sample in their order.
 
-    `WindowShift` and `Affine` act while the scan is read, before all others, wherever they stand in the list.
+    `WindowShift` and `Affine` act while the scan is read, before all others, wherever they stand in
+    the list.
 
     Args:
-        transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary with `image` (C, D, H, W) and `label`
-            (1, D, H, W) to such a dictionary. One with a method `set_random_state`, as MONAI's have, is seeded for each sample.
+        transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary
+            with `image` (C, D, H, W) and `label` (1, D, H, W) to such a dictionary. One with a
+            method `set_random_state`, as MONAI's have, is seeded for each sample.
 
     Raises:
         ValueError: If there are several objects of `Affine`.
@@ -92,7 +94,8 @@ def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) 
         given: Names of the arguments that the user gives.
 
     Raises:
-        ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would interpolate the labels.
+        ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would
+            interpolate the labels.
     """
     if "keys" not in known:
         return {}
@@ -117,11 +120,13 @@ def check_transform(
     Args:
         transform: Transform of a list of `Transforms`.
         has_sides: Whether the task distinguishes left and right, so that it must not mirror them.
-        is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges left and right.
+        is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges
+            left and right.
         num_channels: Channels of the image.
 
     Raises:
-        ValueError: If it fails, changes the shape, interpolates labels, moves the image without the labels, or mirrors the sides.
+        ValueError: If it fails, changes the shape, interpolates labels, moves the image without the
+            labels, or mirrors the sides.
     """
     keys = getattr(transform, "keys", None)
     if (

@@ -70,8 +70,8 @@ def compare_rows(
 ) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
 
-    A region whose score is not finite on one side, such as the distance of one that was missed, counts on
-    neither.
+    A region whose score is not finite on one side, such as the distance of one that was missed,
+    counts on neither.
 
     Args:
         rows: `case`, `region` and the metrics of `RANKED`.

@@ -16,7 +16,8 @@ from medseg.preprocess.scale import HuScale
 from medseg.report.case_viewer import CaseReport
 from medseg.task import Task
 
-# Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.
+# Costs of a prediction: seconds from file to file, area under its memory over time, most memory of
+# its process.
 COSTS = ("total_s", "memory_gb_s", "peak_gb")
 # Errors of a report that is missing, damaged, or of another program.
 _NO_REPORT = (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
@@ -40,8 +41,8 @@ def check_labels(prediction: Path, task: Task) -> None:
     """Refuse a prediction of another task: its values would be scored under the names of other labels.
 
     Raises:
-        UserError: If the report beside the label map gives a label of the task another value, or has none of its labels and
-            another number of labels.
+        UserError: If the report beside the label map gives a label of the task another value, or
+            has none of its labels and another number of labels.
     """
     try:
         names = list(
@@ -89,8 +90,8 @@ def information_in_report(report: Mapping[str, Any]) -> list[str]:
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
     """Read the lower bounds on Dice of a report, by region; empty where there are none.
 
-    Reports of older versions hold bare numbers without level and patients, also for regions with additions.
-    They state no bound, nor does a damaged entry.
+    Reports of older versions hold bare numbers without level and patients, also for regions with
+    additions. They state no bound, nor does a damaged entry.
     """
     try:
         entries = report["dice_at_least"].items()

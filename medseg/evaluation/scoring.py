@@ -53,8 +53,10 @@ class EvaluationSummary:
     """Result of an evaluation.
 
     Attributes:
-        rows: One per scored case and region: `case`, `region`, `trust`, `METRICS` and further metrics by their name.
-        failed: Case to the reason why it could not be scored. The caller exits with 1 if there is any.
+        rows: One per scored case and region: `case`, `region`, `trust`, `METRICS` and further
+            metrics by their name.
+        failed: Case to the reason why it could not be scored. The caller exits with 1 if there is
+            any.
         without_prediction: Cases that have a reference only.
         without_reference: Cases that have a prediction only.
         warnings: Further messages to the user.
@@ -88,24 +90,28 @@ def evaluate_folder(
 ) -> EvaluationSummary:
     """Score the label maps of a folder; write `report.html`, `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json`, pictures, viewers.
 
-    A failing case is reported and does not affect the others. A region whose labels the references do not name
-    (`label_values`) is left out.
+    A failing case is reported and does not affect the others. A region whose labels the references
+    do not name (`label_values`) is left out.
 
     Args:
-        pred_dir: Folder of predictions `<case>.nii.gz` (or another format of label maps), values as in `task`.
+        pred_dir: Folder of predictions `<case>.nii.gz` (or another format of label maps), values as
+            in `task`.
         ref: Case table, or folder of label maps whose file names are those of the predictions.
         output: Folder to write to.
         task: Labels and regions.
-        label_values: Value in the reference files to name of the label; names unknown to the task are background.
+        label_values: Value in the reference files to name of the label; names unknown to the task
+            are background.
         labels_column: Column of the case table with the label maps.
         split: Part of the case table to score; None scores every case.
-        pictures: Whether to draw `scores.png` and, where the image is known, `overlays/<case>.png` and `viewers/<case>.html`. The case table
-            names the image, or else the report of the prediction.
+        pictures: Whether to draw `scores.png` and, where the image is known, `overlays/<case>.png`
+            and `viewers/<case>.html`. The case table names the image, or else the report of the
+            prediction.
         progress: Takes each line for the console.
         metrics: Further metrics by name.
         num_pictures: Largest number of overlays inside `report.html`, the worst cases first.
         num_viewers: Largest number of viewers, the worst cases first.
-        baseline: Output folder of another evaluation; `differences.csv` gets the differences on the same cases.
+        baseline: Output folder of another evaluation; `differences.csv` gets the differences on the
+            same cases.
 
     Returns:
         All scores, statistics and failures.
@@ -418,13 +424,15 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Compute the statistics of every group: each region and all, each trust and all.
 
     Args:
-        rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; an empty list gives no statistics.
+        rows: Scores with the keys `case`, `region`, `trust` ("" = not given) and `METRICS`; an
+            empty list gives no statistics.
 
     Returns:
-        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, those of them without a finite value, which the following figures leave out;
-         `std` is divided by the number, not by one less; the figures are None where every score is infinite.
-        `worst_case` has the worst score (an infinite distance counts); it is empty for volumes, which have no better or worse, and for
-        further metrics, whose direction is not known.
+        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, those of them without a finite
+            value, which the following figures leave out; `std` is divided by the number, not by one
+            less; the figures are None where every score is infinite. `worst_case` has the worst
+            score (an infinite distance counts); it is empty for volumes, which have no better or
+            worse, and for further metrics, whose direction is not known.
     """
     statistics = []
     for region in [*dict.fromkeys(row["region"] for row in rows), ALL]:

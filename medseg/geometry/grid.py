@@ -1,6 +1,7 @@
 """Voxel grids and voxel boxes: position, spacing and direction of the voxels of an array in the patient, and ranges of voxels.
 
-Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
+Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS
+millimetres.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, 
 class VoxelBox:
     """A box of voxels on some grid; it may reach outside that grid.
 
-    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes to the high end (`stop`).
+    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes
+    to the high end (`stop`).
 
     Attributes:
         start: First voxel per axis, (z, y, x).
@@ -153,7 +155,8 @@ def resampled_shape(
 ) -> tuple[int, int, int]:
     """Count the voxels per axis that keep the field of view at a new spacing.
 
-    The extent changes by at most half a target voxel per axis; an axis never shrinks below one voxel.
+    The extent changes by at most half a target voxel per axis; an axis never shrinks below one
+    voxel.
 
     Args:
         shape: Volume size in voxels, (D, H, W).
@@ -183,14 +186,16 @@ def resampled_shape(
 class VoxelGrid:
     """Size, spacing, origin and direction of a volume; copies what it is given and never changes.
 
-    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive exactly.
+    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive
+    exactly.
 
     Attributes:
         shape: Voxels per axis, (D, H, W), each at least 1.
         spacing_mm: Distance of neighbouring voxel centres in mm, (z, y, x).
         origin_xyz_mm: World point of the centre of voxel (0, 0, 0), LPS.
-        direction: 3×3; column j is the world unit vector (x, y, z) along index axis j, where j counts (x, y, z) as
-            ITK does. Orthonormal within `DIRECTION_TOLERANCE`; left-handed (flipped) axes are allowed.
+        direction: 3×3; column j is the world unit vector (x, y, z) along index axis j, where j
+            counts (x, y, z) as ITK does. Orthonormal within `DIRECTION_TOLERANCE`; left-handed
+            (flipped) axes are allowed.
     """
 
     shape: tuple[int, int, int]
@@ -274,7 +279,8 @@ class VoxelGrid:
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
 
-        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis. None: the grid itself.
+        The size follows `resampled_shape`, so the extent may change by half a target voxel per
+        axis. None: the grid itself.
         """
         if target_spacing_mm is None:
             return self
@@ -311,7 +317,8 @@ class VoxelGrid:
         first = [
             (self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))
         ]
-        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its column.
+        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its
+        # column.
         columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)
         return self._moved(
             [self.shape[old] for old in order],
@@ -330,7 +337,8 @@ class VoxelGrid:
         """Express this grid's indices as indices of another grid with the same axes.
 
         Returns:
-            Per axis (z, y, x) a pair (scale, offset) with `other_index = scale * self_index + offset`.
+            Per axis (z, y, x) a pair (scale, offset) with `other_index = scale * self_index +
+            offset`.
 
         Raises:
             ValueError: If the axes differ.
@@ -346,7 +354,8 @@ class VoxelGrid:
     def box_from(self, other: VoxelGrid, box: VoxelBox) -> VoxelBox:
         """Cover a box of another grid with the smallest box of this grid's voxels.
 
-        Outer faces of voxels are compared; noise below `INDEX_TOLERANCE` grows nothing. An empty box stays empty.
+        Outer faces of voxels are compared; noise below `INDEX_TOLERANCE` grows nothing. An empty
+        box stays empty.
 
         Args:
             other: Grid with the same axes.
@@ -355,7 +364,8 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid; it may reach outside.
         """
-        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding 0.5.
+        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding
+        # 0.5.
         scale, offset = np.transpose(other.axis_map_to(self))
         starts = np.floor(scale * (np.array(box.start) - 0.5) + offset + 0.5 + INDEX_TOLERANCE)
         stops = np.ceil(scale * (np.array(box.stop) - 0.5) + offset + 0.5 - INDEX_TOLERANCE)

@@ -33,8 +33,10 @@ class Exported(NamedTuple):
 
     Attributes:
         files: Content of each file, by its suffix.
-        fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple of the divisor.
-        difference: Largest difference of the logits to those of torch, as a share of the largest logit.
+        fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple
+            of the divisor.
+        difference: Largest difference of the logits to those of torch, as a share of the largest
+            logit.
         form: Name and version of the format.
     """
 
@@ -51,10 +53,12 @@ class Format(NamedTuple):
         name: Name of the format.
         extra: Extra of medseg that installs its libraries.
         modules: These libraries.
-        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that of the example alone.
+        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that
+            of the example alone.
         load: Makes a function that runs a converted network.
         describe: Names format and version of a converted network.
-        write: Turns a converted network and its metadata, a JSON text, into the content of files by suffix.
+        write: Turns a converted network and its metadata, a JSON text, into the content of files by
+            suffix.
     """
 
     name: str
@@ -82,12 +86,14 @@ def export_network(
         in_channels: Channels of its input.
         divisor: Required multiple of its input size, (z, y, x).
         small_size: A small input size, (z, y, x).
-        fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it may not.
+        fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it
+            may not.
         suffix: Key of `FORMATS`.
         describe: Function of the only input size, or of None, that makes the metadata.
 
     Raises:
-        UserError: If a library is missing, or the network cannot be converted, or computes something else than in torch.
+        UserError: If a library is missing, or the network cannot be converted, or computes
+            something else than in torch.
     """
     form, name = FORMATS[suffix], type(network.network).__name__
     for module in form.modules:

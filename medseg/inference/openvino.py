@@ -1,7 +1,8 @@
 """OpenVINO backend: networks converted and compiled for the processor; needs the extra `medseg[openvino]`.
 
-On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels where torch takes
-4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07 instead of 0.97 GB.
+On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels
+where torch takes 4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07
+instead of 0.97 GB.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from medseg.io.calibration import Circumstances, measure_until, read_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-# Packages whose code a converted network may come from: their versions and files say whether it has changed.
+# Packages whose code a converted network may come from: their versions and files say whether it has
+# changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
-# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
-# (openvinotoolkit/openvino#36980).
+# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16
+# kernels, and 2026.4 ends in a segmentation fault (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 # Libraries and kernels of a compiled network, measured; OpenVINO also holds its weights twice, as a
 # model and in the layout of its kernels.
@@ -65,9 +67,9 @@ def openvino_bytes(network: nn.Module) -> int:
 def core() -> Any:
     """OpenVINO's devices, the same object as long as the process lives.
 
-    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When the last OpenVINO object is
-    deleted in another thread, that stack is freed but stays in use: the next signal, such as the end of a child process, ends the
-    process.
+    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When
+    the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the
+    next signal, such as the end of a child process, ends the process.
     """
     import openvino
 
@@ -80,7 +82,8 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
         precision: `fp32` or `bf16`.
-        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this machine; empty = it is not kept.
+        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this
+            machine; empty = it is not kept.
 
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
@@ -211,8 +214,8 @@ class _Compiled:
         logits = np.empty(list(self._compiled.output(0).shape), np.float32)
         request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))  # saves a copy
         request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
-        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage and
-        # the rest of the prediction.
+        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage
+        # and the rest of the prediction.
         del request
         self._compiled.release_memory()
         return torch.from_numpy(logits)

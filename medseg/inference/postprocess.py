@@ -1,7 +1,8 @@
 """Post-processing of masks and label maps: small components, gas components and holes.
 
-A component is connected over faces (6 neighbours). Masks are processed in slabs along z: component numbers take four bytes a voxel, and
-only those of one slab are in memory, whatever the size of the mask.
+A component is connected over faces (6 neighbours). Masks are processed in slabs along z: component
+numbers take four bytes a voxel, and only those of one slab are in memory, whatever the size of the
+mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
 
-# A region of 2 l at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
+# A region of 2 l at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered
+# again when they are needed.
 SLAB_VOXELS = 2**25
 COUNTED_AT_ONCE = 2**16
 
@@ -38,7 +40,8 @@ class Components:
     """Connected components of a mask, numbered from 1; 0 is the background.
 
     Attributes:
-        counts: For each mask to count, its number of voxels in each component, by the component's number; 0 is the background.
+        counts: For each mask to count, its number of voxels in each component, by the component's
+            number; 0 is the background.
         is_open: Whether the component reaches a face of the volume; true for the background.
     """
 
@@ -156,7 +159,8 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
     if box is None:
         return
     inner = labels[box.slices()]
-    # A cavity cannot touch the faces of the bounding box: background components that do are outside.
+    # A cavity cannot touch the faces of the bounding box: background components that do are
+    # outside.
     components = Components(inner.shape, lambda planes: inner[planes] != value)
     for planes, is_cavity in components.where(~components.is_open):
         inner[planes][is_cavity & (inner[planes] == 0)] = value

@@ -1,9 +1,10 @@
 """Slab execution: our UNet layer by layer in slabs along z, with the same result as one pass and within a memory budget.
 
-A layer reads the planes of its input that its kernel reaches, and writes each plane of its output once. An instance or group norm
-needs statistics over the whole field of view: they are summed over all slabs of the convolution before it, and the norm is applied when the
-next layer reads its input. Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of the present layer
-takes the other half.
+A layer reads the planes of its input that its kernel reaches, and writes each plane of its output
+once. An instance or group norm needs statistics over the whole field of view: they are summed over
+all slabs of the convolution before it, and the norm is applied when the next layer reads its input.
+Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of
+the present layer takes the other half.
 """
 
 import functools
@@ -30,7 +31,8 @@ from medseg.models.blocks import (
 )
 from medseg.models.unet import Head, RefiningHead, UNet
 
-# Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels, and sums in fp32.
+# Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels,
+# and sums in fp32.
 WORKSPACE = 3.0
 # Bytes of a feature in fp32; the plan of the slabs counts those of half precision the same.
 ITEMSIZE = 4
@@ -47,9 +49,11 @@ def logits_in_slabs(
 
     Args:
         network: In evaluation mode.
-        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on another device than the network.
+        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on
+            another device than the network.
         budget_bytes: Memory of feature maps and layers, beside the image and the weights.
-        take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device of the network.
+        take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device
+            of the network.
 
     Raises:
         ValueError: If one plane of a layer exceeds half of the budget.
@@ -100,7 +104,8 @@ class _Features:
     """Feature map (1, C, D, H, W) of which ranges of planes are read and written.
 
     Attributes:
-        finish: Function of each voxel that is due to planes when they are read: the norm and activation of their layer.
+        finish: Function of each voxel that is due to planes when they are read: the norm and
+            activation of their layer.
     """
 
     def __init__(

@@ -36,22 +36,26 @@ def predict_probs(
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
-    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in training, and cut back.
-    Tiles are blended with Gaussian weights that sum to one. Beside the image and the result, memory holds the float32 sums of one
-    layer of tiles and the tiles of one batch. A tile of pure air may count as background without going through the network.
+    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in
+    training, and cut back. Tiles are blended with Gaussian weights that sum to one. Beside the
+    image and the result, memory holds the float32 sums of one layer of tiles and the tiles of one
+    batch. A tile of pure air may count as background without going through the network.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
         image: Normalised crop (1, C, D, H, W).
-        tile_size: Tile in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop as a whole.
+        tile_size: Tile in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop
+            as a whole.
         overlap: Share of a tile that its neighbour covers too, in [0, 1).
         divisor: Required multiple of the network's input size, (z, y, x).
         batch_size: Number of tiles that go through the network together.
-        run_batches: Runs the network on several batches at once, in several processes; None runs them here, one by one.
+        run_batches: Runs the network on several batches at once, in several processes; None runs
+            them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
-        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in the body.
-        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one slab of planes after the other to a
-            function; None runs it in one pass.
+        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in
+            the body.
+        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
+            slab of planes after the other to a function; None runs it in one pass.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the device of the logits.
@@ -105,12 +109,13 @@ def _blend_tiles(
 ) -> Tensor:
     """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W).
 
-    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile reaches the planes below, which are
-    final and move to float16.
+    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile
+    reaches the planes below, which are final and move to float16.
     """
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
-    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of their axis.
+    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
+    # their axis.
     weights = [
         {
             start: torch.from_numpy(one).to(image.device)
@@ -199,9 +204,11 @@ class TilingPlan(NamedTuple):
     """Tiling plan of one crop: whole or in tiles, each in one pass or in slabs.
 
     Attributes:
-        tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.
+        tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a
+            whole.
         batch_size: Number of tiles that go through the network together.
-        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None runs one pass, with the same result.
+        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None
+            runs one pass, with the same result.
     """
 
     tile_size: Shape | None
@@ -230,7 +237,8 @@ def plan_tiling(
 ) -> TilingPlan:
     """Choose between one pass and slabs by the budget, and find the number of tiles that fit together.
 
-    The budget never changes the tile: a norm that depends on the field of view would change the labels.
+    The budget never changes the tile: a norm that depends on the field of view would change the
+    labels.
 
     Args:
         shape: Size of the crop, (z, y, x).
@@ -239,7 +247,8 @@ def plan_tiling(
         budget_bytes: Memory that the network may use.
         tile_size: Tile; None runs the crop as a whole.
         max_batch: Largest number of tiles at a time.
-        least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in slabs.
+        least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in
+            slabs.
 
     Raises:
         ValueError: If the budget allows neither; the message names the smallest one that does.
@@ -280,7 +289,8 @@ def tile_boxes(
     Args:
         shape: Volume size in voxels, (D, H, W).
         tile_shape: Tile size in voxels, (D, H, W).
-        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel of rounding.
+        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel
+            of rounding.
 
     Returns:
         Boxes in C order (x fastest) that cover every voxel.
@@ -314,7 +324,8 @@ def axis_weights(
 ) -> dict[int, np.ndarray]:
     """Weigh the tiles of `tile_boxes` along one axis: most in the middle of a tile, in sum one at each voxel.
 
-    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
+    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum
+    needs to be kept.
 
     Args:
         size: Voxels of the volume along the axis.
@@ -325,7 +336,8 @@ def axis_weights(
     Returns:
         Weights of a tile's voxels, float32, by the tile's start.
 
-    Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding windows.
+    Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding
+    windows.
     """
     length = min(size, tile)
     distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)

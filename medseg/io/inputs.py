@@ -63,8 +63,8 @@ def image_in(folder: Path) -> Path | None:
 def is_dicom_file(path: Path) -> bool:
     """Whether a file is DICOM, by its first bytes; names and suffixes are no evidence.
 
-    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups with which every object
-    begins.
+    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups
+    with which every object begins.
     """
     if not path.is_file():
         return False
@@ -179,21 +179,23 @@ def input_format(path: Path) -> str:
 def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
-    A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its label map beside them. Any other
-    folder gives its volume files, and those of its subfolders that hold DICOM files at any depth or an image `ct.nii.gz`, one scan each,
-    sorted by name. Other files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched counts as a scan, whose
-    reading then fails.
+    A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its
+    label map beside them. Any other folder gives its volume files, and those of its subfolders that
+    hold DICOM files at any depth or an image `ct.nii.gz`, one scan each, sorted by name. Other
+    files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be
+    searched counts as a scan, whose reading then fails.
 
     Args:
         path: File or folder.
-        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left out.
+        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left
+            out.
 
     Returns:
         Pairs (case name, path).
 
     Raises:
-        UserError: If there is no scan, two scans would have the same name, volume files are beside DICOM files, or the path cannot
-            be searched.
+        UserError: If there is no scan, two scans would have the same name, volume files are beside
+            DICOM files, or the path cannot be searched.
     """
     try:
         if not path.is_dir():

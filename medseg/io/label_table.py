@@ -17,7 +17,8 @@ class Structure:
         name: Its name, such as `left_kidney`.
         value: Value in the label map.
         colour: Recommended colour, `#rrggbb`; "" for none, which counts as white.
-        code: SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; empty for none.
+        code: SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; empty for
+            none.
     """
 
     name: str

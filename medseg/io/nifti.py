@@ -103,7 +103,8 @@ def _form(header: Nifti1Header, name: str) -> tuple[np.ndarray, str]:
         name: `sform` or `qform`.
 
     Returns:
-        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a volume, "" where it is one.
+        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a
+        volume, "" where it is one.
     """
     if name == "sform":
         affine = np.asarray(header.get_sform(), dtype=np.float64)
@@ -137,9 +138,10 @@ def _choose_form(
 ) -> tuple[np.ndarray, list[str]]:
     """Choose between sform and qform as ITK does.
 
-    The sform counts if its code says scanner coordinates (1) or if there is no qform, else the qform; a faulty one gives way to the
-    other. Without either, index axes are assumed to be LPS axes and the origin is zero. Two forms that turn the scan into opposite
-    directions are refused: the wrong one swaps the patient's sides.
+    The sform counts if its code says scanner coordinates (1) or if there is no qform, else the
+    qform; a faulty one gives way to the other. Without either, index axes are assumed to be LPS
+    axes and the origin is zero. Two forms that turn the scan into opposite directions are refused:
+    the wrong one swaps the patient's sides.
 
     Returns:
         Affine (index to RAS) and warnings for the user.
@@ -298,7 +300,8 @@ def new_header(
     Args:
         dtype: Type of the voxels.
         grid: Shape and position.
-        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None: sform and qform are equal, code 1.
+        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None:
+            sform and qform are equal, code 1.
     """
     # NIfTI-1 counts voxels with 16 bits.
     header_type = (

@@ -1,7 +1,8 @@
 """Scratch arrays: voxels in a temporary file instead of memory, read and written like any other array.
 
-Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays. Their pages leave the memory of this
-process a moment after they were used; the values stay in the file.
+Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays.
+Their pages leave the memory of this process a moment after they were used; the values stay in the
+file.
 """
 
 import _thread
@@ -95,7 +96,8 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         ) from error
     with _lock:
         if not _maps:
-            # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory for a thread.
+            # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory
+            # for a thread.
             _thread.start_new_thread(_release_repeatedly, ())
         _maps.add(pages)
     return (

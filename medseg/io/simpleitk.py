@@ -1,7 +1,8 @@
 """NRRD and MetaImage by SimpleITK: checked headers, streams of voxels, the writer, and images in memory.
 
-SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts the heap on a damaged header and
-opens whatever file a header names. The voxels are decoded here, because SimpleITK ignores damage to compressed voxels (README.md).
+SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts
+the heap on a damaged header and opens whatever file a header names. The voxels are decoded here,
+because SimpleITK ignores damage to compressed voxels (README.md).
 """
 
 import itertools
@@ -39,8 +40,9 @@ MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
 # Patterns of one word. No number is so long that a C program reads it in another way than Python.
 NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
-# The values that a header field may have: the number of words as a power of the number of axes, or None where the value is one
-# text; regular expression of each word or of the text, letters of either case; description for messages.
+# The values that a header field may have: the number of words as a power of the number of axes, or
+# None where the value is one text; regular expression of each word or of the text, letters of
+# either case; description for messages.
 Rules = dict[str, tuple[int | None, str, str]]
 SIZES = (1, r"[1-9]\d{0,8}", "a whole number for each axis")
 NUMBERS = (1, NUMBER, "a number for each axis")
@@ -137,11 +139,13 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
     """Read the fields of a header and find the files with its voxels; the values are not checked.
 
     Returns:
-        Values of the fields by name, white space at the ends removed; first byte after the header; files that hold the voxels in
-        equal shares, in their order, which is the header's own file where they follow the header.
+        Values of the fields by name, white space at the ends removed; first byte after the header;
+        files that hold the voxels in equal shares, in their order, which is the header's own file
+        where they follow the header.
 
     Raises:
-        UserError: If it is no header of its format, gives a field twice, or names files outside its own folder.
+        UserError: If it is no header of its format, gives a field twice, or names files outside its
+            own folder.
     """
     nrrd, fields = is_nrrd(path), dict[str, str]()
     name, separator, data_key = (
@@ -304,7 +308,8 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
             ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
-    # The layers of a segmentation are expected; any other number of components is refused by `grid_of`.
+    # The layers of a segmentation are expected; any other number of components is refused by
+    # `grid_of`.
     return grid_of(
         path, reader, 1 if num_components == num_layers else num_components
     ), NUMPY_CODES[type_name]
@@ -330,10 +335,12 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 
     Args:
         path: The file.
-        num_layers: Numbers of each voxel; with several, the volume is that many times wider and holds them side by side.
+        num_layers: Numbers of each voxel; with several, the volume is that many times wider and
+            holds them side by side.
 
     Raises:
-        UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too short or too long.
+        UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too
+            short or too long.
     """
     fields, offset, files = read_header(path)
     values = _checked(path, fields)
@@ -388,7 +395,8 @@ def read_segments(path: Path) -> list[Segment]:
         The segments in their order; none for a file of another program.
 
     Raises:
-        UserError: If the header cannot be read, gives a field two values, or a segment has no value or that of another one.
+        UserError: If the header cannot be read, gives a field two values, or a segment has no value
+            or that of another one.
     """
     num_layers = _num_layers(read_header(path)[0])
     pairs = _read_pairs(path)
@@ -482,7 +490,8 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
 
     Args:
         path: File, for messages.
-        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which the others hold one frame.
+        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which
+            the others hold one frame.
         num_components: Numbers per voxel.
 
     Raises:
@@ -563,7 +572,8 @@ def write_text_volume(
 ) -> None:
     """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
 
-    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
+    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of
+    the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
@@ -587,7 +597,8 @@ def write_text_volume(
     )
     try:
         with replace_path(voxels) as part:
-            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
+            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one
+            # file, which is divided here.
             whole = part.with_suffix(".mha")
             try:
                 _save(path, whole, array, grid)

@@ -39,7 +39,8 @@ def write_csv(
 def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> str:
     r"""Format rows as CSV with a header line; None and a missing key give an empty cell.
 
-    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_csv` removes.
+    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_csv`
+    removes.
 
     Raises:
         ValueError: If a row has a key that is not in `columns`.
@@ -139,7 +140,8 @@ def table_lines(
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its columns ask for.
+    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its
+    # columns ask for.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)

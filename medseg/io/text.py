@@ -27,7 +27,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     Args:
         path: The file.
         max_bytes: The limit.
-        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES` of `medseg.io.names` keeps them.
+        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES`
+            of `medseg.io.names` keeps them.
 
     Raises:
         UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
@@ -90,14 +91,16 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
 def read_yaml_text(path: Path) -> str:
     """Read a YAML file and check it, without building its values.
 
-    Aliases are refused: a few lines of them can stand for more values than any memory holds, and no file that medseg writes has one.
+    Aliases are refused: a few lines of them can stand for more values than any memory holds, and no
+    file that medseg writes has one.
 
     Raises:
         UserError: If it cannot be read, is damaged, or uses an alias.
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        # The quick parser refuses the escaped bytes of a file name, which the one that builds the values accepts.
+        # The quick parser refuses the escaped bytes of a file name, which the one that builds the
+        # values accepts.
         events = yaml.parse(
             _ESCAPED_BYTE.sub(r"\\ufffd", text), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         )

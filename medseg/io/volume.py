@@ -63,7 +63,8 @@ class Volume:
     Attributes:
         array: Voxels (D, H, W): int16 or float32 HU of an image, integers of a label map.
         grid: Position of the voxels, LPS.
-        header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
+        header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and
+            unit; None for other formats.
         findings: What the reader left out, assumed or repaired; the caller shows it to the user.
     """
 
@@ -85,12 +86,14 @@ class LazyVolume:
         path: The file, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
-        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of any length.
+        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of
+            any length.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         findings: See `Volume.findings`.
         header: nibabel header of a NIfTI file; None for other formats.
-        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel bytes is known.
+        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel
+            bytes is known.
     """
 
     path: Path
@@ -128,7 +131,8 @@ def grid_from_columns(
         origin: LPS point of the first voxel's centre, in mm.
 
     Raises:
-        UserError: If the axes are sheared, an axis has no length, or the scan is larger than any scanner.
+        UserError: If the axes are sheared, an axis has no length, or the scan is larger than any
+            scanner.
     """
     spacing = np.linalg.norm(columns, axis=0)
     require(
@@ -233,7 +237,8 @@ def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[b
         # The last word may continue in the next part.
         rest = words.pop() if part and not part[-1:].isspace() else b""
         try:
-            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for every word.
+            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for
+            # every word.
             if b"_" in part or max(map(len, [*words, rest])) > MAX_WORD_BYTES:
                 raise ValueError
             yield np.array(words, "S").astype(dtype).tobytes()
@@ -269,12 +274,14 @@ def lazy_volume(
         encoding: As for `decoded`.
         offset: First byte after the header.
         num_lines: Lines to skip after it.
-        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last bytes of their file.
+        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last
+            bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.
         **others: Further attributes of the lazy volume.
 
     Raises:
-        UserError: If a file is missing, too short or too long, or the header asks for what no program writes.
+        UserError: If a file is missing, too short or too long, or the header asks for what no
+            program writes.
     """
     depth, height, width = grid.shape
     require(
@@ -362,10 +369,12 @@ def _load(
     """Read all voxels in the first of some types that holds them.
 
     Returns:
-        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can hold; these become air.
+        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can
+        hold; these become air.
 
     Raises:
-        UserError: If no type holds a value, the file is too short or too long, or the machine cannot hold the volume.
+        UserError: If no type holds a value, the file is too short or too long, or the machine
+            cannot hold the volume.
     """
     shape = volume.grid.shape
     num_voxels = math.prod(shape)
@@ -412,11 +421,13 @@ def _load(
 def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
-    A label may miss its number by the rounding of the scale in the header: the value 255 with the slope 1/255 in 32 bits gives
-    1.00000006. The error is relative to the product and to the intercept, which may nearly cancel.
+    A label may miss its number by the rounding of the scale in the header: the value 255 with the
+    slope 1/255 in 32 bits gives 1.00000006. The error is relative to the product and to the
+    intercept, which may nearly cancel.
 
-    A program that scales labels to the range of an integer type also rounds what it stores: labels up to 2 get the slope 2/255 in
-    uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its number by at most half a step.
+    A program that scales labels to the range of an integer type also rounds what it stores: labels
+    up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
+    number by at most half a step.
 
     Args:
         values: Scaled labels, float.
@@ -428,7 +439,8 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     whole = np.rint(values)
     sizes = np.abs(values - volume.intercept) + abs(volume.intercept)
     step = abs(volume.slope)
-    # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds them.
+    # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds
+    # them.
     half_step = step / 2 if volume.dtype.kind in "iu" and step < 1.0 else 0.0
     tolerance = np.maximum(ROUNDING * sizes, half_step * (1.0 + ROUNDING))
     is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)

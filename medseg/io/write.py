@@ -48,12 +48,15 @@ def write_labels(
     The corners of the written grid agree with `grid` within 0.001 mm.
 
     Args:
-        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw beside it) or .seg.nrrd (a
-            segmentation of 3D Slicer).
-        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are narrowed.
+        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw
+            beside it) or .seg.nrrd (a segmentation of 3D Slicer).
+        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are
+            narrowed.
         grid: Position of the voxels.
-        like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte order, sform, qform and unit.
-        structures: Names and colours of the labels, for .nii.gz, .nii and .seg.nrrd; other formats have no place for them.
+        like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte
+            order, sform, qform and unit.
+        structures: Names and colours of the labels, for .nii.gz, .nii and .seg.nrrd; other formats
+            have no place for them.
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.

@@ -16,13 +16,15 @@ SLAB_VOXELS_GPU = 2**22
 class DiceCrossEntropyLoss(nn.Module):
     """Weighted sum of one minus the mean soft Dice and the mean cross-entropy.
 
-    The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p of the logits and the reference t. For
-    a class that is absent from the reference it is near 1 where the class is not predicted, and near 0 where it is. Half-precision logits
-    are converted to fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in fp64.
+    The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p
+    of the logits and the reference t. For a class that is absent from the reference it is near 1
+    where the class is not predicted, and near 0 where it is. Half-precision logits are converted to
+    fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in
+    fp64.
 
-    MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the target, the softmax and the log-softmax,
-    and saves several of them for the backward pass. Here only the logits and the target are saved; the backward pass recomputes the
-    softmax slab by slab.
+    MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the
+    target, the softmax and the log-softmax, and saves several of them for the backward pass. Here
+    only the logits and the target are saved; the backward pass recomputes the softmax slab by slab.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class DiceCrossEntropyLoss(nn.Module):
         Args:
             dice_weight: Weight of the Dice term, >= 0.
             ce_weight: Weight of the cross-entropy, >= 0; one of the two is positive.
-            include_background: Whether class 0 counts in the mean Dice. It always counts in the cross-entropy.
-            batch_dice: Whether the samples of a batch are scored as one volume instead of one by one.
+            include_background: Whether class 0 counts in the mean Dice. It always counts in the
+                cross-entropy.
+            batch_dice: Whether the samples of a batch are scored as one volume instead of one by
+                one.
             smooth: Added to numerator and denominator of the Dice, in voxels, > 0.
 
         Raises:
@@ -65,7 +69,8 @@ class DiceCrossEntropyLoss(nn.Module):
 
         Args:
             logits: (N, K, D, H, W), floating point.
-            target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are undefined, as in torch's losses.
+            target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are
+                undefined, as in torch's losses.
             ignore_value: Value of ignored voxels; None if there are none.
 
         Returns:
@@ -82,7 +87,8 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"target must hold integers, got {target.dtype}")
         if logits.shape[1] < (1 if self.include_background else 2):
             raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
-        # One pass over the volume gives the sums of the loss; autograd differentiates the arithmetic between them.
+        # One pass over the volume gives the sums of the loss; autograd differentiates the
+        # arithmetic between them.
         overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
         voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
@@ -133,8 +139,9 @@ class _Moments(torch.autograd.Function):
             labels = target[sample, slab]
             by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
             # With a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and c = dL/d(entropy), per voxel:
-            #   dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
-            # t_k p_k b_k, summed over k: for each voxel one class is not zero.
+            # dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j
+            # dL/dp_j) + c (p_k - t_k). t_k p_k b_k, summed over k: for each voxel one class is not
+            # zero.
             reference = torch.zeros_like(probs[0])
             common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):

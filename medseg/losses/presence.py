@@ -8,10 +8,11 @@ from torch.nn import functional as F
 class PresenceLoss(nn.Module):
     """Binary cross-entropy of the presence of each class but the background.
 
-    The logit of the presence of a class is the logit of the class minus that of the background, averaged over the `voxels` voxels
-    where this difference is largest; for a class that is present, over at most as many voxels as it has. The loss adds no
-    weights, so it works with every network and at every size: a class that is absent is pushed below the background everywhere,
-    not only on average.
+    The logit of the presence of a class is the logit of the class minus that of the background,
+    averaged over the `voxels` voxels where this difference is largest; for a class that is present,
+    over at most as many voxels as it has. The loss adds no weights, so it works with every network
+    and at every size: a class that is absent is pushed below the background everywhere, not only on
+    average.
     """
 
     target_form = "indices"

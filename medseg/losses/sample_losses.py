@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
-# Forms in which losses expect the target: class indices (N, D, H, W), the same with a channel axis (N, 1, D, H, W), or floats of 0 and 1
-# (N, K, D, H, W). A class may name its own as the attribute `target_form`.
+# Forms in which losses expect the target: class indices (N, D, H, W), the same with a channel axis
+# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class may name its own as the attribute
+# `target_form`.
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-# Losses that are sums over voxels and therefore do not change when the ignored voxels are left out. A class may say so by the attribute
-# `is_voxelwise`; others read the neighbours of a voxel.
+# Losses that are sums over voxels and therefore do not change when the ignored voxels are left out.
+# A class may say so by the attribute `is_voxelwise`; others read the neighbours of a voxel.
 VOXELWISE_LOSSES = (
     "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceFocalLoss",
     "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
@@ -42,19 +43,20 @@ class Term(NamedTuple):
 class TrainingLoss(nn.Module):
     """Weighted sum of losses of logits (N, K, D, H, W), or of several outputs of a network (deep supervision), and integers (N, D, H, W).
 
-    Half-precision logits are converted to fp32 for all losses but ours, which converts slab by slab. A smaller output is compared with
-    the target at the nearest voxels.
+    Half-precision logits are converted to fp32 for all losses but ours, which converts slab by
+    slab. A smaller output is compared with the target at the nearest voxels.
 
     Args:
         terms: Terms, one at least.
-        output_weights: Weight of each output under deep supervision, the full-size one first; None halves it from one to the next. They
-            are divided by their sum.
+        output_weights: Weight of each output under deep supervision, the full-size one first; None
+            halves it from one to the next. They are divided by their sum.
         ignore_value: Value of ignored voxels in the target; None if there are none.
 
     Raises:
         ValueError: If a term cannot leave voxels out, or no output has a weight.
 
-    Source: Isensee et al., nnU-Net (Nature Methods 2021), supplement: the weights of deep supervision.
+    Source: Isensee et al., nnU-Net (Nature Methods 2021), supplement: the weights of deep
+    supervision.
     """
 
     def __init__(
@@ -117,8 +119,9 @@ class TrainingLoss(nn.Module):
         logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, logits.shape[1]))
-        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their order.
-        # Their number is read from the device, once for each sample: other libraries take no mask.
+        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their
+        # order. Their number is read from the device, once for each sample: other libraries take no
+        # mask.
         lines = []
         for sample, labels in zip(logits, target.flatten(1), strict=True):
             kept = (labels != self.ignore_value).nonzero().squeeze(1)

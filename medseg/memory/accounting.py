@@ -49,16 +49,18 @@ class StepMemory:
         voxels: Voxels of the input, all samples of a micro-batch together.
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters.
-        optimizer_state: State of the optimiser, and the moving average of the weights where there is one.
+        optimizer_state: State of the optimiser, and the moving average of the weights where there
+            is one.
         input: The image.
         target: The reference.
-        saved: What autograd keeps from forward to backward, by the part of the network that made it, in forward order.
+        saved: What autograd keeps from forward to backward, by the part of the network that made
+            it, in forward order.
         offloaded: What waits in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
-        peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`, `target`, `forward`
-            (activations), `backward` (gradients of activations and recomputed activations) and `update` (temporaries of the
-            optimiser).
+        peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
+            `target`, `forward` (activations), `backward` (gradients of activations and recomputed
+            activations) and `update` (temporaries of the optimiser).
         order: Parts of the network in the order in which they ran.
     """
 
@@ -101,27 +103,33 @@ def count_step(
 ) -> StepMemory:
     """Count the memory of a training step, from the second step on.
 
-    The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated. For a GPU, which need
-    not be present, the count includes the fp32 copies of CUDA's autocast (norms, softmax) and the copies that nearest upsampling
-    makes of channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's reserve of a norm.
+    The step runs on torch's fake tensors: all operations are dispatched, none is computed and
+    nothing is allocated. For a GPU, which need not be present, the count includes the fp32 copies
+    of CUDA's autocast (norms, softmax) and the copies that nearest upsampling makes of
+    channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's
+    reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
         image_shape: (N, C, D, H, W) of a micro-batch.
-        loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1, D, H, W).
+        loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1,
+            D, H, W).
         make_optimizer: From parameters to an optimiser.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
         averages: Whether a moving average of the weights is kept.
-        compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
+        compute: Allocate and compute everything on the CPU: slow, with the same result; used to
+            check the count.
         is_gpu: Count what a GPU keeps; else, a CPU.
-        timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are not recorded.
+        timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are
+            not recorded.
 
     Returns:
         The counts.
 
     Raises:
-        ValueError: If the network or the loss decides by computed values, which fake tensors do not have.
+        ValueError: If the network or the loss decides by computed values, which fake tensors do not
+            have.
     """
     with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (
         network,
@@ -347,7 +355,8 @@ def _no_loss() -> float:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimiser's state for all parameters by a step on gradients of zero.
 
-    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser keeps.
+    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser
+    keeps.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -419,8 +428,8 @@ def _make_fake(network: nn.Module) -> None:
 def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Give the results of a fake norm the dtypes that the real kernels return.
 
-    With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return a half-precision gradient; torch
-    2.13's fake kernels do the opposite.
+    With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return
+    a half-precision gradient; torch 2.13's fake kernels do the opposite.
     """
     if func in NORM_WEIGHTS:
         features, weight = args[0], args[NORM_WEIGHTS[func]]
@@ -443,8 +452,9 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
 
 
-# Kernels copy their inputs into layouts of their own, which a count of tensors does not see. Measured: 1.1 to 2.1 times the live
-# tensors over stems, norms, `refine`, precisions and processors.
+# Kernels copy their inputs into layouts of their own, which a count of tensors does not see.
+# Measured: 1.1 to 2.1 times the live tensors over stems, norms, `refine`, precisions and
+# processors.
 WORKSPACE = 2.5
 
 
@@ -463,7 +473,8 @@ def forward_bytes_per_voxel(
         device: Device of the network.
 
     Returns:
-        Peak bytes of activations and logits per voxel, with the kernels' workspaces, without weights and image.
+        Peak bytes of activations and logits per voxel, with the kernels' workspaces, without
+        weights and image.
     """
     image = torch.zeros(image_shape, device=device)
     with torch.inference_mode(), MemoryTracker() as tracker:

@@ -39,8 +39,8 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 
     Args:
         network: Network with a method `blocks()`, all of it on `home`.
-        device_map: Device by the name of a part, or by the beginning of names up to a dot (`encoder`, `encoder.0`); the longest
-            match counts. Unnamed parts stay on `home`.
+        device_map: Device by the name of a part, or by the beginning of names up to a dot
+            (`encoder`, `encoder.0`); the longest match counts. Unnamed parts stay on `home`.
         home: Device of the input and of the loss.
 
     Raises:
@@ -68,8 +68,9 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 class _JoinDevices(TorchFunctionMode):
     """Bring the operands of an operation between parts, such as the sum of a skip and deeper features, to one device.
 
-    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on one device already, so that recomputation in
-    the backward pass, which this mode does not reach, needs no copies.
+    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on
+    one device already, so that recomputation in the backward pass, which this mode does not reach,
+    needs no copies.
     """
 
     def __torch_function__(
@@ -118,7 +119,8 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
 def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> dict[str, str]:
     """Divide parts among devices so that the largest share of a device's memory is as small as possible.
 
-    Each device gets neighbouring parts in the order of the forward pass, so that little data passes between devices.
+    Each device gets neighbouring parts in the order of the forward pass, so that little data passes
+    between devices.
 
     Args:
         sizes: Bytes of each part, in the order of the forward pass.

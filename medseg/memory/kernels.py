@@ -31,14 +31,17 @@ from medseg.memory.profile import (
 )
 from medseg.memory.tracker import Call, Operand
 
-# A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
-# tensors (see `medseg.memory.heap`), so that the measured time contains the page faults.
+# A larger operation is measured on two parts of its slices. They are so large that the memory of
+# each tensor is mapped anew, as for all larger tensors (see `medseg.memory.heap`), so that the
+# measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
-# All operations are timed in rounds, so that a processor that is slower for a while is so for all of them.
+# All operations are timed in rounds, so that a processor that is slower for a while is so for all
+# of them.
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
-# Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
+# Slices are divided by a common divisor of all depths, which must be larger than any size of a
+# kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
 aten = torch.ops.aten
@@ -52,7 +55,8 @@ class Cost(NamedTuple):
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
         written: Bytes of them that the kernel writes; the system provides no memory for the others.
-        lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for these sizes.
+        lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for
+            these sizes.
         seconds: Duration.
     """
 
@@ -251,24 +255,27 @@ class KernelCosts:
         kept = sum(
             one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)
         )
-        # A result from the heap adds nothing to what is resident, and a workspace from the heap may stay there.
+        # A result from the heap adds nothing to what is resident, and a workspace from the heap may
+        # stay there.
         return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
 
     def _clock(self) -> Callable[[], float]:
         """Clock of the device.
 
-        On a CPU it is the processor time of the calling thread: other programs on the machine do not lengthen it. Of
-        several threads the calling one works from the beginning to the end: torch and oneDNN divide an operation evenly
-        and give it the first and largest part. With two threads nine operations took it 1.00 to 1.4 times half of the
-        processor time of both, and 0.50 to 0.65 times its time alone.
+        On a CPU it is the processor time of the calling thread: other programs on the machine do
+        not lengthen it. Of several threads the calling one works from the beginning to the end:
+        torch and oneDNN divide an operation evenly and give it the first and largest part. With two
+        threads nine operations took it 1.00 to 1.4 times half of the processor time of both, and
+        0.50 to 0.65 times its time alone.
         """
         return time.thread_time if self.device.type == "cpu" else time.perf_counter
 
     def _seconds(self, call: Call) -> float:
         """Time an operation once.
 
-        In a step each operation runs among others: its code and its tensors are no longer in the processor's caches. A
-        repetition would find them there; steps took 10 to 25 % longer than the sum of repeated operations.
+        In a step each operation runs among others: its code and its tensors are no longer in the
+        processor's caches. A repetition would find them there; steps took 10 to 25 % longer than
+        the sum of repeated operations.
         """
         clock, run = self._clock(), self._prepared(call)
         start_s = clock()

@@ -33,7 +33,8 @@ def check_precision(precision: str, device_type: str) -> None:
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
     """Make the context in which a network computes.
 
-    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32` change nothing here.
+    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32`
+    change nothing here.
 
     Raises:
         ValueError: See `check_precision`.
@@ -49,8 +50,8 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
 def inference_precision(trained: str, device_type: str) -> str:
     """Choose the precision in which a trained network runs.
 
-    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its fast kernels, and a network takes
-    several times as long as in fp32.
+    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its
+    fast kernels, and a network takes several times as long as in fp32.
 
     Args:
         trained: Precision of the training.

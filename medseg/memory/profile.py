@@ -27,7 +27,8 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Largest resident memory of this process so far."""
-    # On Linux `ru_maxrss` survives `exec`, so a new process starts with the peak of the process that started it.
+    # On Linux `ru_maxrss` survives `exec`, so a new process starts with the peak of the process
+    # that started it.
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -80,7 +81,8 @@ class ControlGroup(NamedTuple):
 def memory_limit_bytes() -> int:
     """Memory that this process may use: that of the machine, or less in a container.
 
-    Each control group bounds the groups inside it, so the smallest bound from the process's group upwards counts.
+    Each control group bounds the groups inside it, so the smallest bound from the process's group
+    upwards counts.
     """
     bounds = [group.limit_bytes() for group in control_groups()]
     return min(
@@ -174,8 +176,8 @@ def private_bytes(pid: int) -> int:
 def bytes_beside(pid: int, others: Sequence[int]) -> int:
     """Sum the memory that other processes take beside that of a process from which they were forked.
 
-    That is what they have written themselves, and old copies of pages that the process has written since. A page that
-    several of them share counts once. Pages of files are shared by all.
+    That is what they have written themselves, and old copies of pages that the process has written
+    since. A page that several of them share counts once. Pages of files are shared by all.
 
     Args:
         pid: The process.
@@ -223,7 +225,8 @@ class MemoryProfile:
 
     def __enter__(self) -> MemoryProfile:
         self._sample()
-        # `threading.Thread.start` waits for ever for a thread that ends at once because there is no memory for it.
+        # `threading.Thread.start` waits for ever for a thread that ends at once because there is no
+        # memory for it.
         _thread.start_new_thread(self._watch, ())
         return self
 

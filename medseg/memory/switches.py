@@ -34,8 +34,8 @@ def apply_switches(
 ) -> nn.Module:
     """Change how a network runs, never what it computes or what its weights are called.
 
-    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them), checkpointing (of blocks), offload (of
-    what the blocks still save), compilation (of everything).
+    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them),
+    checkpointing (of blocks), offload (of what the blocks still save), compilation (of everything).
 
     Args:
         network: Network with a method `blocks()` that names its blocks, like `StageNetwork`.
@@ -44,7 +44,8 @@ def apply_switches(
         channels_last: Use the channels-last memory layout.
         compile: Compile with `torch.compile` at the first call.
         compile_mode: Mode of `torch.compile`, with underscores.
-        has_many_shapes: Whether inputs differ in shape, so that the compiler must treat sizes as variables.
+        has_many_shapes: Whether inputs differ in shape, so that the compiler must treat sizes as
+            variables.
         synchronise: Share the statistics of batch norms among all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 
@@ -82,8 +83,9 @@ def apply_switches(
     if offload:
         offload_activations(network, device_type)
     if compile:
-        # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name. Left to choose, torch would treat sizes as
-        # variables from the second shape on, such as that of a validation case, which it cannot do for every network.
+        # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
+        # Left to choose, torch would treat sizes as variables from the second shape on, such as
+        # that of a validation case, which it cannot do for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
 
@@ -148,9 +150,11 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
-        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and patterns (`encoder.*.block0`), where
-            the beginning of a name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level saves four times the
-            bytes of the next one and costs twice its operations, so the finest blocks give the most memory per second.
+        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and
+            patterns (`encoder.*.block0`), where the beginning of a name up to a dot stands for all
+            blocks below it (`encoder.0`). In a UNet a level saves four times the bytes of the next
+            one and costs twice its operations, so the finest blocks give the most memory per
+            second.
 
     Returns:
         Names of the blocks, in the order of `blocks`.
@@ -189,8 +193,9 @@ def names_below(names: Sequence[str], wanted: str) -> list[str]:
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
     """Recompute the chosen blocks in the backward pass, each on its own; parameters and their names stay.
 
-    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation draws the same random numbers, and
-    a batch norm updates its statistics once per batch although it runs twice.
+    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation
+    draws the same random numbers, and a batch norm updates its statistics once per batch although
+    it runs twice.
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
@@ -211,7 +216,8 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
         block.forward,
         [module for module in block.modules() if isinstance(module, _BatchNorm)],
     )
-    # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block may draw random numbers.
+    # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block
+    # may draw random numbers.
     keeps_state = any(map(_may_draw, block.modules()))
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -245,7 +251,8 @@ def _may_draw(module: nn.Module) -> bool:
 def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Let the batch norms update copies of their statistics, which are then dropped.
 
-    Buffers must be present: the kernel saves them for the backward pass, and both runs must save the same number of tensors.
+    Buffers must be present: the kernel saves them for the backward pass, and both runs must save
+    the same number of tensors.
     """
     kept = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
@@ -272,7 +279,8 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
         device_type: `cuda`, or another device that is not the host.
 
     Raises:
-        ValueError: If the network runs on the CPU, whose memory offloading would move activations to.
+        ValueError: If the network runs on the CPU, whose memory offloading would move activations
+            to.
     """
     if device_type == "cpu":
         raise ValueError(
@@ -284,7 +292,8 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
 def save_to_host(network: nn.Module) -> None:
     """Wrap the network's forward pass so that saved activations go to the host and come back in the same memory layout.
 
-    Torch's `save_on_cpu` copies the parameters too, and returns channels-last activations in contiguous layout.
+    Torch's `save_on_cpu` copies the parameters too, and returns channels-last activations in
+    contiguous layout.
     """
     forward = network.forward
 

@@ -85,8 +85,10 @@ class Segment:
     Attributes:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
-        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring it, and its key in `Timeline.calls`.
-        small: Of each call: bytes after it of storages that are too small to be mapped, see `medseg.memory.heap`.
+        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring
+            it, and its key in `Timeline.calls`.
+        small: Of each call: bytes after it of storages that are too small to be mapped, see
+            `medseg.memory.heap`.
     """
 
     owner: Owner
@@ -123,12 +125,14 @@ class Timeline:
 class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live tensors by owner, and their peak.
 
-    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts until nothing holds it, be it Python,
-    autograd's graph or a hook. Hooks on saved tensors would see less, because inner hooks (checkpointing, offloading) hide what they
-    save from outer ones. Not counted are workspaces that a kernel takes and frees within one operation, and the rounding and
-    fragmentation of an allocator.
+    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts
+    until nothing holds it, be it Python, autograd's graph or a hook. Hooks on saved tensors would
+    see less, because inner hooks (checkpointing, offloading) hide what they save from outer ones.
+    Not counted are workspaces that a kernel takes and frees within one operation, and the rounding
+    and fragmentation of an allocator.
 
-    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign` changes the owner.
+    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign`
+    changes the owner.
 
     Attributes:
         now: Owner of what the following operations make.
@@ -147,8 +151,10 @@ class MemoryTracker(TorchDispatchMode):
         """Start without any storage.
 
         Args:
-            correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
-            workspace: Called in the same way; bytes that the operation takes and frees, which count in the peak.
+            correct: Called as `correct(operation, arguments, result)`; its result replaces the
+                operation's.
+            workspace: Called in the same way; bytes that the operation takes and frees, which count
+                in the peak.
             timeline: Gets the operations in their order; None = they are not recorded.
         """
         super().__init__()
@@ -214,7 +220,8 @@ class MemoryTracker(TorchDispatchMode):
         """Note that an operation of the present part saves a tensor; the hook for packing in `saved_tensors_hooks`.
 
         Returns:
-            The tensor without its graph: an operation that saves its own result would otherwise keep itself alive.
+            The tensor without its graph: an operation that saves its own result would otherwise
+            keep itself alive.
         """
         self._savers[tensor.untyped_storage()._cdata].add(self.now.part)
         return tensor if tensor.is_leaf else tensor.detach()

@@ -11,8 +11,9 @@ from torch import Tensor
 class CaseMetric:
     """Score of one case by an object of MONAI or torchmetrics.
 
-    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; another gets the integers (1, D, H, W).
-    The score is the mean over classes, without those that have none (NaN).
+    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one;
+    another gets the integers (1, D, H, W). The score is the mean over classes, without those that
+    have none (NaN).
 
     Args:
         metric: Object with `reset`; a call returns the score of a batch.

@@ -16,7 +16,8 @@ HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_
 EMPHYSEMA_HU = -950
 """Voxels of an organ full of air below it count as emphysema (Gevenois et al., Am J Respir Crit Care Med 1995;152:653)."""
 
-# HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is that of the voxels as they are.
+# HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is
+# that of the voxels as they are.
 LOW_HU, HIGH_HU = -2048, 4095
 # Voxels of one slab; each needs about 20 bytes at a time.
 SLAB_VOXELS = 2**22
@@ -28,7 +29,8 @@ def label_statistics(
     """Measure each label: volume in ml, mean HU, percentiles in whole HU, share below −950 HU.
 
     Args:
-        image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures in HU empty.
+        image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures
+            in HU empty.
         labels: Label map (D, H, W).
         grid: Grid of both.
         values: Label name to value.

@@ -1,10 +1,11 @@
 """Scores of two masks: Dice, volumes and surface scores (NSD, HD95), with each surface element weighted by its area.
 
-A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all inside nor all outside the mask. Its area
-is that of the marching-cubes triangles there. Distances are measured between elements, in mm.
+A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all
+inside nor all outside the mask. Its area is that of the marching-cubes triangles there. Distances
+are measured between elements, in mm.
 
-Source: Nikolov et al., Clinically applicable segmentation of head and neck anatomy (2021), and its code,
-google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
+Source: Nikolov et al., Clinically applicable segmentation of head and neck anatomy (2021), and its
+code, google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
 """
 
 from __future__ import annotations
@@ -91,9 +92,10 @@ def volume_ml(mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> float
     return int(np.count_nonzero(mask)) * math.prod(spacing_mm) / 1000.0
 
 
-# Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation, reflection and swap of inside and outside.
-# First the centres that are inside (bit 4*z + 2*y + x), then the normals (z, y, x) of the surface pieces; the length of a normal is the
-# area of its piece in eighths of a face of the unit cube.
+# Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation,
+# reflection and swap of inside and outside. First the centres that are inside (bit 4*z + 2*y + x),
+# then the normals (z, y, x) of the surface pieces; the length of a normal is the area of its piece
+# in eighths of a face of the unit cube.
 _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b00000001, ((1, 1, 1),)),
     (0b00000011, ((2, 2, 0), (2, 2, 0))),
@@ -110,7 +112,8 @@ _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b01101001, ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1))),
 )
 
-# Spacings come from float32 headers; their rounding must not exclude an element exactly at the tolerance.
+# Spacings come from float32 headers; their rounding must not exclude an element exactly at the
+# tolerance.
 _TOLERANCE_SLACK_MM = 1e-5
 
 
@@ -138,7 +141,8 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
         spacing_mm: Voxel spacing in mm, (z, y, x).
 
     Returns:
-        Area in mm², (256,), indexed by the neighbourhood's code (bit 4*z + 2*y + x set = that corner is inside).
+        Area in mm², (256,), indexed by the neighbourhood's code (bit 4*z + 2*y + x set = that
+        corner is inside).
     """
     z_mm, y_mm, x_mm = spacing_mm
     faces_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
@@ -278,8 +282,9 @@ def _distances_mm(
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
-    # A k-d tree is several times faster for two similar organs, but many times slower where a prediction is noise or far from the
-    # reference. The transform returns indices only: its distance map would take more memory.
+    # A k-d tree is several times faster for two similar organs, but many times slower where a
+    # prediction is noise or far from the reference. The transform returns indices only: its
+    # distance map would take more memory.
     nearest = distance_transform_edt(
         ~is_to, sampling=spacing_mm, return_distances=False, return_indices=True
     )

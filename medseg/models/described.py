@@ -19,7 +19,8 @@ def make_described_network(
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
     Args:
-        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
+        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target
+            and mean our UNet.
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.

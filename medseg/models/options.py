@@ -86,7 +86,8 @@ class UNetOptions(NetworkOptions):
 def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each contradiction between the keys of a network.
 
-    Networks other than our UNet are built on the meta device before data is read, which checks their arguments.
+    Networks other than our UNet are built on the meta device before data is read, which checks
+    their arguments.
     """
     device_map = model["device_map"]
     if device_map not in (None, "auto") and not _is_device_map(device_map):

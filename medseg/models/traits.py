@@ -1,12 +1,15 @@
 """Network adapter: channels, divisor, blocks and outputs of any network, found by tracing it on the meta device.
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
-* Divisor of the input size: by the sizes of the features of a traced pass, verified by a second pass.
-* Blocks that can be recomputed or placed on a device: modules that are called once, take tensors and return one tensor, have
-  parameters, do not change their input, and keep tensors for the backward pass that neither their input nor their output holds.
+* Divisor of the input size: by the sizes of the features of a traced pass, verified by a second
+  pass.
+* Blocks that can be recomputed or placed on a device: modules that are called once, take tensors
+  and return one tensor, have parameters, do not change their input, and keep tensors for the
+  backward pass that neither their input nor their output holds.
 * Outputs: one tensor, or several of deep supervision.
 
-A network may state `divisor` and `blocks()` itself, as `medseg.models.unet.UNet` does; a configuration may state both for any network.
+A network may state `divisor` and `blocks()` itself, as `medseg.models.unet.UNet` does; a
+configuration may state both for any network.
 """
 
 import difflib
@@ -49,7 +52,8 @@ OUT_CHANNELS = (
 # Sides of the cubes that a network is traced with, in voxels, until one fits.
 # The last are multiples of powers of 3, 5 and 7.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
-# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps for the backward pass.
+# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps
+# for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
 
 
@@ -57,9 +61,11 @@ class Traits(NamedTuple):
     """What the framework knows of a network.
 
     Attributes:
-        divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a fixed size.
+        divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a
+            fixed size.
         blocks: Names of the blocks, those that keep the most bytes for the backward pass first.
-        fixed_size: The only input size of the network, (z, y, x); None = every multiple of the divisor.
+        fixed_size: The only input size of the network, (z, y, x); None = every multiple of the
+            divisor.
         has_unused: Whether weights of the network do not influence its outputs.
         num_outputs: Outputs in training, several with deep supervision; None = unknown.
     """
@@ -74,7 +80,8 @@ class Traits(NamedTuple):
     def small_size(self) -> Shape:
         """A small input size, in voxels (D, H, W).
 
-        Below three multiples of the divisor, convolutions on a short axis may use another precision.
+        Below three multiples of the divisor, convolutions on a short axis may use another
+        precision.
         """
         depth, height, width = self.fixed_size or (3 * step for step in self.divisor)
         return depth, height, width
@@ -134,7 +141,8 @@ def find_traits(
         fixed_size: The only input size of the network where its arguments state one.
 
     Raises:
-        ValueError: If the network cannot be traced, returns other shapes, or a pattern matches no module.
+        ValueError: If the network cannot be traced, returns other shapes, or a pattern matches no
+            module.
     """
     network = build_on_meta(make_network)
     if divisor is None:
@@ -176,8 +184,9 @@ def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
     """Bring the result of a network to logits (N, K, D, H, W), or to a list of such in training with deep supervision.
 
     Args:
-        result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or outputs stacked along the second axis
-            (N, S, K, D, H, W), as MONAI's DynUNet returns them.
+        result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or
+            outputs stacked along the second axis (N, S, K, D, H, W), as MONAI's DynUNet returns
+            them.
         is_training: Whether all outputs are wanted; else the first one.
     """
     if isinstance(result, Tensor):
@@ -196,7 +205,8 @@ class _Trace:
 
     Attributes:
         calls: Number of calls by name of a module.
-        takes_and_returns: Names of the modules whose every call takes tensors, leaves them unchanged and returns one tensor.
+        takes_and_returns: Names of the modules whose every call takes tensors, leaves them
+            unchanged and returns one tensor.
         feature_shapes: Sizes (D, H, W) of all five-dimensional results.
         result_bytes: Bytes of a module's result by its name.
     """
@@ -502,8 +512,8 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
 class _WithoutValues(TorchFunctionMode):
     """Exceptions for constructors on the meta device.
 
-    `torch.linspace` stays on the CPU, because constructors read schedules of dropout rates from it. Draws in place do nothing: torch would
-    load its compiler for them.
+    `torch.linspace` stays on the CPU, because constructors read schedules of dropout rates from it.
+    Draws in place do nothing: torch would load its compiler for them.
     """
 
     def __torch_function__(
@@ -520,7 +530,8 @@ def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) ->
 
     Args:
         make_network: Makes the network.
-        may_compute: Whether a constructor that reads values runs on the CPU instead, from where the network is moved.
+        may_compute: Whether a constructor that reads values runs on the CPU instead, from where the
+            network is moved.
     """
     try:
         with torch.device("meta"), _WithoutValues():

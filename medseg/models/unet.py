@@ -44,8 +44,9 @@ class Stem(nn.Module):
 class Up(nn.Module):
     """Bring the deeper features to the channels and the size of a skip and add them to it.
 
-    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels instead of interpolating keeps the
-    backward pass deterministic on a GPU. Adding instead of concatenating halves the input of the next block.
+    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels
+    instead of interpolating keeps the backward pass deterministic on a GPU. Adding instead of
+    concatenating halves the input of the next block.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, stride: Shape) -> None:
@@ -78,8 +79,9 @@ class Head(nn.Module):
 class RefiningHead(nn.Module):
     """Logits from a few channels at full resolution, which combine the features of half resolution with the image.
 
-    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added, and a last convolution crosses the
-    borders of the cells. There is no norm: the features come from one, and the image is normalised.
+    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added,
+    and a last convolution crosses the borders of the cells. There is no norm: the features come
+    from one, and the image is normalised.
     """
 
     def __init__(
@@ -111,9 +113,11 @@ class RefiningHead(nn.Module):
 class UNet(nn.Module):
     """A residual 3D UNet with additive skips.
 
-    The first level has `width` channels; they double per level up to `max_width`. With the stems `strided` and `space_to_depth` the first
-    level is at half the image's resolution and the head predicts the eight voxels of each cell, so that no tensor of `width` channels
-    exists at full resolution. With `refine` the head has a few channels at full resolution, which also see the image.
+    The first level has `width` channels; they double per level up to `max_width`. With the stems
+    `strided` and `space_to_depth` the first level is at half the image's resolution and the head
+    predicts the eight voxels of each cell, so that no tensor of `width` channels exists at full
+    resolution. With `refine` the head has a few channels at full resolution, which also see the
+    image.
 
     Attributes:
         divisor: Required multiple of the image size, in voxels (z, y, x).
@@ -142,15 +146,19 @@ class UNet(nn.Module):
             in_channels: Channels C of the image.
             num_classes: Classes K with the background.
             width: Channels of the first level.
-            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on top.
+            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on
+                top.
             block: `plain`, `residual` or `bottleneck`.
-            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the finest on; a decoder level has one.
+            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the
+                finest on; a decoder level has one.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
-            norm: `instance`, `group`, `batch`, or without statistics over the field of view `channel` and `affine`.
+            norm: `instance`, `group`, `batch`, or without statistics over the field of view
+                `channel` and `affine`.
             reduction: Divisor of a bottleneck's inner channels.
             max_width: Largest number of channels of a level.
-            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling (`level_strides`); None = 2 everywhere.
+            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling
+                (`level_strides`); None = 2 everywhere.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -215,7 +223,8 @@ class UNet(nn.Module):
         ):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
-                # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks mix neighbours.
+                # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks
+                # mix neighbours.
                 layers["down"] = ConvNormAct(
                     widths[level - 1],
                     channels,
@@ -252,7 +261,8 @@ class UNet(nn.Module):
             Logits (N, K, D, H, W).
 
         Raises:
-            ValueError: If the image has another number of channels, or a size that is no multiple of `divisor`.
+            ValueError: If the image has another number of channels, or a size that is no multiple
+                of `divisor`.
         """
         if image.ndim != 5 or image.shape[1] != self.in_channels:
             raise ValueError(
@@ -279,8 +289,8 @@ class UNet(nn.Module):
     def blocks(self) -> dict[str, nn.Module]:
         """Name the blocks that can be recomputed, those that save the most bytes first.
 
-        They are the whole network, except a head that does not refine, which saves only its input. A name begins with its level
-        (`encoder.0`, `decoder.0`, …); level 0 is the finest.
+        They are the whole network, except a head that does not refine, which saves only its input.
+        A name begins with its level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
         """
         named: dict[str, nn.Module] = (
             {"head": self.head} if isinstance(self.head, RefiningHead) else {}

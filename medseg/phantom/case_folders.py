@@ -46,11 +46,12 @@ def write_phantoms(
         num_cases: Number of cases.
         seed: Seed of the data set.
         detail: `small` or `full`, see `draw_spec`.
-        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`; must add up to `num_cases`.
-            None leaves the column empty.
+        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`;
+            must add up to `num_cases`. None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored. None makes chests.
+        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored.
+            None makes chests.
 
     Returns:
         Path of `table.csv`.

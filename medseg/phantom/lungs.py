@@ -1,8 +1,9 @@
 """Lungs: their outline as distance fields, and their inside with density, gravity, vessel and airway trees, fissures and disease.
 
-A tree grows towards the centre of the points that it must still supply and splits them by a plane, as in Tawhai, Pullan and
-Hunter, Annals of Biomedical Engineering 28 (2000) 793. Radii follow a power law of the number of supplied ends; Murray's
-exponent is 3, that of pulmonary arteries about 2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
+A tree grows towards the centre of the points that it must still supply and splits them by a plane,
+as in Tawhai, Pullan and Hunter, Annals of Biomedical Engineering 28 (2000) 793. Radii follow a
+power law of the number of supplied ends; Murray's exponent is 3, that of pulmonary arteries about
+2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
 """
 
 import numpy as np
@@ -47,13 +48,13 @@ def measure_thorax(spec: PhantomSpec, anatomy: Anatomy, part: Fields) -> Fields:
     Args:
         spec: The case.
         anatomy: The patient.
-        part: On the slab: coordinates `x`, `y`, `z` in mm, see `Lattice.points`; the central tubes `blood`, `airway` and
-            `gullet`; `waves`, smooth unit noise that roughens the surfaces.
+        part: On the slab: coordinates `x`, `y`, `z` in mm, see `Lattice.points`; the central tubes
+            `blood`, `airway` and `gullet`; `waves`, smooth unit noise that roughens the surfaces.
 
     Returns:
-        Signed distances in mm, (d, H, W): inside of the rib cage (`cage`), height over the diaphragm, negative in the abdomen
-        (`above`), outlines `left_lung` and `right_lung`, pleural fluid `left_fluid` and `right_fluid`, and the fields of
-        heart and spine.
+        Signed distances in mm, (d, H, W): inside of the rib cage (`cage`), height over the
+        diaphragm, negative in the abdomen (`above`), outlines `left_lung` and `right_lung`, pleural
+        fluid `left_fluid` and `right_fluid`, and the fields of heart and spine.
     """
     x, y, z, wave = (part[name] for name in ("x", "y", "z", "waves"))
     fields = {**heart_fields(anatomy, x, y, z), **spine_fields(anatomy, x, y, z)}
@@ -107,8 +108,8 @@ def grow_tree(
         rng: Draws splits and bends.
 
     Returns:
-        The pieces of the tree, two for each bent branch: ends towards the root, (n, 3), ends away from it, (n, 3), and the
-        number of supplied end points behind each piece, (n,).
+        The pieces of the tree, two for each bent branch: ends towards the root, (n, 3), ends away
+        from it, (n, 3), and the number of supplied end points behind each piece, (n,).
     """
     pieces: list[tuple[Array, Array, int]] = []
     stack = [(root_xyz_mm, ends_xyz_mm, 0)]
@@ -125,7 +126,8 @@ def grow_tree(
         pieces += [(place, bend, count), (bend, goal, count)]
         if count == 1:
             continue
-        # The plane through the goal splits the points along their largest extent, across the branch.
+        # The plane through the goal splits the points along their largest extent, across the
+        # branch.
         offsets = points - centre
         direction = reach / (np.linalg.norm(reach) + 1e-9)
         normal = offsets[np.argmax(np.einsum("ij,ij->i", offsets, offsets))]
@@ -172,9 +174,9 @@ def draw_texture(
         airway: Distance to the lumen of the central airways, (D, H, W).
 
     Returns:
-        Fields (D, H, W): share of blood (`vessels`), of bronchial air (`airways`), of bronchial wall (`walls`) and of
-        emphysematous holes (`holes`), distance to `nodules`, at most 30 mm; the spheres of a consolidation; the fissures by
-        side.
+        Fields (D, H, W): share of blood (`vessels`), of bronchial air (`airways`), of bronchial
+        wall (`walls`) and of emphysematous holes (`holes`), distance to `nodules`, at most 30 mm;
+        the spheres of a consolidation; the fissures by side.
     """
     rng = spec.rng("lung")
     vessels, airways, walls, holes = (lattice.full(0) for _ in range(4))

@@ -46,7 +46,8 @@ def vertebra_z_mm(number: int) -> float:
 def rib_path(anatomy: Anatomy, number: int, side: int) -> Points:
     """Middle line of a rib from the spine to its front end, (n, 3) xyz in mm.
 
-    The rib keeps 6 mm from the pleura, starts at its vertebra and falls by about two vertebrae towards the side and the front.
+    The rib keeps 6 mm from the pleura, starts at its vertebra and falls by about two vertebrae
+    towards the side and the front.
     """
     turn = np.linspace(0, np.pi * _RIB_REACH[number - 1], 26)
     start = vertebra_z_mm(number) + 9
@@ -195,9 +196,9 @@ def spine_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> Fields:
         z: World z in mm, (d, 1, 1).
 
     Returns:
-        Distances to the vertebral bodies with arches, waisted between the discs (`spine`), to the bodies alone with discs
-        (`column`), to the spinal canal (`canal`), and the place within a segment (`disc`, (d, 1, 1): 0 in the middle of a
-        vertebra, 1 in the middle of a disc).
+        Distances to the vertebral bodies with arches, waisted between the discs (`spine`), to the
+        bodies alone with discs (`column`), to the spinal canal (`canal`), and the place within a
+        segment (`disc`, (d, 1, 1): 0 in the middle of a vertebra, 1 in the middle of a disc).
     """
     middle_x, middle_y, radius = anatomy.spine(z)
     dx, dy = x - middle_x, y - middle_y
@@ -349,7 +350,8 @@ def heart_fields(anatomy: Anatomy, x: Field, y: Field, z: Field) -> Fields:
     """Measure the heart: an egg of two ventricles with the atria behind and to the right.
 
     Returns:
-        Distances to the outside (`heart`), the `left_ventricle`, the `right_heart` and the `left_atrium`.
+        Distances to the outside (`heart`), the `left_ventricle`, the `right_heart` and the
+        `left_atrium`.
     """
     centre = anatomy.heart_centre_xyz_mm + [anatomy.shift_x_mm, 0, 0]
     axes, radii = anatomy.heart_axes, np.array(anatomy.heart_radii_mm)

@@ -236,7 +236,8 @@ def paint_table(
 ) -> None:
     """Put the patient table under the body (over it in prone scans) into sampled slices, in place.
 
-    Tables differ: a thin shell or a box of foam as thick and as dark as a lung, flat or hollowed, with or without a mattress.
+    Tables differ: a thin shell or a box of foam as thick and as dark as a lung, flat or hollowed,
+    with or without a mattress.
     """
     rng = spec.rng("table")
     half_mm = float(rng.uniform(18, 90)) / 2
@@ -273,8 +274,9 @@ def paint_table(
 def reconstruct(image: Field, spec: PhantomSpec, scan: Scan, rng: np.random.Generator) -> None:
     """Apply the kernel, noise and rounding errors of a reconstruction to sampled slices, in place.
 
-    Smooth kernels blur; sharp kernels raise high frequencies, which leaves overshoot at edges and grainy noise. Noise grows
-    with the water that the rays cross and runs along x where the shoulders are wide.
+    Smooth kernels blur; sharp kernels raise high frequencies, which leaves overshoot at edges and
+    grainy noise. Noise grows with the water that the rays cross and runs along x where the
+    shoulders are wide.
     """
     pixel, (_, height, width) = scan.grid.spacing_mm[1], image.shape
     blur_mm = float(np.interp(spec.kernel, (0, 0.5, 1), (0.85, 0.45, 0.0)))

@@ -1,7 +1,8 @@
 """Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels, with exact labels.
 
-A scene tests a task for which there are no data. The layout of the organs and their contrast belong to the data set (its seed and
-labels), so that a network can learn them; size, position and surface vary from case to case.
+A scene tests a task for which there are no data. The layout of the organs and their contrast belong
+to the data set (its seed and labels), so that a network can learn them; size, position and surface
+vary from case to case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +36,15 @@ class SceneSpec(CaseSeed):
     """Everything that a scene is made from; equal specs give equal bytes.
 
     Attributes:
-        labels: Label name to value; names that differ only by the word `left` or `right` are mirror images.
+        labels: Label name to value; names that differ only by the word `left` or `right` are mirror
+            images.
         sides: Label name to `left` or `right`, for the labels that lie on one side.
-        modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units, with a bias field.
+        modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units,
+            with a bias field.
         ignore_label: Value of a region of ignored voxels; None makes no such region.
         detail: `small` (about 5 mm) or `full` (about 1.6 mm).
-        has_own_grids: Whether each channel after the first has a grid of its own, coarser by a fifth.
+        has_own_grids: Whether each channel after the first has a grid of its own, coarser by a
+            fifth.
         parts: Regions or labels that the case table calls exact (column `trust_<part>`).
     """
 
@@ -80,7 +84,8 @@ def make_scene(
         spec: The case.
 
     Returns:
-        Image (D, H, W) and grid of each channel; labels on the grid of the first. A voxel belongs to the organ that holds its centre.
+        Image (D, H, W) and grid of each channel; labels on the grid of the first. A voxel belongs
+        to the organ that holds its centre.
     """
     rng = spec.rng("scene")
     shape, mean_spacing_mm = SCENE_DETAILS[spec.detail]

@@ -1,8 +1,8 @@
 """Shapes of the anatomy: signed distances in mm (negative inside), the lattice that they are drawn on, and painting.
 
-Coordinates broadcast: z (D, 1, 1), y (1, H, 1), x (1, 1, W), float32, canonical mm. Radial distances are exact along the ray
-from the centre, and larger than the true distance where a body is flat. The error is small, because the layers drawn with these
-distances are only a few mm thick.
+Coordinates broadcast: z (D, 1, 1), y (1, H, 1), x (1, 1, W), float32, canonical mm. Radial
+distances are exact along the ray from the centre, and larger than the true distance where a body is
+flat. The error is small, because the layers drawn with these distances are only a few mm thick.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def ellipsoid(
         axes: Rows are the unit vectors of the half axes; None for the coordinate axes.
 
     Returns:
-        Approximate signed distance in mm: level / |gradient|, correct to second order at the surface.
+        Approximate signed distance in mm: level / |gradient|, correct to second order at the
+        surface.
     """
     centre, radii = (
         np.asarray(centre_xyz_mm, dtype=np.float32),
@@ -138,7 +139,8 @@ def paint(image_hu: Field, *layers: tuple[Field | float, Field]) -> None:
 class Lattice:
     """Points of the canonical patient frame (mm, LPS, z = 0 at the carina).
 
-    Points lie on whole multiples of the spacing, so that two lattices of one spacing share their points.
+    Points lie on whole multiples of the spacing, so that two lattices of one spacing share their
+    points.
 
     Attributes:
         first: Index of the first point over the multiples of the spacing, (z, y, x).
@@ -260,7 +262,8 @@ def splat_threads(
     """Add threads thinner than a voxel to a field of volume shares, keeping their volume.
 
     Args:
-        share: Field (D, H, W) of covered shares, added to in place (may exceed 1 where threads meet).
+        share: Field (D, H, W) of covered shares, added to in place (may exceed 1 where threads
+            meet).
         lattice: Its lattice.
         starts_xyz_mm: First ends, (n, 3).
         ends_xyz_mm: Second ends, (n, 3).
@@ -269,7 +272,8 @@ def splat_threads(
     spacing = np.array(lattice.spacing_mm)
     lengths = np.linalg.norm(ends_xyz_mm - starts_xyz_mm, axis=1)
     counts = np.maximum(np.ceil(lengths / (0.6 * spacing.min())).astype(int), 1)
-    # Each thread is cut into equal pieces, and the volume of a piece is shared by the eight points around its middle.
+    # Each thread is cut into equal pieces, and the volume of a piece is shared by the eight points
+    # around its middle.
     thread = np.repeat(np.arange(len(counts)), counts)
     piece = np.arange(len(thread)) - np.repeat(np.cumsum(counts) - counts, counts)
     t = ((piece + 0.5) / counts[thread])[:, None]
@@ -293,7 +297,8 @@ def splat_threads(
 def noise_field(rng: np.random.Generator, lattice: Lattice, grain_mm: float) -> Field:
     """Draw smooth unit noise that is fixed in the patient, (D, H, W).
 
-    The numbers belong to a coarse lattice over a fixed box of the canonical frame, so the field does not depend on the view.
+    The numbers belong to a coarse lattice over a fixed box of the canonical frame, so the field
+    does not depend on the view.
     """
     low, high = np.array([-480.0, -280.0, -330.0]), np.array([360.0, 280.0, 330.0])
     values = rng.standard_normal(np.ceil((high - low) / grain_mm).astype(int) + 1, dtype=np.float32)
@@ -310,9 +315,11 @@ def interpolate(
 
     Args:
         values: Array of at least two elements along the axis.
-        places: Positions along the axis in elements, (n,); beyond the ends the result is not meaningful.
+        places: Positions along the axis in elements, (n,); beyond the ends the result is not
+            meaningful.
         axis: The axis, which gets the size n.
-        is_smooth: Whether the weights follow a cubic with zero slope at both neighbours, not a line.
+        is_smooth: Whether the weights follow a cubic with zero slope at both neighbours, not a
+            line.
     """
     base = np.clip(np.floor(places).astype(np.int64), 0, values.shape[axis] - 2)
     rest = np.expand_dims(

@@ -1,9 +1,11 @@
 """Specification and anatomy of a case: the choices that are drawn once, and the measures of the body that follow from them.
 
-The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A patient's size is a scale per
-axis from canonical to world. Numbers are typical values of adult supine chest CT: tracheal radius 8–10 mm, ascending aorta
-diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width
-28–40 mm, inner transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in inspiration.
+The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
+patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
+supine chest CT: tracheal radius 8–10 mm, ascending aorta diameter 30–38 mm, pulmonary trunk 25–29
+mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width 28–40 mm, inner
+transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
+inspiration.
 """
 
 import zlib
@@ -17,7 +19,8 @@ from medseg.phantom.shapes import Field, profile, radial_distance, superellipse
 PHANTOM_LABELS: dict[int | str, str] = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
 """Values in the `organs` maps."""
 VIEWS = ("whole", "apex", "mid", "bases", "apices_cut", "bases_cut", "trunk", "abdomen", "neck")
-# Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing in mm, ends of each vessel tree.
+# Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing
+# in mm, ends of each vessel tree.
 DETAILS = {
     "small": ((2.4, 3.1), (2.5, 3.0, 4.0, 5.0), (0.3, 0.4, 0.2, 0.1), 128, 2.6, 700),
     "full": (
@@ -33,7 +36,8 @@ DETAILS = {
 
 SIDES = {1: "left", -1: "right"}  # by the sign of x
 
-# Half of the rib cage as a superellipse per level, in mm: centre x, half axis x, centre y, half axis y. It vanishes above the apex.
+# Half of the rib cage as a superellipse per level, in mm: centre x, half axis x, centre y, half
+# axis y. It vanishes above the apex.
 _THORAX_Z = (93, 91, 85, 70, 40, 0, -50, -100, -150, -190, -260, -420)
 _THORAX = (
     (33, 33, 34, 37, 42, 46, 49, 51, 51, 48, 42, 38),
@@ -88,7 +92,8 @@ class PhantomSpec(CaseSeed):
         num_slices: Number of slices; None takes as many as the view needs.
         model_spacing_mm: Lattice on which the anatomy is drawn, (z, y, x).
         tilt_deg: Rotation of the acquisition about the patient's z, y, x axes.
-        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest, (y, x).
+        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest,
+            (y, x).
         padding_hu: Value outside the circular field of view; None reconstructs the square.
         kernel: 0 = smooth … 1 = sharp reconstruction.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
@@ -96,13 +101,17 @@ class PhantomSpec(CaseSeed):
         sex: `female` or `male`.
         age_years: Age; it bends the spine, widens the aorta and deepens the chest.
         fat_mm: Typical thickness of the fat under the skin.
-        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm, width of the recesses, lung density.
+        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm, width of the
+            recesses, lung density.
         arms: `up`, `down` or `none` (outside the field of view).
-        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is in front.
+        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is
+            in front.
         is_feet_first: Stored from head to feet.
         flips: Storage axes (z, y, x) that run against LPS.
-        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted mediastinum.
-        is_touching: Whether the lungs meet in front of the heart, with only the junction line between them.
+        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted
+            mediastinum.
+        is_touching: Whether the lungs meet in front of the heart, with only the junction line
+            between them.
         has_table: Whether the table is in the image.
         lung_hu: Median of healthy parenchyma.
         num_nodules: Round nodules of 4 to 30 mm.
@@ -158,13 +167,14 @@ class PhantomSpec(CaseSeed):
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """Draw a realistic case.
 
-    About two of three cases are ordinary whole chests. Every third is partial, unusual or diseased, as in real data sets; the first two
-    are whole chests with both lungs.
+    About two of three cases are ordinary whole chests. Every third is partial, unusual or diseased,
+    as in real data sets; the first two are whole chests with both lungs.
 
     Args:
         seed: Seed of the data set.
         index: Number of the case.
-        detail: `small` (coarse voxels, about a second) or `full` (0.6–1 mm in plane, 0.6–8 mm slices).
+        detail: `small` (coarse voxels, about a second) or `full` (0.6–1 mm in plane, 0.6–8 mm
+            slices).
 
     Returns:
         The spec.

@@ -26,8 +26,8 @@ def draw_model(
     """Draw the patient of a case on a lattice.
 
     Returns:
-        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the right one; covered share × 100,
-        positive in the heart and negative in the spine.
+        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the
+        right one; covered share × 100, positive in the heart and negative in the spine.
     """
     fields = draw_central_tubes(anatomy, lattice) | draw_bones(anatomy, lattice, spec.arms)
     fields |= {"colon": draw_colon(spec, anatomy, lattice), "arms": lattice.full(300)}

@@ -23,7 +23,8 @@ from medseg.targets import TARGET
 from medseg.training.extensions import make_loss
 from medseg.training.network import find_divisor, make_network_on_meta
 
-# The estimate of the resident memory may be too low by this part, which a chosen set must have to spare.
+# The estimate of the resident memory may be too low by this part, which a chosen set must have to
+# spare.
 MARGIN = 0.05
 FRONT_STEP = 0.01
 
@@ -129,8 +130,9 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
 def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[Candidate]:
     """Make a candidate of each combination of switches.
 
-    Steps without and with recomputation of all blocks are counted first. Then all of their operations are measured together: a processor that
-    slows down in between would favour the combinations that were measured before.
+    Steps without and with recomputation of all blocks are counted first. Then all of their
+    operations are measured together: a processor that slows down in between would favour the
+    combinations that were measured before.
     """
     counted = []
     variants = list(combinations(config))

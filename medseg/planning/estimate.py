@@ -27,8 +27,9 @@ from medseg.training.data_module import propose_workers
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth.
 BUFFER_GROWTH = 1.125
-# Free memory that the heap keeps between the small tensors of a step where large ones are mapped: ten trainings of five networks held 18 to 60 MiB
-# more than their tensors at a bound of 64 MiB, small steps about half of their tensors.
+# Free memory that the heap keeps between the small tensors of a step where large ones are mapped:
+# ten trainings of five networks held 18 to 60 MiB more than their tensors at a bound of 64 MiB,
+# small steps about half of their tensors.
 KEPT_BYTES, KEPT_PART = 48 * 2**20, 0.5
 # Part of a GPU's memory that its allocator loses to fragments.
 FRAGMENTS = 0.05
@@ -84,7 +85,8 @@ class Estimate:
 
         Args:
             allocated: Bytes of torch's allocator.
-            resident: The resident ones among these bytes, without the parts of a workspace that its kernel does not write.
+            resident: The resident ones among these bytes, without the parts of a workspace that its
+                kernel does not write.
             seconds: Duration of the operations.
         """
         return replace(
@@ -207,8 +209,8 @@ def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
 def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     """Bytes by which free memory in the heap raises the resident peak of a timeline.
 
-    Small blocks come from the heap, and their pages stay when they are freed, up to a bound: at the peak the heap is as
-    large as it was at any time before, also in the step before.
+    Small blocks come from the heap, and their pages stay when they are freed, up to a bound: at the
+    peak the heap is as large as it was at any time before, also in the step before.
     """
     if not maps_large_blocks():
         return 0
@@ -232,8 +234,8 @@ def kept_between_steps(peak: int, sample_bytes: int) -> int:
 
     Args:
         peak: Live bytes at the peak of the step.
-        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The small tensors of a step
-            use the heap that a sample leaves, so the larger of both counts.
+        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The
+            small tensors of a step use the heap that a sample leaves, so the larger of both counts.
     """
     if not maps_large_blocks():
         return 0
@@ -295,7 +297,8 @@ def estimate_beside(
         kept = kept_between_steps(memory.peak, 0 if workers else sample.num_bytes)
         resident = {
             STEP: others + kept,
-            # The sample is made before the network runs, which holds its image and its reference; a picture comes after.
+            # The sample is made before the network runs, which holds its image and its reference; a
+            # picture comes after.
             VALIDATION: others
             + shared
             + lasting
@@ -324,8 +327,8 @@ def loader_bytes(
 ) -> int:
     """Bytes of the loader workers and of the batches that wait.
 
-    Workers are forked before the first step. Each step writes the weights and their average, and the workers keep those
-    that they were forked with.
+    Workers are forked before the first step. Each step writes the weights and their average, and
+    the workers keep those that they were forked with.
     """
     if not workers:
         return 0

@@ -21,7 +21,8 @@ from medseg.memory.kernels import processor_name
 from medseg.runs.signature import plain
 from medseg.workers import Worker
 
-# A training of the smallest size with two loader workers, two validations, their pictures and checkpoints.
+# A training of the smallest size with two loader workers, two validations, their pictures and
+# checkpoints.
 REHEARSAL = [
     "train", "stage=coarse", "steps=12", "history_every=2", "stage.validate_every=6",
     "stage.patch_size=[16,16,16]", "inference.tile_size=[16,16,16]", "stage.slab_share=0",
@@ -51,7 +52,8 @@ class ProcessCost(NamedTuple):
         main: Resident bytes of the training process and its helpers: interpreter and libraries.
         pictures: Further ones while it draws a validation or saves, when no network runs.
         worker: Bytes that a loader worker writes itself.
-        copies: Bytes that all workers hold together: pages that the training process has written since they were forked.
+        copies: Bytes that all workers hold together: pages that the training process has written
+            since they were forked.
         seconds: Processor time of a step beside its operations.
     """
 
@@ -77,8 +79,8 @@ class SampleCost(NamedTuple):
 def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessCost:
     """Measure the memory and the seconds of a run beside its tensors by tiny trainings.
 
-    The trainings are repeated until two of them agree. The result is kept for this machine and these versions, see
-    `medseg.io.calibration`.
+    The trainings are repeated until two of them agree. The result is kept for this machine and
+    these versions, see `medseg.io.calibration`.
 
     Args:
         folder: Folder of the machine's measurements.
@@ -170,7 +172,8 @@ def sample_cost(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         folder: Folder of the machine's measurements.
-        is_training: Whether samples are patched and augmented as in training; else, as in validation.
+        is_training: Whether samples are patched and augmented as in training; else, as in
+            validation.
     """
     values = plain(config)
     decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
@@ -186,7 +189,8 @@ def sample_cost(
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import synthetic_samples as samples
 
-    # Not a fork of this process: the free memory of its heap, resident already, would hold the samples unseen.
+    # Not a fork of this process: the free memory of its heap, resident already, would hold the
+    # samples unseen.
     with LoadMeter() as meter, Worker() as worker:
         cost = SampleCost(*worker.call(samples.make_samples, config, shape, is_training))
     write_calibration(path, cost, meter.circumstances())

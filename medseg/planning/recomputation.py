@@ -54,9 +54,9 @@ class Moment:
 class StepModel:
     """Resident peak and seconds of a training step as functions of the recomputed blocks.
 
-    The model is made from two timelines of the same step, without and with recomputation of all blocks. A segment of the step
-    adds the same bytes whatever the other blocks do. The bytes that are live at its start depend on which blocks save or take
-    each storage.
+    The model is made from two timelines of the same step, without and with recomputation of all
+    blocks. A segment of the step adds the same bytes whatever the other blocks do. The bytes that
+    are live at its start depend on which blocks save or take each storage.
 
     Attributes:
         blocks: Blocks that can be recomputed.
@@ -148,7 +148,8 @@ class StepModel:
             milp,
         )  # takes a second to load, which counting does without
 
-        # One variable for each block (1 = recomputed), and one for each set of literals: whether one of them holds.
+        # One variable for each block (1 = recomputed), and one for each set of literals: whether
+        # one of them holds.
         sets = sorted({literals for moment in self.moments for literals in moment.held}, key=sorted)
         column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}
         place = {block: index for index, block in enumerate(self.blocks)}

@@ -112,7 +112,8 @@ def count_memory(
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        make_baseline: Builds a network that replaces the configured one and is called with the image alone.
+        make_baseline: Builds a network that replaces the configured one and is called with the
+            image alone.
         samples: Samples of a micro-batch; None = those of the configuration.
         compute: See `count_step`.
         timeline: See `count_step`.
@@ -121,7 +122,8 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory, samples = config.memory, samples or samples_per_rank(config)
-    # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
+    # Compiled code chooses what it saves, which cannot be counted: the network is counted before
+    # compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs train in fp16.
     needs_gpu = memory.offload or memory.precision is Precision.fp16
@@ -151,7 +153,8 @@ def count_memory(
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
     except (RuntimeError, TypeError) as error:
-        # A loss or an optimiser of another package may leave torch, which fake tensors do not allow.
+        # A loss or an optimiser of another package may leave torch, which fake tensors do not
+        # allow.
         if compute:
             raise
         raise UserError(
@@ -181,7 +184,8 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     """Count the memory of the evaluation of one case, with the weights, the image and the reference.
 
-    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are held meanwhile.
+    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole
+    case are held meanwhile.
 
     Args:
         config: Checked configuration.
@@ -212,6 +216,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         return target, timeline
     depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
     classes = count_classes(config)
-    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its padded copy.
+    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its
+    # padded copy.
     sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
     return target + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline

@@ -21,11 +21,12 @@ from medseg.preprocess.intensity import intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
-# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as those of the tiny training
-# that measures a loader worker.
+# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as
+# those of the tiny training that measures a loader worker.
 WARM_UP_LENGTH = 16
-# Samples that are made and timed, and the seconds after which no further one is. They are many because the draws of the
-# augmentation differ: in patches of 64×64×64 voxels the memory of the first samples is half of that after thirty.
+# Samples that are made and timed, and the seconds after which no further one is. They are many
+# because the draws of the augmentation differ: in patches of 64×64×64 voxels the memory of the
+# first samples is half of that after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 
 
@@ -35,10 +36,12 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        is_training: Whether samples are patched and augmented as in training; else, as in validation.
+        is_training: Whether samples are patched and augmented as in training; else, as in
+            validation.
 
     Returns:
-        Bytes of memory while samples are made, with what the process keeps afterwards, and the processor time of one.
+        Bytes of memory while samples are made, with what the process keeps afterwards, and the
+        processor time of one.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:

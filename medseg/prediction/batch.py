@@ -52,7 +52,8 @@ from medseg.prediction.scans import (
 
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
-# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
+# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not
+# be read twice.
 SURE_BUDGET_GIB = 0.9
 # Headers that are read for the forecast of a batch.
 MAX_FORECASTS = 50
@@ -156,7 +157,8 @@ class Batch:
         cascades: Cascades to choose from.
         loaded_bytes: Resident memory before the first scan.
         array_bytes: Size above which an array of a scan is a temporary file.
-        config: Which result files are written, and whether results that are up to date are made again.
+        config: Which result files are written, and whether results that are up to date are made
+            again.
         num_cases: Number of cases.
         observer: Is told what happens.
     """
@@ -299,13 +301,14 @@ def run_overlapped(
 ) -> list[Answer]:
     """Run the three steps of all cases, each step in the order of the cases.
 
-    Beside the computed case at most two others are in memory: one that is read ahead and one that is finished. An interrupt waits for
-    the case that is being finished, and abandons the one that is being read.
+    Beside the computed case at most two others are in memory: one that is read ahead and one that
+    is finished. An interrupt waits for the case that is being finished, and abandons the one that
+    is being read.
 
     Args:
         cases: The cases.
-        read: Reads a case; the flag says whether it is ahead of its turn, in a thread of its own. There it may return None, and is
-            called again in its turn.
+        read: Reads a case; the flag says whether it is ahead of its turn, in a thread of its own.
+            There it may return None, and is called again in its turn.
         compute: Takes what was read; runs in the caller's thread.
         finish: Runs in a thread of its own, one case after the other.
 
@@ -313,7 +316,8 @@ def run_overlapped(
         Results of `finish`, by case.
 
     Raises:
-        Exception: The first exception of a step ends the whole; steps must return the errors of single cases as values.
+        Exception: The first exception of a step ends the whole; steps must return the errors of
+            single cases as values.
     """
     answers: list[Answer] = []
     ahead: Future[Any] | None = None

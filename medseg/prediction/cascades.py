@@ -52,16 +52,20 @@ def load_cascade(
     """Load both stages.
 
     Args:
-        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included weights.
+        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none =
+            the included weights.
         fine: The same for the fine stage; none also for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
-        options: Tiles of the last stage, memory, backend and flips; the defaults where None. Without a backend it is the
-            quicker one whose memory fits on a CPU without bf16, else torch.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
+            device lacks it.
+        options: Tiles of the last stage, memory, backend and flips; the defaults where None.
+            Without a backend it is the quicker one whose memory fits on a CPU without bf16, else
+            torch.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
     Raises:
-        UserError: If the device, the precision or a checkpoint is not usable, or the stages do not fit together.
+        UserError: If the device, the precision or a checkpoint is not usable, or the stages do not
+            fit together.
     """
     names = [choice.value for choice in Accelerator]
     require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
@@ -80,7 +84,8 @@ def load_cascade(
                 shipped_weights(INCLUDED_TASK, name)
             ]
             measured = "" if checkpoints else TILE_CHANGES
-            # OpenVINO takes memory with its first pass only: that of the stages before is still to come.
+            # OpenVINO takes memory with its first pass only: that of the stages before is still to
+            # come.
             room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
             room_bytes -= sum(stage.backend_bytes for stage in stages)
             stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))

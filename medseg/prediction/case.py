@@ -50,7 +50,8 @@ class CaseData:
         more_channels: The other channels on its grid, (D, H, W) each.
         result: The segmentation, set by `segment_case`.
         views: What the pictures need of the voxels, set by `segment_case`.
-        sources: Fingerprint of the files of each channel when they were read; None where they could not be read.
+        sources: Fingerprint of the files of each channel when they were read; None where they could
+            not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
         memory_gb_s: Area under the curve of the process' memory during the steps.
     """
@@ -184,11 +185,13 @@ def segment_scan(
         name: Its name in messages.
         cascade: The trained stages.
         more_channels: The other channels on its grid, (D, H, W) each.
-        is_owned: Whether the channels may be changed in place, as where a constant is filled in outside the field of view.
+        is_owned: Whether the channels may be changed in place, as where a constant is filled in
+            outside the field of view.
         options: `on_step` and `keep_probabilities` of `Cascade.segment`.
 
     Returns:
-        Labels in the scan's storage order; the warnings include those of the reader and of the audit of its values.
+        Labels in the scan's storage order; the warnings include those of the reader and of the
+        audit of its values.
 
     Raises:
         UserError: If all voxels have one value.
@@ -228,7 +231,8 @@ def write_case(
 
     Args:
         scan: The scan.
-        output: Path of the label map; the report is written beside it as `<case>.json`, last of all.
+        output: Path of the label map; the report is written beside it as `<case>.json`, last of
+            all.
         chosen: The cascade that segmented it.
         case: What is written.
         known: Report that was there when the scan was read.
@@ -239,7 +243,8 @@ def write_case(
         The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
 
     Raises:
-        UserError: If a file cannot be written, or a prediction of another scan has written it meanwhile.
+        UserError: If a file cannot be written, or a prediction of another scan has written it
+            meanwhile.
     """
     paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
@@ -314,8 +319,9 @@ def _write_report(
 def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: PredictConfig) -> bool:
     """Whether a new prediction of the case would give the results that are there.
 
-    The report, which is written last, must be there. The files must be those that it was written with. The content of the scan
-    and of the checkpoints and all settings that decide the result must be unchanged.
+    The report, which is written last, must be there. The files must be those that it was written
+    with. The content of the scan and of the checkpoints and all settings that decide the result
+    must be unchanged.
     """
     try:
         paths = scan.paths(len(chosen.cascade.coarse.task.channels))

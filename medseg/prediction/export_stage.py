@@ -51,7 +51,8 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
 
     Args:
         stage: The stage.
-        fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of the divisor.
+        fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of
+            the divisor.
     """
     task, is_whole = stage.task, stage.name != "fine"
     classes = (

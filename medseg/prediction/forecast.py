@@ -25,20 +25,27 @@ from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored probability, and one of a tile.
+# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored
+# probability, and one of a tile.
 SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
-# Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger `WORKSPACE`.
+# Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger
+# `WORKSPACE`.
 USUAL_WORKSPACE = 1.25
-# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes of a wide field of view. Medians of 33 scans.
+# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
+# of a wide field of view. Medians of 33 scans.
 BODY_SHARE, BODY_MM = (1.0, 0.8, 1.0), (math.inf, 360.0, 480.0)
-# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop until its step ends, unless large blocks are mapped.
+# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop
+# until its step ends, unless large blocks are mapped.
 RESAMPLING = 24
-# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives each thread heaps of 64 MiB.
+# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
+# each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
-# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes while they are counted.
+# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes
+# while they are counted.
 CLEANING, COUNTING = 8, 32 * 2**20
 CLEANED_VOXELS = 2**25
-# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD EPYC, included weights.
+# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
+# EPYC, included weights.
 NETWORK_TIME = 5
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
@@ -49,7 +56,8 @@ class Forecast(NamedTuple):
 
     Attributes:
         memory: Resident bytes of the process by step.
-        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the duration is proportional to it.
+        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the
+            duration is proportional to it.
     """
 
     memory: dict[str, int]
@@ -70,7 +78,8 @@ def forecast(
         cascade: The trained stages, with the memory that a network may use.
         grid: Grid of the scan, in storage order.
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
-        array_bytes: Size above which an array is a temporary file, see `medseg.prediction.contract`.
+        array_bytes: Size above which an array is a temporary file, see
+            `medseg.prediction.contract`.
 
     Raises:
         UserError: If a stage cannot keep its budget.
@@ -189,7 +198,8 @@ def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_c
     """Say what a batch will hold and, where this machine has finished cases before, how long it will take.
 
     Args:
-        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of all.
+        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of
+            all.
         rate_s: Seconds per voxel; None is unknown.
         num_cases: Number of all cases.
     """

@@ -42,7 +42,8 @@ from medseg.prediction.summary import SCORES, SUMMARY_FILE, write_summary
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
 
-    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
+    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty
+    list.
 
     Args:
         config: Checked configuration.
@@ -69,7 +70,8 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     # Whether there is a summary does not depend on what the headers will say.
     is_batch = _is_batch(source)
-    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
+    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds
+    # slices.
     is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
     output = Path(config.output)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.

@@ -1,7 +1,7 @@
 """Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
 
-Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is the journal: a case that is up
-to date is never computed again, whichever process asks for it.
+Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is
+the journal: a case that is up to date is never computed again, whichever process asks for it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class CaseActor:
         Args:
             scan: The scan.
             output: Path of its label map.
-            is_retry: Whether an actor that died had the case: results that it finished are not computed again, even with
-                `overwrite`.
+            is_retry: Whether an actor that died had the case: results that it finished are not
+                computed again, even with `overwrite`.
         """
         torch.set_num_threads(self.threads)
         case, batch = BatchCase(scan, output), self.batch
@@ -113,7 +113,8 @@ def predict_on_ray(
         observer: Is told which case begins and ends, the latter in any order.
 
     Raises:
-        UserError: If Ray is not installed, no node has the resources, or actors cannot load the weights.
+        UserError: If Ray is not installed, no node has the resources, or actors cannot load the
+            weights.
     """
     require(
         has_ray(),
@@ -208,7 +209,8 @@ class _Cohort:
             self.start()
         while self.waiting or self.running:
             done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
-            # Asked before the outcomes are looked at: they would count as deaths of actors, and others be started.
+            # Asked before the outcomes are looked at: they would count as deaths of actors, and
+            # others be started.
             if self.is_lost():
                 self.give_up()
                 return
@@ -344,8 +346,8 @@ def predict_bytes(
 ) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans, plus a second scan of that size, which is
-    read or written meanwhile.
+    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans,
+    plus a second scan of that size, which is read or written meanwhile.
 
     Args:
         cascade: The cascade as loaded by this process.

@@ -33,7 +33,8 @@ from medseg.report.case_viewer import (
 from medseg.report.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.task import LabelValues, Task
 
-# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
+# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or
+# flips, in percent.
 UNCERTAINTY = "uncertainty"
 # What follows the name of the case in the name of a file, by its name in `save`.
 ENDINGS = {

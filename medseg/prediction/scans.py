@@ -74,14 +74,16 @@ def find_scans(
     """Find every scan of an input.
 
     Args:
-        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
+        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a
+            scan each.
         split: Only this split of a case table.
         series: Which DICOM series of each case is taken.
         hu: HU scale of the cases that have none of their own in the table.
         labels_column: Column of the case table with references; it may be absent.
 
     Returns:
-        The scans to predict; and a description of each file and folder of the input, none of which may be overwritten.
+        The scans to predict; and a description of each file and folder of the input, none of which
+        may be overwritten.
 
     Raises:
         UserError: If there is nothing to predict.
@@ -174,8 +176,9 @@ def divide_studies(
 ) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
 
-    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A folder with several
-    becomes a case for each of them. Cases are left out that cannot hold what `series=` names, see `_choose`.
+    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A
+    folder with several becomes a case for each of them. Cases are left out that cannot hold what
+    `series=` names, see `_choose`.
 
     Args:
         source: The input, a folder.
@@ -224,8 +227,8 @@ def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
 def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     """Leave out the cases that cannot hold what `series=` names, if others may hold it.
 
-    A UID is in one study. A number is looked for in every study of its scope, in all folders of that study. Where
-    nothing is named so, all cases stay, and their readers list what there is.
+    A UID is in one study. A number is looked for in every study of its scope, in all folders of
+    that study. Where nothing is named so, all cases stay, and their readers list what there is.
     """
     if not cases:
         return cases
@@ -282,7 +285,8 @@ def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """Name scans without the number of a channel, as nnU-Net gives it: `<case>_0000`, `<case>_0001`, … are one case.
 
-    Files are joined to a case only if there is one for each channel of the task: such numbers may also count scans.
+    Files are joined to a case only if there is one for each channel of the task: such numbers may
+    also count scans.
 
     Args:
         scans: Scans of a folder, or one scan, by name.
@@ -314,8 +318,8 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         is_one_scan: Whether the input is one scan; a new name with a suffix then means a file.
 
     Raises:
-        UserError: If several cases would go into one file, the suffix is no format to write, or a file exists where a
-            folder is needed.
+        UserError: If several cases would go into one file, the suffix is no format to write, or a
+            file exists where a folder is needed.
     """
     suffix = volume_suffix(output)
     if not output.is_dir():

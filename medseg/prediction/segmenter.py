@@ -23,15 +23,18 @@ from medseg.task import AIR_HU
 class Segmenter:
     """A coarse and a fine stage of any task, loaded once.
 
-    `segment` may be called from several threads: it changes nothing, and networks run one at a time, so that their memory is needed once.
+    `segment` may be called from several threads: it changes nothing, and networks run one at a
+    time, so that their memory is needed once.
 
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
         fine: The same for the fine stage; none for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
+            device lacks it.
         options: Thresholds, memory budget and flips; the defaults where None.
-        trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as `my_package.`.
+        trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as
+            `my_package.`.
 
     Raises:
         UserError: If a file or the device is not usable.
@@ -61,16 +64,19 @@ class Segmenter:
         """Segment one scan.
 
         Args:
-            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT in HU; for a task of several channels
-                a list of them, of which the others are resampled to the grid of the first.
+            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT
+                in HU; for a task of several channels a list of them, of which the others are
+                resampled to the grid of the first.
             hu: Scale that turns the values into HU, where they are not HU yet.
 
         Returns:
-            Labels on the grid of the scan, their volumes and warnings. `labels` is a `SimpleITK.Image` where one was given, else a
-            `Volume` in the storage order of the scan, whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
+            Labels on the grid of the scan, their volumes and warnings. `labels` is a
+            `SimpleITK.Image` where one was given, else a `Volume` in the storage order of the scan,
+            whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
 
         Raises:
-            UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one value, or a channel is missing.
+            UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
+                value, or a channel is missing.
         """
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)

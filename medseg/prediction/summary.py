@@ -20,7 +20,8 @@ from medseg.task import Task
 SUMMARY_FILE = "summary.csv"
 # First columns of the table of the same name that `evaluate` writes.
 SCORES = ("region", "trust", "metric")
-# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
+# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see
+# `label_statistics` for the figures.
 SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings", "information")
 
 
@@ -35,7 +36,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         task: Its regions tell which bound on Dice belongs to a label.
 
     Raises:
-        UserError: If the file cannot be written, unless cases have failed already, such as on a full disk, which the command reports.
+        UserError: If the file cannot be written, unless cases have failed already, such as on a
+            full disk, which the command reports.
     """
     path, rows = folder / SUMMARY_FILE, []
     for case in cases:

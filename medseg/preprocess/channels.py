@@ -1,7 +1,8 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
-* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It returns an array (C, D, H, W) in
-  the storage order of the first, and the first as a `Volume` (grid, header, findings of all channels).
+* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It
+  returns an array (C, D, H, W) in the storage order of the first, and the first as a `Volume`
+  (grid, header, findings of all channels).
 * `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
 
 `medseg.preprocess.intensity` normalises each channel.
@@ -47,7 +48,8 @@ def resample_to(
     wanted = target.reoriented(back.order, back.flips)
     if np.allclose(source.direction, wanted.direction, rtol=0, atol=DIRECTION_TOLERANCE):
         return back.from_lps(resample_image(image, source, wanted, outside).numpy())
-    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear interpolation.
+    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear
+    # interpolation.
     z, y, x = map(max, source.spacing_mm, wanted.spacing_mm)
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
@@ -117,20 +119,23 @@ def read_channels(
     """Read the channels of a case on the grid of the first.
 
     Args:
-        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path that occurs several times is a 4D
-            NIfTI file with one volume for each occurrence.
+        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path
+            that occurs several times is a 4D NIfTI file with one volume for each occurrence.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
-        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
-        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are refused. Those beyond its end: `ct`.
+        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are
+            taken as stored.
+        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are
+            refused. Those beyond its end: `ct`.
 
     Returns:
-        Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel
-        with the findings on all.
+        Channels (C, D, H, W) in the storage order of the first: its type where there is only one,
+        else float32; and the first channel with the findings on all.
 
     Raises:
-        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the first.
+        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the
+            first.
     """
     from medseg.io.read import read_image
 

@@ -1,7 +1,8 @@
 """Crops of a volume; a crop may reach outside the volume.
 
-Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there would look like a border of
-an organ. In plane a scan ends beside the body; beyond that end there is air.
+Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there
+would look like a border of an organ. In plane a scan ends beside the body; beyond that end there is
+air.
 """
 
 import math
@@ -23,7 +24,8 @@ def body_box(
 ) -> VoxelBox:
     """Find the box of the body, with a margin: all voxels of a CT denser than air, with table and clothes; the nonzero voxels of other modalities.
 
-    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts the network's norms.
+    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts
+    the network's norms.
 
     Args:
         image: Volume (D, H, W), of a CT in HU.
@@ -95,7 +97,8 @@ def resample_crop(
         source: Its grid.
         lattice: The stage's lattice for it; the source's own grid, or that at another spacing.
         crop: Crop on the lattice, or on another grid.
-        outside: Value beyond the edges of the slices; beyond the ends the first and the last slice are repeated.
+        outside: Value beyond the edges of the slices; beyond the ends the first and the last slice
+            are repeated.
         resampling: The filter, see `medseg.preprocess.resample`.
         limits: See `resample_image`.
 
@@ -112,7 +115,8 @@ def resample_crop(
             slices_go_on=True,
             limits=limits,
         )
-    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of the coarser grid, a cubic two.
+    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of
+    # the coarser grid, a cubic two.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
     part = resample_image(

@@ -9,7 +9,8 @@ Spacing = tuple[float, float, float]
 class Effect:
     """A random change of a sample that has been read.
 
-    An effect draws from the generator that it is given and from nothing else, so that a sample is a function of its number.
+    An effect draws from the generator that it is given and from nothing else, so that a sample is a
+    function of its number.
     """
 
     def __call__(

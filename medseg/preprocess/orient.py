@@ -39,14 +39,16 @@ class Orientation:
 def orientation_of(grid: VoxelGrid) -> Orientation:
     """Find the permutation and the flips that bring a grid nearest to LPS.
 
-    An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a rotation by exactly
-    45 degrees) the first in stored order is chosen, so that equal grids get equal orientations.
+    An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a
+    rotation by exactly 45 degrees) the first in stored order is chosen, so that equal grids get
+    equal orientations.
 
     Args:
         grid: Grid in storage order.
 
     Returns:
-        Orientation whose result has array axis z towards Superior, y towards Posterior and x towards Left.
+        Orientation whose result has array axis z towards Superior, y towards Posterior and x
+        towards Left.
     """
     # Rows and columns of a direction count x, y, z; array axes count z, y, x.
     cosines = np.asarray(grid.direction)[::-1, ::-1]

@@ -2,24 +2,27 @@
 
 The filter is separable and one of three:
 
-* `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the target's spacing where it
-  gets coarser, so that no voxel is skipped and fine structures do not alias.
+* `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the
+  target's spacing where it gets coarser, so that no voxel is skipped and fine structures do not
+  alias.
 * `linear`: the two nearest voxels. Faster, but noise and edges alias where an axis gets coarser.
-* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased` where it gets coarser.
-  Sharper, but it overshoots at edges.
+* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased`
+  where it gets coarser. Sharper, but it overshoots at edges.
 
-Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and the voxels that `linear` skips
-lose thin parts.
+Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and
+the voxels that `linear` skips lose thin parts.
 
-The weights depend on the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
-therefore gets the same taps and the same weights whether the target is a whole grid or a crop of it: resampling a crop
-equals cropping the resampled volume.
+The weights depend on the position of an output voxel in the source, computed in float64 from the
+two grids. An output voxel therefore gets the same taps and the same weights whether the target is a
+whole grid or a crop of it: resampling a crop equals cropping the resampled volume.
 
-Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply and add in one
-pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield units to ten bits. Threads work on
-separate slabs, so no thread waits within a slab, and no sum depends on the number of threads.
+Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply
+and add in one pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield
+units to ten bits. Threads work on separate slabs, so no thread waits within a slab, and no sum
+depends on the number of threads.
 
-Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP 29 (1981), a = -1/2.
+Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP
+29 (1981), a = -1/2.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from medseg.io.scratch import new_tensor
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
-# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32, about the size of a cache.
+# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32,
+# about the size of a cache.
 SLAB_VOXELS = 2**21
 # Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
 MAX_THREADS = 4
@@ -48,7 +52,8 @@ MAX_THREADS = 4
 POSITION_DECIMALS = 9
 # Tolerance by which rounding may move a voxel out of the field of view, in source voxels.
 EDGE_TOLERANCE = 1e-6
-# A label must win by more than the rounding of float32 sums, or ties would depend on the direction of an axis.
+# A label must win by more than the rounding of float32 sums, or ties would depend on the direction
+# of an axis.
 TIE_TOLERANCE = 1e-5
 
 
@@ -87,9 +92,10 @@ def axis_taps(
 ) -> AxisTaps:
     """Compute the taps of one axis.
 
-    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are clamped to them.
-    A widened triangle on a discrete lattice does not keep a linear ramp by itself, so its weights are tilted until
-    their first moment vanishes; they stay non-negative. Those of the cubic are below zero beyond its two inner voxels.
+    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are
+    clamped to them. A widened triangle on a discrete lattice does not keep a linear ramp by itself,
+    so its weights are tilted until their first moment vanishes; they stay non-negative. Those of
+    the cubic are below zero beyond its two inner voxels.
 
     Args:
         num_outputs: Voxels of the target along this axis.
@@ -104,7 +110,8 @@ def axis_taps(
     """
     number = np.arange(num_outputs)
     if goes_on:
-        # The target's lattice beyond the target: its outermost voxels inside the field of view stand for those beyond.
+        # The target's lattice beyond the target: its outermost voxels inside the field of view
+        # stand for those beyond.
         low, high = (
             (end - offset) / scale
             for end in (-0.5 - EDGE_TOLERANCE, num_inputs - 0.5 + EDGE_TOLERANCE)
@@ -198,8 +205,8 @@ def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tens
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = taps
-    # The axis that shrinks most comes first, and few planes become many last. The order must depend on the scales alone, since it
-    # decides the last bit.
+    # The axis that shrinks most comes first, and few planes become many last. The order must depend
+    # on the scales alone, since it decides the last bit.
     steps = [(_filter_rows, y), (_filter_columns, x)]
     steps.insert(0 if z.scale > y.scale else 2 if z.scale < 1.0 else 1, (_filter_planes, z))
     for filter_axis, axis in steps:
@@ -307,8 +314,10 @@ def resample_image(
         target: Wanted grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
-        slices_go_on: Whether the first and the last slice inside the source are repeated beyond it, as in `crop_padded`.
-        limits: Lowest and highest value, to which values are clipped before the filter; None does not clip.
+        slices_go_on: Whether the first and the last slice inside the source are repeated beyond it,
+            as in `crop_padded`.
+        limits: Lowest and highest value, to which values are clipped before the filter; None does
+            not clip.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -344,8 +353,8 @@ def resample_labels(
 ) -> Tensor:
     """Resample a label map: each class with the antialiased filter, then the class of the largest weight.
 
-    Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of `num_classes` and above
-    count as background, and so do voxels outside the source.
+    Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of
+    `num_classes` and above count as background, and so do voxels outside the source.
 
     Args:
         labels: Label map (D, H, W), integers.

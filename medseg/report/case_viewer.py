@@ -25,7 +25,8 @@ class PackedCase(NamedTuple):
 
     Attributes:
         volumes: Reduced scan, labels and differences.
-        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS; None without a difference.
+        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS;
+            None without a difference.
         dice: Label name to its Dice coefficient with the reference; empty without one.
     """
 

@@ -26,7 +26,8 @@ class Files(NamedTuple):
         picture_link: Address of the overlay relative to the page.
         viewer_link: Address of the viewer with the reference relative to the page, or "".
         prediction_link: Address of the viewer that the prediction wrote, or "".
-        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction states.
+        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction
+            states.
     """
 
     picture: Path | None
@@ -55,15 +56,16 @@ def render_cases(
     """Render the page.
 
     Args:
-        rows: Scores of each case and region: `case`, `region`, `trust`, the scores of `medseg.metrics.scores.score_region` and
-            further metrics.
+        rows: Scores of each case and region: `case`, `region`, `trust`, the scores of
+            `medseg.metrics.scores.score_region` and further metrics.
         statistics: Statistics of each region and metric over all trusts.
         files: Case to its picture and viewer.
         title: Heading.
         folder: Folder of the predictions, as shown to the reader.
         num_pictures: Largest number of overlays inside the page, the worst cases first.
         say: Takes a sentence about a picture that could not be read.
-        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are left out.
+        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are
+            left out.
         costs: Pairs of a name and a figure for the top of the page.
         baseline: Name of the baseline, or "".
         baseline_dices: Case and region to the Dice of the baseline.

@@ -149,13 +149,15 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     """Draw mean differences to a baseline with their confidence intervals.
 
     Args:
-        rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval), `setting`, `colour`.
+        rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval),
+            `setting`, `colour`.
         title: Title of the horizontal axis.
     """
     if not rows:
         return []
     has_intervals = any(row["ci95_low"] is not None for row in rows)
-    # A line for each key of a setting: a long name in one line is cut where it differs from the others.
+    # A line for each key of a setting: a long name in one line is cut where it differs from the
+    # others.
     axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
     row_px = 16 + 14 * max(row["name"].count(", ") + 1 for row in rows)
@@ -183,10 +185,12 @@ def dice_by_region(rows: Rows) -> Chart:
     """Draw the Dice of each case by region, with boxes around the middle halves.
 
     Args:
-        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its number for the filters.
+        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its
+            number for the filters.
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index]["dice"])
-    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly
+    # equal score do not overlap.
     offsets = {index: (place * 0.618) % 1 for place, index in enumerate(order)}
     points = [
         {**row, **_dice(row["dice"]), "offset": offsets[index]} for index, row in enumerate(rows)
@@ -398,7 +402,8 @@ def _axis(
         title: Title of the axis.
         rows: Points; those of a Dice have `error`.
         name: Field of the rows.
-        is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as 0.90 from 0.95.
+        is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as
+            0.90 from 0.95.
         is_rate: Whether the values are learning rates, which always get a logarithmic axis.
         is_count: Whether the axis stays linear, since it counts steps or trials.
     """

@@ -15,12 +15,14 @@ FINISHED = "finished"
 OPEN = frozenset({"running", "interrupted", "unfinished"})
 # Ended on purpose by a search.
 PRUNED = "pruned"
-# Runs that differ in nothing else are repeats of one setting: their standard deviation says how much a difference is worth.
+# Runs that differ in nothing else are repeats of one setting: their standard deviation says how
+# much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
 # Settings that a sentence names.
 MAX_NAMED = 5
-# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would overflow.
+# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would
+# overflow.
 LARGEST = 1e30
 
 
@@ -67,10 +69,11 @@ class Run:
     Attributes:
         name: Path below the reported folder; `.` is that folder itself.
         folder: The run folder.
-        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file gives a status.
+        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file
+            gives a status.
         message: Why it did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only name folders. A run that never began has its overrides
-            only.
+        settings: Resolved configuration, flat, without the keys that only name folders. A run that
+            never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments that made a job of a multirun.
         summary: `summary.json`.
@@ -209,7 +212,8 @@ class Column(NamedTuple):
     Attributes:
         key: Dotted key, or the name of a configuration group (`memory`).
         values: One per run, as text.
-        also: Keys with the same differences: interpolations of this one, or keys that the chosen group sets.
+        also: Keys with the same differences: interpolations of this one, or keys that the chosen
+            group sets.
     """
 
     key: str
@@ -225,7 +229,8 @@ class Setting(NamedTuple):
         runs: Its runs.
         label: Its values for a legend.
         values: Its text in each column but those of `REPEAT_KEYS`.
-        metrics: Metric key to the values of its finished runs; metrics without a value are left out.
+        metrics: Metric key to the values of its finished runs; metrics without a value are left
+            out.
         is_complete: Whether all its runs have finished; only then can it be the best.
         cases: Case and label to the mean Dice over the finished runs that validated the case.
     """
@@ -256,15 +261,17 @@ class Comparison:
         setting_columns: Those in which settings differ.
         settings: In order of first appearance.
         setting_of: The setting of each run.
-        ranked: Indices of the settings from the best mean validation Dice to the worst; those with unfinished runs after them, and
-            those without a result last.
-        best: Index of the setting with the best mean and all its runs finished, the smaller peak deciding
-            between equals; None without results.
-        tied: Indices of the other settings with a result that are not established to be worse than the best,
-            see `is_established`; every pair of settings counts as a comparison that could have been made.
+        ranked: Indices of the settings from the best mean validation Dice to the worst; those with
+            unfinished runs after them, and those without a result last.
+        best: Index of the setting with the best mean and all its runs finished, the smaller peak
+            deciding between equals; None without results.
+        tied: Indices of the other settings with a result that are not established to be worse than
+            the best, see `is_established`; every pair of settings counts as a comparison that could
+            have been made.
         same: Flat configuration that all runs share.
         baseline: Index of the setting of the baseline run, or None.
-        differences: Index of each other setting to its difference to the baseline: mean Dice of the common validation cases.
+        differences: Index of each other setting to its difference to the baseline: mean Dice of the
+            common validation cases.
         patients: Validation case to its patient; cases of runs that do not record it are missing.
     """
 
@@ -314,7 +321,8 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     differing = [key for key in texts if len(known[key]) > 1]
     columns = _columns(runs, {key: texts[key] for key in differing})
     shown = [column for column in columns if column.key not in REPEAT_KEYS]
-    # Over every differing key, shown or not: keys that a chosen group hides must not turn different runs into repeats.
+    # Over every differing key, shown or not: keys that a chosen group hides must not turn different
+    # runs into repeats.
     members: dict[tuple[str | None, ...], list[int]] = {}
     for index in range(len(runs)):
         members.setdefault(
@@ -383,7 +391,8 @@ def _tied(
 ) -> list[int]:
     """Settings with a result that the best one is not established to beat, in the order of `ranked`.
 
-    The best was chosen after all were seen: any pair could have become the comparison of the best with another one.
+    The best was chosen after all were seen: any pair could have become the comparison of the best
+    with another one.
     """
     with_result = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
     num_pairs = len(with_result) * (len(with_result) - 1) // 2
@@ -401,7 +410,8 @@ def _tied(
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Rows of `report.csv`, one per run: keys that differ, status, metrics, mean and deviation of its setting.
 
-    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to beat.
+    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to
+    beat.
     """
     rows = []
     for index, (run, setting) in enumerate(
@@ -433,7 +443,8 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
 def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """Text of each key in each run; None where the run never got a configuration and has no override of that key.
 
-    A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text `MISSING`.
+    A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text
+    `MISSING`.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)

@@ -33,7 +33,8 @@ def render_page(
         kind: Word for the kind of page.
         title: Heading.
         tiles: Pairs of a name and a figure for the top of the page.
-        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a heading.
+        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a
+            heading.
         values: Further values of the template.
     """
     templates = Environment(

@@ -22,7 +22,8 @@ _DPI = 100
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 """Axis of an oriented volume (z, y, x) that each plane is a slice of."""
 
-# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a sagittal one.
+# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a
+# sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 _ROWS = (("axial",), ("coronal", "sagittal"))
 _VIEW_MARGIN_MM = 20.0
@@ -87,7 +88,8 @@ class Canvas:
             filled: Label values that are filled, (rows, columns), or None.
             outlined: Label values that get a line around them, (rows, columns), or None.
             width_pt: Width of that line in points.
-            shows_errors: Whether voxels that differ between `filled` and `outlined` get `ERROR_COLOURS`.
+            shows_errors: Whether voxels that differ between `filled` and `outlined` get
+                `ERROR_COLOURS`.
             colours: Colours of the values; they repeat.
 
         Returns:
@@ -153,7 +155,8 @@ class Panel:
         plane: `axial`, `coronal` or `sagittal`.
         index: Index of the slice in the oriented volume.
         box_px: Left, top, right and bottom of the panel in the picture, in pixels.
-        has_most_errors: Whether no other slice of the plane has more voxels that differ from the reference.
+        has_most_errors: Whether no other slice of the plane has more voxels that differ from the
+            reference.
     """
 
     plane: str
@@ -175,9 +178,10 @@ def overlay_montage(
 ) -> list[Panel]:
     """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line, errors coloured.
 
-    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior, y to Posterior, x to Left).
-    The patient's right is on the viewer's left, superior is up, anterior is up or left. Without any label the slices are evenly
-    distributed over the whole volume.
+    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior,
+    y to Posterior, x to Left). The patient's right is on the viewer's left, superior is up,
+    anterior is up or left. Without any label the slices are evenly distributed over the whole
+    volume.
 
     Args:
         image_hu: Image, (D, H, W).

@@ -21,7 +21,8 @@ def new_figure(
     """Make a figure without a window for plots, of a size in inches.
 
     Returns:
-        The figure, and axes side by side, one per title, without a frame at the top and at the right.
+        The figure, and axes side by side, one per title, without a frame at the top and at the
+        right.
     """
     from matplotlib.figure import Figure
 
@@ -154,8 +155,9 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
 
     Args:
-        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order; regions are drawn in the
-            order of their first row. A `trust` other than `reference` or "" makes a hollow point.
+        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order;
+            regions are drawn in the order of their first row. A `trust` other than `reference` or
+            "" makes a hollow point.
         path: PNG file to write.
 
     Raises:
@@ -188,7 +190,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 capprops=_BOX,
                 medianprops={"color": "#4b5563", "linewidth": 1.6},
             )
-        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of
+        # nearly equal score do not overlap.
         offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
         is_sure = np.array([row["trust"] in _SURE for row in own])
         axes.scatter(

@@ -23,8 +23,8 @@ class Strategy(NamedTuple):
     Attributes:
         name: Name of the row.
         costs: Stage (`STAGES`) to its spacing, bytes and seconds; empty where it failed.
-        scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`, `nsd_1mm`, `nsd_2mm`, `hd95_mm`,
-            `predict_s` and `predict_peak_gb`.
+        scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`,
+            `nsd_1mm`, `nsd_2mm`, `hd95_mm`, `predict_s` and `predict_peak_gb`.
         missing: Held-out case without a result to the reason.
         failure: Reason why the row has no result; empty where it has one.
     """
@@ -52,8 +52,8 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
     A case without a result has no score here: `Strategy.missing` belongs beside the means.
 
     Returns:
-        Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and their median `hd95_mm`:
-        one missed region does not make it infinite.
+        Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and
+        their median `hd95_mm`: one missed region does not make it infinite.
     """
     sure = [score for score in strategy.scores if score["trust"] in SURE]
     groups = {

@@ -34,7 +34,8 @@ DIFFERENCES = [
 
 _FOLDER = Path(__file__).parent / "viewer"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
-# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be tried.
+# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be
+# tried.
 _BEST_RATIO = 4
 
 
@@ -96,7 +97,8 @@ def pack_volumes(
         num_bins = math.prod(
             math.ceil(size / factor) for size, factor in zip(grid.shape, wanted, strict=True)
         )
-        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step along one axis may do.
+        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step
+        # along one axis may do.
         if wanted != factors and (num_bins * bytes_per_bin <= free_bytes or num_bins == 1):
             factors = wanted
             volumes = _packed(image, labels, grid, reference, factors, low, high)
@@ -173,7 +175,8 @@ class ViewerWords:
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
         usual_agreement: Smaller coefficients are marked.
-        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a reference.
+        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a
+            reference.
         places: What a key jumps to: name to world point (LPS) in mm.
     """
 

@@ -46,15 +46,15 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
 
     Args:
         config: Checked configuration; changed in place to the one of the run.
-        is_named: Whether the user chose the folder. A folder that is named by the time gets a number where another run, started in
-            the same second, has taken it.
+        is_named: Whether the user chose the folder. A folder that is named by the time gets a
+            number where another run, started in the same second, has taken it.
 
     Returns:
         The run folder, which is `config.run_dir` from now on.
 
     Raises:
-        UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the run to resume does not exist, is running, or would get
-            another result.
+        UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the
+            run to resume does not exist, is running, or would get another result.
     """
     settle(config)
     if config.resume is None:
@@ -100,7 +100,8 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
 def _take_over(run_dir: Path) -> bool:
     """Claim the folder of a run that ended without a checkpoint, such as one that was refused by its data.
 
-    Exactly one of several processes can remove its summary. A run that began and has not ended has none.
+    Exactly one of several processes can remove its summary. A run that began and has not ended has
+    none.
     """
     if not (run_dir / SUMMARY_FILE).is_file():
         return False
@@ -148,7 +149,8 @@ def changed_config(
         resume: Run folder.
         composed: What the command line composes, in plain values.
         default: What an empty command line composes.
-        overrides: The arguments. Keys and groups that they name are changed even to a default value.
+        overrides: The arguments. Keys and groups that they name are changed even to a default
+            value.
         schema: Keys of the command; those that `train` lacks are as they are composed.
 
     Raises:
@@ -161,7 +163,8 @@ def changed_config(
         override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
         for override in overrides
     ]
-    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of another class than that of the run.
+    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of
+    # another class than that of the run.
     foreign = [
         f"{name}."
         for name in EXTENSION_KEYS
@@ -188,7 +191,8 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
         config: Checked configuration.
 
     Returns:
-        Folder and status of a run of the same signature. A finished run counts only in the configured folder. None = no such run.
+        Folder and status of a run of the same signature. A finished run counts only in the
+        configured folder. None = no such run.
     """
     settle(config)
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
@@ -279,7 +283,8 @@ def write_end(run_dir: Path, status: Status, message: str) -> None:
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     """Read the configuration of a run folder, which may have been moved, and check its names, types and ranges.
 
-    The rules between keys are not checked, because files that the configuration names may be gone; `train` checks them.
+    The rules between keys are not checked, because files that the configuration names may be gone;
+    `train` checks them.
 
     Args:
         run_dir: The run folder.
@@ -366,7 +371,8 @@ def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
 
 def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse a change of the result. More steps are allowed where the schedule does not depend on their number."""
-    # A moved table is the same data set; the cases themselves are compared with those of the checkpoint.
+    # A moved table is the same data set; the cases themselves are compared with those of the
+    # checkpoint.
     keys = sorted((saved.keys() | given.keys()) - {"data.cases"})
     differing = [key for key in keys if saved.get(key) != given.get(key)]
     if not differing:
@@ -378,7 +384,8 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
             raise UserError(
                 f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more"
             )
-        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed by them.
+        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed
+        # by them.
         length = saved.get(length_key)
         if differing == ["steps"] and (length is None or not steps <= length < given["steps"]):
             return

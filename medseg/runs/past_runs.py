@@ -58,14 +58,15 @@ def write_report(
         folder: Absolute path of a folder with runs at or below it.
         output: Folder to write to.
         num_pictures: Largest number of overlays in the page.
-        baseline: Name of the run that the others are compared with, as in the column `run` of `report.csv`.
+        baseline: Name of the run that the others are compared with, as in the column `run` of
+            `report.csv`.
 
     Returns:
         The runs side by side.
 
     Raises:
-        UserError: If there is no run in the folder, no baseline of this name or without scores of cases, or the output cannot be
-            written.
+        UserError: If there is no run in the folder, no baseline of this name or without scores of
+            cases, or the output cannot be written.
     """
     runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
     require(
@@ -183,7 +184,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a `config.yaml` as a flat mapping.
 
     Raises:
-        UserError: If it is damaged, or has more keys than any configuration, whose comparison would take hours.
+        UserError: If it is damaged, or has more keys than any configuration, whose comparison would
+            take hours.
     """
     settings = flat(read_config(path.parent))
     require(

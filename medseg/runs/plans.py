@@ -30,7 +30,8 @@ DECISIVE = (
 )
 DECISIVE_DATA = ("num_workers", "prefetch", "pin_memory")
 MAX_RUNS = 50
-# Number of finished runs from which on the history of a machine counts, and the error of their median that is told.
+# Number of finished runs from which on the history of a machine counts, and the error of their
+# median that is told.
 LEAST_RUNS = 3
 TOLD_ERROR = 0.1
 
@@ -52,7 +53,8 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
         measured: What it took.
 
     Returns:
-        For each number `predicted`, `measured` and their `ratio`; empty if the run was never planned on this machine.
+        For each number `predicted`, `measured` and their `ratio`; empty if the run was never
+        planned on this machine.
     """
     predicted = _read(_plan_path(config), {})
     found = {

@@ -21,7 +21,8 @@ from medseg.training.preemption import SIGNALS, STOP
 
 # How often the parent of a job looks at it.
 LOOK_S = 0.5
-# Ranks that were asked to stop may need a long step and a save before they end; after this they are killed.
+# Ranks that were asked to stop may need a long step and a save before they end; after this they are
+# killed.
 STOP_S = 600
 
 
@@ -112,8 +113,9 @@ def start_ranks(config: TrainConfig) -> int:
 def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
 
-    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose an exception. The job is then asked to
-    stop, and saves. On Linux the job receives SIGINT when this process dies.
+    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose
+    an exception. The job is then asked to stop, and saves. On Linux the job receives SIGINT when
+    this process dies.
 
     Args:
         config: Configuration of an opened run folder.
@@ -175,8 +177,8 @@ def _job(_: int, config: TrainConfig) -> None:
 def _start_workers_as_usual() -> None:
     """Use the system's default start method for the loader workers of this process.
 
-    Python would otherwise spawn them, because this process was spawned. Spawned workers import everything again, and a spawned worker that
-    ends while it sends a batch is aborted.
+    Python would otherwise spawn them, because this process was spawned. Spawned workers import
+    everything again, and a spawned worker that ends while it sends a batch is aborted.
     """
     multiprocessing.set_start_method(None, force=True)
 

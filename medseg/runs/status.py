@@ -36,7 +36,8 @@ class Status(Enum):
         return cls.interrupted  # killed before it could write a summary, or a damaged record
 
 
-# A resumed sweep leaves jobs of these statuses, unless `retry_failed` is on, and goes on with interrupted ones.
+# A resumed sweep leaves jobs of these statuses, unless `retry_failed` is on, and goes on with
+# interrupted ones.
 FAILURES = frozenset({Status.refused, Status.out_of_memory, Status.not_finite, Status.failed})
 
 # What torch says when the process at the other end of a connection has gone.
@@ -88,16 +89,19 @@ def end_of(
         error: What ended the training.
         is_asked: Whether the run had been asked to stop.
         is_saved: Whether there is a checkpoint to resume from.
-        is_memory_full: Whether the kernel has killed a process for lack of memory since the run began.
+        is_memory_full: Whether the kernel has killed a process for lack of memory since the run
+            began.
 
     Returns:
-        Exit code, the message for `summary.json`, and whether the error is a defect, which keeps its traceback.
+        Exit code, the message for `summary.json`, and whether the error is a defect, which keeps
+        its traceback.
     """
     cause = error.__cause__
     if isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker"):
         error = cause  # it has the signal or exit code of the worker
     text = str(error).strip()
-    # An error in a loader worker arrives with the worker's traceback as its text; the last line is the error itself.
+    # An error in a loader worker arrives with the worker's traceback as its text; the last line is
+    # the error itself.
     last = (text.splitlines() or [""])[-1]
     message = (last.partition(": ")[2] or last) if text.startswith("Caught ") else text
     line = (message.splitlines() or [type(error).__name__])[0].partition(". Details are lost")[0]
@@ -106,7 +110,8 @@ def end_of(
         if is_saved
         else "nothing was saved, so resume begins with the first step"
     )
-    # A worker that is killed while it hands over a batch breaks the connection; no file of a run is read through one.
+    # A worker that is killed while it hands over a batch breaks the connection; no file of a run is
+    # read through one.
     is_worker = isinstance(error, (ConnectionResetError, ConnectionRefusedError)) or (
         isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
     )

@@ -97,7 +97,8 @@ def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
 class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep, with a record of what is swept.
 
-    A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be another one for each job.
+    A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be
+    another one for each job.
     """
 
     started: ClassVar[list[Path]] = []
@@ -108,7 +109,8 @@ class SweepFolder(Callback):
         is_named = any(
             argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra
         )
-        # Two sweeps that start in the same second are named by the same time; a sweep in a folder that the user named is resumed.
+        # Two sweeps that start in the same second are named by the same time; a sweep in a folder
+        # that the user named is resumed.
         folders = numbered(Path(config.hydra.sweep.dir).absolute())
         sweep_dir = next(
             folder for folder in folders if create_text(folder / SWEEP_FILE, "{}") or is_named
@@ -193,7 +195,8 @@ def run_job(config: TrainConfig) -> int:
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
     """Find the folder of the same job in a sweep: of the same signature, and with the same choices of what is swept.
 
-    The choices count beside the signature, since a sweep may compare what changes no result, such as `data.num_workers`.
+    The choices count beside the signature, since a sweep may compare what changes no result, such
+    as `data.num_workers`.
     """
     swept = _swept(sweep_dir) or list(job.overrides)
     for folder, other in read_jobs(sweep_dir).items():

@@ -77,7 +77,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
 
     Args:
-        config: Configuration of an opened run folder; changed in place to the ranks that were started.
+        config: Configuration of an opened run folder; changed in place to the ranks that were
+            started.
 
     Returns:
         The summary that is written to `summary.json`.

@@ -10,7 +10,8 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
-# Installed without their dependencies: the networks need torch and numpy only, and every row must run on the same torch.
+# Installed without their dependencies: the networks need torch and numpy only, and every row must
+# run on the same torch.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 
 
@@ -89,7 +90,8 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
     if name == "nnunet":
         from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-        # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep supervision.
+        # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
+        # supervision.
         plain: nn.Module = PlainConvUNet(
             input_channels=1, n_stages=6, features_per_stage=(32, 64, 128, 256, 320, 320), conv_op=nn.Conv3d, kernel_sizes=3,
             strides=(1, 2, 2, 2, 2, 2), n_conv_per_stage=2, num_classes=num_classes, n_conv_per_stage_decoder=2, conv_bias=True,

@@ -278,7 +278,8 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
 def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
     """Count a training step; None without a shape, or where it cannot be counted, which is said.
 
-    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few voxels.
+    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few
+    voxels.
     """
     if shape is None:
         return None

@@ -49,7 +49,8 @@ DISEASED = "These scans with disease painted into their regions:"
 def cross_validate(config: CrossValidateConfig) -> int:
     """Train, predict and score fold by fold; a study that was stopped continues when started again.
 
-    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and `folds.md`, a table for readers.
+    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and
+    `folds.md`, a table for readers.
 
     Raises:
         SystemExit: With the exit code of the command that failed.
@@ -132,7 +133,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     rows = fold_rows(scored, output, task, values)
     write_rows(rows, output, groups)
-    # `predict` states no bound for a region to which anything was added, so these do not calibrate it.
+    # `predict` states no bound for a region to which anything was added, so these do not calibrate
+    # it.
     bound_rows = [row for row in rows if row["case"] in groups[""] and not row["added_ml"]]
     write_bound(bound_rows, {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
@@ -143,7 +145,8 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
     """Refuse folds of a case table that a cross-validation would leave out or score twice.
 
     Raises:
-        UserError: If the table has another number of folds, a fold that validates no case, or validates a case in two.
+        UserError: If the table has another number of folds, a fold that validates no case, or
+            validates a case in two.
     """
     count = count_folds(cases)
     if count == 1:
@@ -224,7 +227,8 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     Args:
         case: Case with labels.
         values: Values of the region in the reference file.
-        box: The region's entry under `boxes` in the report of the prediction; None if the coarse stage did not find the region.
+        box: The region's entry under `boxes` in the report of the prediction; None if the coarse
+            stage did not find the region.
 
     Returns:
         Share in [0, 1]; 1 if the reference has no such voxel.
@@ -269,7 +273,8 @@ def write_bound(
     """Calibrate the lower bound on Dice on the whole scans: `bound.json`, which `make_weights` stores, and a line in `folds.md`.
 
     Args:
-        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose reference is not said to be doubtful.
+        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose
+            reference is not said to be doubtful.
         cases: Cases by name.
         config: Names the experiments, which the file keeps, and the folder.
     """

@@ -1,8 +1,8 @@
 """Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks.
 
-Bytes are compared in the same precision and without checkpointing, and as each network is used: a baseline has a row in
-fp32 and one in the precision in which its own program trains it. The bytes of fp16, which a CPU cannot compute, are
-counted on tensors without values.
+Bytes are compared in the same precision and without checkpointing, and as each network is used: a
+baseline has a row in fp32 and one in the precision in which its own program trains it. The bytes of
+fp16, which a CPU cannot compute, are counted on tensors without values.
 """
 
 import json
@@ -214,7 +214,8 @@ def measure(
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration: the signature of a run leaves out the switches that are measured here.
+    # The whole configuration: the signature of a run leaves out the switches that are measured
+    # here.
     request = {
         "shape": list(shape),
         "timed_steps": timed_steps,
@@ -254,12 +255,15 @@ def measure_row(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         timed_steps: Steps to time after a first one to warm up; 0 = none.
-        baseline: Key of `BASELINES`, to replace the configured network; None = the configured network.
-        packages: Folder of the baselines' packages, which must come before those of this environment.
+        baseline: Key of `BASELINES`, to replace the configured network; None = the configured
+            network.
+        packages: Folder of the baselines' packages, which must come before those of this
+            environment.
 
     Returns:
-        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of the fastest step and the device; on a
-        GPU also the largest number of bytes that torch's allocator held. A baseline in a precision that the device lacks is not timed.
+        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of
+        the fastest step and the device; on a GPU also the largest number of bytes that torch's
+        allocator held. A baseline in a precision that the device lacks is not timed.
 
     Raises:
         UserError: If the device does not support the precision, or the step cannot be counted.

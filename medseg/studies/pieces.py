@@ -25,10 +25,12 @@ SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
 # A lower organ is not cut.
 LEAST_HEIGHT_MM = 100.0
-# A part without organ keeps this distance, since references may stop a slice early, and is at least this high.
+# A part without organ keeps this distance, since references may stop a slice early, and is at least
+# this high.
 GAP_MM = 5.0
 LEAST_MM = 15.0
-# A half chest with less than this share of a region's voxels shows a sliver of it, whose side nothing in view tells.
+# A half chest with less than this share of a region's voxels shows a sliver of it, whose side
+# nothing in view tells.
 LEAST_SHARE = 0.1
 SLIVER = "sliver"
 """Trust in the reference of such a region, so that its scores stand apart."""
@@ -112,8 +114,8 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
         step_mm: Distance between slices.
 
     Yields:
-        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and exist only if the organ ends before
-        it; `below` and `above` contain no organ.
+        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and
+        exist only if the organ ends before it; `below` and `above` contain no organ.
 
     Example:
         >>> dict(slice_ranges(np.array([False] * 6 + [True] * 20), 5.0))

@@ -52,7 +52,8 @@ FOLDER_KEYS = (
 def run_until_failure(steps: Sequence[Step]) -> int:
     """Print and run commands one after the other.
 
-    A prediction or an evaluation in which single cases failed has said so, and the next command still runs.
+    A prediction or an evaluation in which single cases failed has said so, and the next command
+    still runs.
 
     Returns:
         0, or the exit code of the command that failed; the commands after it do not run.
@@ -131,11 +132,14 @@ def cascade_steps(
     """The commands that train both stages.
 
     Args:
-        config: Names the experiments of each stage, and the experiment on phantoms whose weights the first one starts from; null = random
-            weights.
-        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`, `coarse_2` …
-        data: Arguments that select the training cases. Trainings on phantoms do not get them: they use no patient data.
-        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
+        config: Names the experiments of each stage, and the experiment on phantoms whose weights
+            the first one starts from; null = random weights.
+        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`,
+            `coarse_2` …
+        data: Arguments that select the training cases. Trainings on phantoms do not get them: they
+            use no patient data.
+        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
+            study.
 
     Raises:
         UserError: If the folder has runs of other experiments.
@@ -263,7 +267,8 @@ def check_names(rows: Sequence[str], *taken: str) -> None:
 def demo(config: DemoConfig) -> int:
     """Make phantoms, train both stages, predict and score the held-out phantoms.
 
-    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an earlier start are kept.
+    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an
+    earlier start are kept.
 
     Raises:
         SystemExit: With the exit code of the command that failed.

@@ -1,8 +1,9 @@
 """Search: trials of a space, each a run of its own; Optuna chooses their values and ends bad ones early.
 
-The trials are an Optuna study in a journal file, from which several processes take trials. Optuna's own recovery of the trials of killed
-processes (heartbeats) needs a database and repeats a trial under another number. Here the process that runs a trial holds its lock: a
-running trial whose lock is free belongs to a process that was killed, and is resumed in its own folder.
+The trials are an Optuna study in a journal file, from which several processes take trials. Optuna's
+own recovery of the trials of killed processes (heartbeats) needs a database and repeats a trial
+under another number. Here the process that runs a trial holds its lock: a running trial whose lock
+is free belongs to a process that was killed, and is resumed in its own folder.
 """
 
 import json
@@ -276,8 +277,8 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
 class SearchJournal:
     """Trials of a search, in `study.journal`.
 
-    Several processes may share a journal. The process that runs a trial holds its lock, so a running trial whose lock is free belongs
-    to a process that was killed, and is run again.
+    Several processes may share a journal. The process that runs a trial holds its lock, so a
+    running trial whose lock is free belongs to a process that was killed, and is run again.
 
     Args:
         folder: Folder of the search.
@@ -334,7 +335,8 @@ class SearchJournal:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
                 if lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
-                    # The values of a trial depend on its number and on the trials before it, not on interruptions.
+                    # The values of a trial depend on its number and on the trials before it, not on
+                    # interruptions.
                     seed = (
                         self.sweep.seed * 100_003 + number
                     ) % 2**32  # what NumPy's generators take
@@ -364,9 +366,10 @@ class SearchJournal:
 
         Args:
             number: Number of the trial.
-            values: One per objective. None = no result: the sampler ranks the trial below all that have one, and so avoids what does
-                not fit into memory.
-            is_defect: Whether the trial ended for a reason that has nothing to do with its values; the sampler then ignores it.
+            values: One per objective. None = no result: the sampler ranks the trial below all that
+                have one, and so avoids what does not fit into memory.
+            is_defect: Whether the trial ended for a reason that has nothing to do with its values;
+                the sampler then ignores it.
         """
         state = (
             TrialState.COMPLETE
@@ -382,7 +385,8 @@ class SearchJournal:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         importances: dict[str, float] = {}
         if len(self.sweep.objectives) == 1 and len(trials) >= MIN_FOR_IMPORTANCES:
-            # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al., IJCAI 2023).
+            # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al.,
+            # IJCAI 2023).
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
         return {
             "name": self.sweep.name,

@@ -41,8 +41,9 @@ Point = Mapping[str, float]
 def time_to_dice(config: TimeToDiceConfig) -> int:
     """Train every row until its Dice reaches the target or its time is used up; a study that was stopped resumes.
 
-    Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after each row. CPU minutes count all
-    processes of a training: start, steps and validations. The cache is filled before, and not counted.
+    Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
+    each row. CPU minutes count all processes of a training: start, steps and validations. The cache
+    is filled before, and not counted.
 
     Returns:
         0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
@@ -112,8 +113,8 @@ def train_row(
         limit_minutes: Largest number of CPU minutes, with those of earlier starts.
 
     Returns:
-        The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all steps are done), `interrupted`, or
-        the reason of a failure.
+        The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all
+        steps are done), `interrupted`, or the reason of a failure.
     """
     run_dir = Path(config.run_dir)
     path, begin_s = run_dir.parent / "points.csv", cpu_s()

@@ -114,7 +114,8 @@ def make_trainer(
         devices=trainer.devices,
         num_nodes=trainer.num_nodes,
         strategy=_make_strategy(config, device_type),
-        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own processes.
+        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own
+        # processes.
         plugins=[
             TorchElasticEnvironment()
             if TorchElasticEnvironment.detect()
@@ -313,7 +314,8 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         ),
         precision=config.memory.precision.value,
     )
-    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
+    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser
+    # state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
     weights = {
         name: sum(p.nbytes for module in modules for p in module.parameters())

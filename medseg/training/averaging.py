@@ -8,8 +8,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class WeightAverage:
     """Averages the weights that a network has after each optimiser step.
 
-    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it begins with the weights after the
-    first step. Running statistics of norms are averaged too; counters are not.
+    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it
+    begins with the weights after the first step. Running statistics of norms are averaged too;
+    counters are not.
 
     Args:
         network: Network in training.

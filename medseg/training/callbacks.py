@@ -89,8 +89,9 @@ class ValidationPictures(pl.Callback):
             say(f"no picture of {shown['case'][0]} ({type(error).__name__}: {error})")
             return
         finally:
-            # Parts of a figure refer to each other. Python looks for such cycles among its oldest objects seldom: up to
-            # seven pictures of 7 MiB each would stay meanwhile. This takes up to 0.3 s.
+            # Parts of a figure refer to each other. Python looks for such cycles among its oldest
+            # objects seldom: up to seven pictures of 7 MiB each would stay meanwhile. This takes up
+            # to 0.3 s.
             gc.collect()
         self.drawn[key] = path.name
         for logger in trainer.loggers:
@@ -218,7 +219,8 @@ class Distortions(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Print the distortion of each case that a batch of training or validation shows for the first time."""
-        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed are skipped.
+        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed
+        # are skipped.
         unknown = [
             one
             for one in batch

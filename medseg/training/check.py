@@ -52,7 +52,8 @@ def check_objects(config: TrainConfig) -> bool:
         Whether the network has batch norm, see `medseg.training.notes.notes`.
 
     Raises:
-        UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
+        UserError: If one of them refuses its arguments, or the network does not fit the sizes and
+            switches.
     """
     network = make_network_on_meta(config)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())

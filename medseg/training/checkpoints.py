@@ -15,9 +15,11 @@ from medseg.training.preemption import Preempted, StopRequest
 class Checkpoints(Checkpoint):
     """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, the weights of the best validation.
 
-    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps, before and after each validation, and when
-    the run is asked to stop. A run that was interrupted in a validation starts with that validation. A last validation follows the
-    last step. Without validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the previous one.
+    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps,
+    before and after each validation, and when the run is asked to stop. A run that was interrupted
+    in a validation starts with that validation. A last validation follows the last step. Without
+    validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the
+    previous one.
 
     Args:
         folder: Folder of the checkpoints; a run that was moved continues in its new place.
@@ -102,7 +104,8 @@ class Checkpoints(Checkpoint):
             bool(sum(trainer.num_val_batches)),
         )
         if is_last:
-            # A run that resumes from its last step makes no validation, so with cases it is saved after the validation.
+            # A run that resumes from its last step makes no validation, so with cases it is saved
+            # after the validation.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return

@@ -55,7 +55,8 @@ class CasesDataModule(pl.LightningDataModule):
         task: Labels and regions.
         divisor: Required multiple of the network's input size, (z, y, x).
         augmentation: Applied to training samples; None = none.
-        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
+        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the
+            reference.
 
     Attributes:
         num_workers: Loader processes; samples do not depend on it.
@@ -141,7 +142,8 @@ class CasesDataModule(pl.LightningDataModule):
             divisor=self.divisor,
             coarse_boxes=boxes,
         )
-        # Lightning attaches its trainer; other users of the module have one process. `plan` brings its own case later.
+        # Lightning attaches its trainer; other users of the module have one process. `plan` brings
+        # its own case later.
         is_first_rank = self.trainer is None or self.trainer.is_global_zero
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
@@ -165,7 +167,8 @@ class CasesDataModule(pl.LightningDataModule):
         """Compare the cases with those of the checkpoint.
 
         Raises:
-            UserError: If they differ: the samples of the resumed run would be those of another data set.
+            UserError: If they differ: the samples of the resumed run would be those of another data
+                set.
         """
         for side, cases in self.state_dict().items():
             then, now = dict(state_dict[side]), dict(cases)
@@ -237,7 +240,8 @@ class CasesDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Make the loader of whole validation cases, one at a time, every world_size-th for each rank; none without a case.
 
-        All ranks take the same number, since they wait for each other; a case that comes twice is scored once.
+        All ranks take the same number, since they wait for each other; a case that comes twice is
+        scored once.
         """
         trainer = self.trainer
         assert trainer is not None
@@ -252,7 +256,8 @@ class CasesDataModule(pl.LightningDataModule):
             n % num_samples
             for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)
         ]
-        # No worker processes: they would hold memory during all of the training for a case now and then.
+        # No worker processes: they would hold memory during all of the training for a case now and
+        # then.
         return DataLoader(
             samples,
             batch_size=1,
@@ -304,14 +309,16 @@ class TrainLoader(DataLoader[Any]):
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         if self.num_workers and self._iterator is None:  # else the workers run already
-            # Workers that are forked share the memory of this process until either writes to it, and the garbage collector writes to every
-            # object that it looks at. Frozen objects are left alone by the collectors of all processes.
+            # Workers that are forked share the memory of this process until either writes to it,
+            # and the garbage collector writes to every object that it looks at. Frozen objects are
+            # left alone by the collectors of all processes.
             gc.collect()
             gc.freeze()
         try:
             iterator = super().__iter__()
-            # When this process ends, Python sends SIGTERM to the workers that still run and waits for them. They block SIGTERM, so it
-            # would wait forever. `None`: not when the iterator goes, which torch sees to.
+            # When this process ends, Python sends SIGTERM to the workers that still run and waits
+            # for them. They block SIGTERM, so it would wait forever. `None`: not when the iterator
+            # goes, which torch sees to.
             if workers := getattr(iterator, "_workers", None):
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
@@ -342,8 +349,8 @@ class _FirstBatch(Dataset[Any]):
 def propose_workers(config: TrainConfig) -> int:
     """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
 
-    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
-    rank itself, at most eight.
+    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank
+    in the processors, less one for the rank itself, at most eight.
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
@@ -359,7 +366,8 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
     Args:
         case: Case in the cache of the fine stage.
         coarse: Trained coarse stage.
-        task: Task of the fine stage, with the channels of the case; those of the coarse stage may have another intensity.
+        task: Task of the fine stage, with the channels of the case; those of the coarse stage may
+            have another intensity.
     """
     intensities = [
         own

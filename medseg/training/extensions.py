@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Defaults = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
 # Keys of a loss beside the arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
-# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest of a key is a field of the class.
+# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest
+# of a key is a field of the class.
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
@@ -97,7 +98,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     """Make the transforms of training samples; None where augmentation is off.
 
     Raises:
-        UserError: If a transform cannot be made, cannot be applied, or mirrors the sides of the task.
+        UserError: If a transform cannot be made, cannot be applied, or mirrors the sides of the
+            task.
     """
     augment = config.augment
     if not augment.enabled:
@@ -181,7 +183,8 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
 
     Args:
         config: Checked configuration.
-        start_step: Step that the run resumes from; what an earlier attempt logged after it is removed.
+        start_step: Step that the run resumes from; what an earlier attempt logged after it is
+            removed.
     """
     from medseg.training.loggers import drop_repeated_steps
 

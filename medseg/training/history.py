@@ -33,7 +33,8 @@ class History(pl.Callback):
         path: CSV file.
         history_every: Optimiser steps between two lines of training; the loss is their mean.
         steps: Steps of the whole run, for the lines on the console.
-        metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a column `val_<name>`.
+        metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a
+            column `val_<name>`.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class History(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Keep the loss on its device; read all of them where a line is written."""
-        # Not `trainer.callback_metrics`, which reads every value of the progress bar from the device.
+        # Not `trainer.callback_metrics`, which reads every value of the progress bar from the
+        # device.
         self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
         step = trainer.global_step
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0

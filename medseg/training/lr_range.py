@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run ends.
+# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run
+# ends.
 WINDOW, DIVERGED = 5, 4.0
 # Factor by which a suggested rate lies below the one of the lowest loss.
 BELOW_LOWEST = 10.0

@@ -24,9 +24,10 @@ class MachineLoad:
         """Read the load, and the processor time since the last reading.
 
         Returns:
-            `host_gib`, resident memory of this process plus what its workers do not share with it; `cpu_percent`, 100 for each busy
-            core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`),
-            `gpu_percent`, the mean of the GPUs that this process uses.
+            `host_gib`, resident memory of this process plus what its workers do not share with it;
+            `cpu_percent`, 100 for each busy core; with a GPU `gpu_gib`, held by torch's allocator,
+            and, where the driver answers (`medseg[gpu]`), `gpu_percent`, the mean of the GPUs that
+            this process uses.
         """
         num_bytes, cpu_s = 0, {}
         for process in (self.process, *self.process.children(recursive=True)):

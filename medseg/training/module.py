@@ -24,7 +24,8 @@ Stack = dict[str, Any]
 Batch = list[Stack]
 """Stacks of samples of one shape, see `medseg.data.samples.collate`."""
 
-# Where a checkpoint keeps the weights that the next step starts from, when its network is their average.
+# Where a checkpoint keeps the weights that the next step starts from, when its network is their
+# average.
 RAW_WEIGHTS = "raw_weights"
 
 
@@ -36,11 +37,13 @@ class SegmentationModule(pl.LightningModule):
         loss: Called as `loss(logits, target)`.
         make_optimizer: From parameters to an optimiser.
         make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
-        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout depends on nothing else.
+        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout
+            depends on nothing else.
         accumulate: Micro-batches per optimiser step.
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
         overlap: Share of a tile that it has in common with its neighbour.
-        ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
+        ema_decay: Validate and save the exponential moving average of the weights; None = the
+            weights themselves.
         metadata: Checkpoint metadata; plain types only, so that it loads with `weights_only=True`.
         metrics: Further scores of a validation case by name, each logged as `val/<name>`.
     """
@@ -73,15 +76,17 @@ class SegmentationModule(pl.LightningModule):
         self.metadata = metadata
         self.metrics = metrics or {}
         self.train_loss: Tensor | None = None
-        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks score counts once.
+        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks
+        # score counts once.
         self.val_scores: dict[tuple[str, int, int | str], float] = {}
         self.case_scores = self.val_scores  # of the last validation, from all ranks
 
     def configure_optimizers(self) -> Any:
         """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
-        # A fused optimiser would divide the loss scale out of the gradients inside its step, after they have been clipped. Without this
-        # attribute Lightning and torch do it before, as for any other optimiser; it is read with fp16 and by Lightning's clipping.
+        # A fused optimiser would divide the loss scale out of the gradients inside its step, after
+        # they have been clipped. Without this attribute Lightning and torch do it before, as for
+        # any other optimiser; it is read with fp16 and by Lightning's clipping.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return {
             "optimizer": optimizer,
@@ -91,8 +96,9 @@ class SegmentationModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
 
-        Each sample has its own loss at its own shape, and each counts the same: the gradient of a step does not depend on how its samples
-        are divided among micro-batches and ranks. A loss of a whole batch (batch Dice) is computed for each stack.
+        Each sample has its own loss at its own shape, and each counts the same: the gradient of a
+        step does not depend on how its samples are divided among micro-batches and ranks. A loss of
+        a whole batch (batch Dice) is computed for each stack.
         """
         losses: list[tuple[Tensor, int]] = []
         for stack in batch:
@@ -120,7 +126,8 @@ class SegmentationModule(pl.LightningModule):
     ) -> None:
         """Take the step, free the gradients, then update the average of the weights.
 
-        Lightning would free them only after the next forward pass, so they would add to the memory of its activations.
+        Lightning would free them only after the next forward pass, so they would add to the memory
+        of its activations.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
@@ -153,7 +160,8 @@ class SegmentationModule(pl.LightningModule):
         (batch,) = batches
         release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
         labels = self.predict_labels(batch["image"])
-        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference has none; the picture shows both.
+        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference
+        # has none; the picture shows both.
         kept, batch["target"] = (
             only_inside(one, batch["inside"][0]) for one in (labels, batch["target"])
         )
@@ -191,7 +199,8 @@ class SegmentationModule(pl.LightningModule):
                 for (_, _, score_of), score in scores.items()
                 if score_of == name and not math.isnan(score)
             ]
-            # A distance is infinite where a label was not found at all: without it the mean would improve, so there is no mean then.
+            # A distance is infinite where a label was not found at all: without it the mean would
+            # improve, so there is no mean then.
             has_mean = bool(found) and all(map(math.isfinite, found))
             self.log(f"val/{name}", fmean(found) if has_mean else math.nan, rank_zero_only=False)
         dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
@@ -210,7 +219,8 @@ class SegmentationModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the average, hand the weights of the last step to Lightning, and count micro-batches as this run makes them."""
-        # A step may have another number of micro-batches now; Lightning finds the end of a step by their count.
+        # A step may have another number of micro-batches now; Lightning finds the end of a step by
+        # their count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             shift = checkpoint["global_step"] * self.accumulate - counts["processed"]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from medseg.targets import TARGET, bind_target
 from medseg.training.options import LrScaling, TrainConfig
 
-# Schedules that by default also set the momentum of each step, whatever the optimiser's own value is.
+# Schedules that by default also set the momentum of each step, whatever the optimiser's own value
+# is.
 CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 # Arguments of optimisers and schedules that are learning rates.
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
@@ -33,8 +34,8 @@ def make_schedule(
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
 
-    In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled rate. The optimiser keeps its momentum
-    unless `cycle_momentum` is set.
+    In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled
+    rate. The optimiser keeps its momentum unless `cycle_momentum` is set.
     """
     if group[TARGET] in CYCLING:
         group = {"cycle_momentum": False, **group}

@@ -1,6 +1,7 @@
 """Checks of a weight file before anything is built from it: size and kind of its values, and ranges of its metadata.
 
-A file may be hostile: it must neither fill the memory nor keep the program busy, whatever it claims.
+A file may be hostile: it must neither fill the memory nor keep the program busy, whatever it
+claims.
 """
 
 import math
@@ -82,7 +83,8 @@ def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> Non
         num_bytes: Size of the file.
 
     Raises:
-        UserError: If a tensor is sparse, expanded, shared, of another type, or holds NaN or infinity.
+        UserError: If a tensor is sparse, expanded, shared, of another type, or holds NaN or
+            infinity.
     """
     total = 0
     for name, value in weights.items():

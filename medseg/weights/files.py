@@ -1,6 +1,7 @@
 """Weight files: weights and metadata of a stage, read from a checkpoint or a safetensors file, and the included weights.
 
-A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the metadata only.
+A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the
+metadata only.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ LAST = "checkpoints/last.ckpt"
 def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
 
-    The checksums of its parts are compared first: torch does not check them and would load a flipped bit as a weight.
+    The checksums of its parts are compared first: torch does not check them and would load a
+    flipped bit as a weight.
 
     Args:
         path: The file.
@@ -82,7 +84,8 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
-# How the network of a stage treats regions, in metadata written by versions that had a choice: the modes that are left.
+# How the network of a stage treats regions, in metadata written by versions that had a choice: the
+# modes that are left.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -145,8 +148,8 @@ def read_weights(
         The metadata (`medseg.training.assemble.make_metadata`) and the network's weights by name.
 
     Raises:
-        UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
-            not finite numbers.
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of another
+            format, or if its weights are not finite numbers.
     """
     given = f"{key}={path}"
     _check_is_file(path, given)
@@ -190,7 +193,8 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     Returns:
         SHA-256 of the file.
     """
-    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two names.
+    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two
+    # names.
     content = save(
         {name: value.contiguous().clone() for name, value in weights.items()},
         {"medseg": json.dumps(metadata, sort_keys=True)},

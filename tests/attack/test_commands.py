@@ -60,7 +60,8 @@ def test_a_malformed_scan_ends_a_command_with_one_line(
     )
     assert result.returncode == (2 if command == "predict" else 1), result.stderr
     assert "Traceback" not in result.stderr
-    # The sentence; then the number of failed cases, unless the command refused its input before it looked for cases.
+    # The sentence; then the number of failed cases, unless the command refused its input before it
+    # looked for cases.
     assert [line.partition(":")[0] for line in result.stderr.splitlines()] in (
         ["medseg"],
         ["medseg"] * 2,

@@ -148,7 +148,8 @@ def disturb(
         folder: Holds all places.
 
     Yields:
-        A place, and whether its work must be whole: after the first process (True where nobody was told of a fault), and after the second.
+        A place, and whether its work must be whole: after the first process (True where nobody was
+        told of a fault), and after the second.
     """
     code, said, num_calls = run(work, *arguments(folder / "0"), log=folder / "log")
     assert code == 0, said

@@ -184,7 +184,8 @@ def _structure_attacks(folder: Path) -> Iterator[Attack]:
         at = whole.index(old) - 2
         changed = whole[:at] + struct.pack("<H", len(new)) + new + whole[at + 2 + len(old) :]
         (folder / f"syntax{syntax}" / "2.dcm").write_bytes(changed)
-        # A header that is not in the encoding it names: pydicom finds out about implicit fields by itself.
+        # A header that is not in the encoding it names: pydicom finds out about implicit fields by
+        # itself.
         yield Attack(f"the encoding {syntax} in name alone", folder / f"syntax{syntax}", HU)
 
 

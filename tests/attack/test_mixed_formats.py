@@ -199,7 +199,8 @@ RAS = {
     "space origin": "(-10,-20,30)",
 }
 PACKED = zlib.compress(RAW)
-# Two spellings of one thing: the scan as it was written, or a sentence; never the other of two contradictory values.
+# Two spellings of one thing: the scan as it was written, or a sentence; never the other of two
+# contradictory values.
 TEXTS: dict[str, tuple[str, bytes]] = {
     "NRRD in RAS": ("nrrd", nrrd(RAS)),
     "NRRD in RAS by its long name": ("nrrd", nrrd(RAS | {"space": "right-anterior-superior"})),

@@ -46,7 +46,8 @@ def block(**fields: object) -> bytearray:
 
 
 NAN, INF = float("nan"), float("inf")
-# Fields and whether the voxels that were written may come out (a reader may ignore the field, or refuse it).
+# Fields and whether the voxels that were written may come out (a reader may ignore the field, or
+# refuse it).
 FIELDS: list[tuple[dict[str, object], bool]] = [
     *[({"dim": (3, *dims, 1, 1, 1, 1)}, False) for dims in [(32767, 32767, 32767), (-8, 6, 4), (8, 6, 5), (8, 6, 3), (0, 6, 4), (4, 6, 8000), (1, 1, 1)]],
     *[({"dim": (count, 8, 6, 4, 1, 1, 1, 1)}, count in (4, 5, 6, 7)) for count in (-1, 0, 1, 2, 4, 5, 6, 7, 8, 300)],

@@ -200,7 +200,8 @@ def test_data_files_that_are_none(suffix: str, tmp_path: Path) -> None:
                 rest = f"{value}\n".encode() if listed else b""
                 made = nrrd if suffix == "nhdr" else meta
                 data = made({key: "LIST" if listed else value}, rest)
-                # A list begins behind the line that says so; a NRRD header has no empty line before it.
+                # A list begins behind the line that says so; a NRRD header has no empty line before
+                # it.
                 path.write_bytes(data.replace(b"LIST\n\n", b"LIST\n"))
                 is_right = is_readable and (not listed or "%" not in value)
                 yield Attack(f"{value[:40]!r}, listed: {listed}", path, HU if is_right else None)

@@ -82,7 +82,8 @@ def test_nothing_is_called(tmp_path: Path) -> None:
         path = tmp_path / "a.ckpt"
         path.write_bytes(data)
         said = refused(path)
-        # Torch calls this function, which reserves addresses; the bytes are then no weights, or too many.
+        # Torch calls this function, which reserves addresses; the bytes are then no weights, or too
+        # many.
         assert "Python objects" in said or name.startswith("a storage"), name
         path.unlink()
     assert not list(tmp_path.iterdir())

@@ -34,7 +34,8 @@ ODD: dict[str, dict[str, Any]] = {
     "prone": {"is_prone": True, "flips": (False, True, True)},
     "feet first": {"is_feet_first": True},
 }
-# Axes of the stored array that are turned round while the header stays as it was; pairs, since a patient is turned, not mirrored.
+# Axes of the stored array that are turned round while the header stays as it was; pairs, since a
+# patient is turned, not mirrored.
 TURNED = {"face down": (1, 2), "upside down": (0, 2), "upside down and face down": (0, 1)}
 
 

@@ -96,7 +96,8 @@ def test_a_bent_crop_is_told_and_undone() -> None:
         assert bent == max(spacing_mm) / min(spacing_mm) > 2
         (said,) = (warning for warning in result.warnings if warning.startswith(f"{region.name}: "))
         assert f"were resized to 24×96×64 voxels, a distortion of {bent:.1f}" in said
-        # The crop measures the block and at least 6 mm on each side of it, less than a coarse voxel and a slice more.
+        # The crop measures the block and at least 6 mm on each side of it, less than a coarse voxel
+        # and a slice more.
         extent_mm = np.multiply(flat.size, spacing_mm)
         tight_mm = np.multiply(
             [np.ptp(axis) + 1 for axis in np.nonzero(labels == TASK.labels[region.name])],

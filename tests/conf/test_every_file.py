@@ -14,7 +14,8 @@ from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
 from medseg.training.options import TrainConfig
 
-# Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
+# Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what
+# is searched.
 GROUPS = sorted(
     path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep")
 )

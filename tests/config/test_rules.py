@@ -1,6 +1,7 @@
 """Rules between keys refuse a contradiction, and accept what lies beside it.
 
-The neighbours of one rule are listed together: values are changed in a checked configuration, so a rule is seen alone.
+The neighbours of one rule are listed together: values are changed in a checked configuration, so a
+rule is seen alone.
 """
 
 from __future__ import annotations

@@ -99,7 +99,8 @@ def test_each_effect_fires_alone_and_keeps_image_and_labels_together(name: str) 
             never(**{name: ALL[name]}), *sample(), sample_rng(1, n), SPACING_MM
         )
         num_changed += not torch.equal(image, sample()[0])
-        # What is a label is still dark beside tissue that is not (or cut to air by the field of view).
+        # What is a label is still dark beside tissue that is not (or cut to air by the field of
+        # view).
         assert image[0][labels > 0].mean() < image[0][(labels == 0) & (image[0] > AIR)].mean() - 0.3
     assert num_changed >= 5
 
@@ -174,7 +175,8 @@ def test_the_margin_covers_what_the_patch_sees() -> None:
                 is_tight.append(
                     float(warp.apply(ones[None].float(), ones, shape)[0].min()) < 1 - 1e-5
                 )
-    # In plane the last voxel is a bound that few warps spare: the corner may hit a slice just where nothing is tilted.
+    # In plane the last voxel is a bound that few warps spare: the corner may hit a slice just where
+    # nothing is tilted.
     assert len(is_tight) > 100
     assert np.mean(is_tight) > 0.93
 

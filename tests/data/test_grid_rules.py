@@ -250,7 +250,8 @@ def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
         sample = samples[n]
         whole = normalise_hu(np.array(by_name[sample["case"]].image_hu), task.window_hu)
         depth, height, width = sample["target"].shape
-        # Of the three scans x is always the longest axis; tissue from end to end, so that the body is the scan.
+        # Of the three scans x is always the longest axis; tissue from end to end, so that the body
+        # is the scan.
         assert height == width == whole.shape[2]
         assert depth == (width if max_voxels is None else 16), (
             "as many slices as the bound lets through"

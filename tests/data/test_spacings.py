@@ -143,7 +143,8 @@ def test_a_patch_is_cut_at_the_spacing_that_was_drawn(
         assert sample["target"].shape == (6, 8, 7)
         assert sample["target"].any(), "the boundary is met on every grid"
         windows = np.lib.stride_tricks.sliding_window_view(crop["image"][0].numpy(), (6, 8, 7))
-        # A place: the crop of whole samples grows to multiples of the divisor, which patches may leave.
+        # A place: the crop of whole samples grows to multiples of the divisor, which patches may
+        # leave.
         matches = np.argwhere(
             np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-4).all((3, 4, 5))
         )

@@ -1,7 +1,8 @@
 """A script: train a run whose worker is killed at random moments, each time in a fresh process, until it has been killed often enough.
 
-`python killed_runs.py <run folder> <kills> <seed>`; the folder holds a `config.yaml`. All workers are forked from this process, which has
-imported everything and computed nothing, so that a start takes a moment.
+`python killed_runs.py <run folder> <kills> <seed>`; the folder holds a `config.yaml`. All workers
+are forked from this process, which has imported everything and computed nothing, so that a start
+takes a moment.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 COMMAND = [sys.executable, "-m", "medseg.commands.cli"]
-# The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
+# The coarse stage finds both sides everywhere, and the fine weights are noise: about every second
+# voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
 from medseg.commands.entry import run_command

@@ -90,7 +90,8 @@ def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed")
-    # Patches: volumes of different shapes would be filled to a common one where they are a batch. SGD: Adam divides rounding errors by themselves.
+    # Patches: volumes of different shapes would be filled to a common one where they are a batch.
+    # SGD: Adam divides rounding errors by themselves.
     settings = [
         "stage=fine",
         "stage.patch_size=[32,32,32]",
@@ -107,8 +108,8 @@ def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
-# Loaded by every Python that is started with its folder on the path: the first rank dies as it is about to put its second
-# checkpoint in its place, before torchrun has started it again.
+# Loaded by every Python that is started with its folder on the path: the first rank dies as it is
+# about to put its second checkpoint in its place, before torchrun has started it again.
 DIES_ONCE = """
 import os, signal, sys
 

@@ -13,7 +13,8 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PrepareConfig
 
-# Sentence begins of each finding; the padding, the cuts and the sizes are those of the notes beside the scans.
+# Sentence begins of each finding; the padding, the cuts and the sizes are those of the notes beside
+# the scans.
 KNOWN = {
     "lidc_0001": ["21.3% of the voxels hold -2048, which is padding"],
     "lungdx_a0002_b40f": [

@@ -110,7 +110,8 @@ def test_other_launchers_bring_back_what_became_of_their_jobs(
     )
     sweep[sweep.index("optimizer.lr=0.01")] = "optimizer.lr=0.01,1e30"
     sweep += [f"hydra/launcher={launcher}", f"hydra.sweep.dir={sweep_dir}", "-m"]
-    # Not `forked.run`: a forked process waits five minutes for joblib's idle processes. A new Python stops them when it ends.
+    # Not `forked.run`: a forked process waits five minutes for joblib's idle processes. A new
+    # Python stops them when it ends.
     result = subprocess.run(sweep, cwd=tmp_path, capture_output=True, encoding="utf-8")
     assert result.returncode == 1, result.stderr
     assert "1 of 2 jobs failed" in result.stderr

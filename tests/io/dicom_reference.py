@@ -1,6 +1,7 @@
 """What DICOM files say, read a second time by pydicom alone, without any of medseg.
 
-It is lenient: it takes whatever can be understood. medseg may refuse more, but must never understand anything else.
+It is lenient: it takes whatever can be understood. medseg may refuse more, but must never
+understand anything else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Slice:
         path: File.
         origin: LPS point of the first pixel.
         steps: LPS steps of an index (row, column), (3, 2).
-        hu: What each pixel may mean, (readings, H, W): as it is, without unused bits, with another sign, or as padding.
+        hu: What each pixel may mean, (readings, H, W): as it is, without unused bits, with another
+            sign, or as padding.
     """
 
     path: Path
@@ -70,7 +72,8 @@ def _stored(path: Path, dataset: FileDataset) -> np.ndarray:
     data = path.read_bytes()
     start = data.index(b"\xe0\x7f\x10\x00") + 12  # tag, VR, length
     if syntax.is_compressed:
-        # Codes of the JPEG family have this start nowhere else, however the items around them are damaged.
+        # Codes of the JPEG family have this start nowhere else, however the items around them are
+        # damaged.
         starts = [
             found.start() for found in re.finditer(b"\xff\xd8\xff", data) if found.start() >= start
         ]
@@ -135,8 +138,8 @@ def slices_of(path: Path) -> Iterator[Slice]:
 def on_plane(one: Slice, points_xyz_mm: np.ndarray, is_resampled: bool) -> np.ndarray:
     """The readings of a slice at points (H, W, 3), air beside it.
 
-    They are the nearest pixel, where positions and spacings are rounded decimals, or interpolated linearly where slices were
-    resampled, from pixels that end at air.
+    They are the nearest pixel, where positions and spacings are rounded decimals, or interpolated
+    linearly where slices were resampled, from pixels that end at air.
     """
     least, snap_px = (AIR, 1e-3) if is_resampled else (-np.inf, 0.2)
     index = np.linalg.lstsq(one.steps, (points_xyz_mm - one.origin).reshape(-1, 3).T, rcond=None)[0]

@@ -1,6 +1,7 @@
 """What a file says, read a second time without any of medseg: from the byte offsets and field names of the standards alone.
 
-It is lenient: it takes whatever can be understood. medseg may refuse more, but must never understand anything else.
+It is lenient: it takes whatever can be understood. medseg may refuse more, but must never
+understand anything else.
 """
 
 from __future__ import annotations

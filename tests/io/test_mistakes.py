@@ -121,7 +121,8 @@ def test_what_a_packed_file_could_hold_is_counted_before_memory_is_asked_for(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"scan{suffix}"
-    # The 1 MB of zeros are packed to a thousandth: the file might hold the 400 MB that its header promises.
+    # The 1 MB of zeros are packed to a thousandth: the file might hold the 400 MB that its header
+    # promises.
     with_size(path, (600, 600, 600))
     raw = gzip.decompress(path.read_bytes()) if suffix == ".nii.gz" else path.read_bytes()
     zeros = bytes(10**6)

@@ -32,7 +32,8 @@ def covering_rows(
 ) -> list[Row]:
     """Rows that together hold every allowed pair, always the same ones; with `of`, every pair of that factor.
 
-    They are made greedily: each begins with a pair that is missing, and takes on the value that brings the most missing pairs.
+    They are made greedily: each begins with a pair that is missing, and takes on the value that
+    brings the most missing pairs.
     """
     wanted = (pair for pair in allowed_pairs(factors, is_allowed) if of is None or of in dict(pair))
     missing = dict.fromkeys(wanted)  # in order

@@ -1,7 +1,8 @@
 """Covering array of networks, stages, losses and switches: every pair of values in a training of two steps.
 
-A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the sentence that is stated there.
-`python tests/matrix/matrix.py docs/matrix.md` runs the full array, with several ranks, and writes its table (`make matrix`).
+A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the
+sentence that is stated there. `python tests/matrix/matrix.py docs/matrix.md` runs the full array,
+with several ranks, and writes its table (`make matrix`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from medseg.training.check import check_objects
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP, Preempted
 
-# Factor to its values, and each value to its arguments of `train`. Networks have few channels and an input size of 32 voxels.
+# Factor to its values, and each value to its arguments of `train`. Networks have few channels and
+# an input size of 32 voxels.
 FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "network": {
         "unet": ["model=unet", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"],

@@ -62,11 +62,13 @@ def test_one_convolution_by_hand() -> None:
             "loss": 4
         }  # the convolution keeps the input and its weight, which are there anyway
         assert sum(memory.peak_live.values()) == memory.peak
-    # Just after the loss: its argument (4 channels) is still there, and no gradient yet. Two numbers: the sum, and its share of the mean.
+    # Just after the loss: its argument (4 channels) is still there, and no gradient yet. Two
+    # numbers: the sum, and its share of the mean.
     assert one.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4 + 4
     assert one.peak_at == "forward loss"
-    # Two samples have a loss each. In the backward pass their gradients are joined to one of 4 channels, which is still there when the
-    # gradients of the weights are made; the loss and its own gradient are numbers.
+    # Two samples have a loss each. In the backward pass their gradients are joined to one of 4
+    # channels, which is still there when the gradients of the weights are made; the loss and its
+    # own gradient are numbers.
     assert two.peak == weights * 3 + voxels * (4 + 1 + 4 * 4) + 4 + 4
 
 

@@ -45,7 +45,8 @@ SWITCHES: dict[str, Sequence[str]] = {
 }
 DEFAULT: Row = {switch: values[0] for switch, values in SWITCHES.items()}
 
-# What is refused on a CPU, by the values that are needed for it, with a part of the sentence that says so.
+# What is refused on a CPU, by the values that are needed for it, with a part of the sentence that
+# says so.
 REFUSED: list[tuple[Row, str]] = [
     ({"memory.precision": "fp16"}, "memory.precision=fp16 needs a GPU"),
     ({"memory.precision": "tf32"}, "memory.precision=tf32 needs a GPU"),
@@ -118,7 +119,8 @@ def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> N
     assert held == set(allowed_pairs(SWITCHES, is_allowed))
     assert all(row.keys() == SWITCHES.keys() and is_allowed(row) for row in ROWS)
     assert len(ROWS) < 40
-    # A value that appears in no allowed pair is one that this machine refuses whatever the others are.
+    # A value that appears in no allowed pair is one that this machine refuses whatever the others
+    # are.
     alone = {
         value
         for switch in SWITCHES
@@ -184,7 +186,8 @@ def test_every_row_takes_two_steps(
     number: int, fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ROWS[number]
-    # Capture, not code generation, is what the other switches can upset; the compiler itself is in `test_switches`.
+    # Capture, not code generation, is what the other switches can upset; the compiler itself is in
+    # `test_switches`.
     monkeypatch.setattr(
         nn.Module,
         "compile",

@@ -15,7 +15,8 @@ from medseg.memory import heap
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
-# A large block that is freed first makes glibc serve the others from its heap; every second one is then a hole.
+# A large block that is freed first makes glibc serve the others from its heap; every second one is
+# then a hole.
 HOLES = """
 from medseg.memory.heap import map_large_blocks
 {call}

@@ -135,7 +135,8 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
     for policy in ("sqrt", "all"):
         assert grads[policy].keys() == grads["none"].keys()
         for key, grad in grads["none"].items():
-            # The same kernels on the same numbers: equal but for the order of sums over several uses of a tensor.
+            # The same kernels on the same numbers: equal but for the order of sums over several
+            # uses of a tensor.
             torch.testing.assert_close(
                 grads[policy][key], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max() + 1)
             )

@@ -195,8 +195,9 @@ def test_channels_last_reaches_every_convolution() -> None:
                     out.is_contiguous(memory_format=torch.channels_last_3d)
                 )
             )
-    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not on a single thread,
-    # so the volume is large enough that no convolution leaves bf16 (axes of two voxels do, on CPU).
+    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not
+    # on a single thread, so the volume is large enough that no convolution leaves bf16 (axes of two
+    # voxels do, on CPU).
     with autocast("bf16", "cpu"):
         last(torch.randn(1, 1, 32, 32, 32))
     assert layouts

@@ -168,7 +168,8 @@ def test_instance_norm_is_torchs(batch: int) -> None:
 @pytest.mark.parametrize("norm", [norm for norm in NORMS if norm != "affine"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dtype) -> None:
-    # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing after 256 terms.
+    # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing
+    # after 256 terms.
     features = (
         torch.randn(1, 8, 32, 64, 64, generator=torch.Generator().manual_seed(0)) * 300 + 1000
     ).to(dtype)
@@ -204,7 +205,8 @@ def test_channel_norm_is_that_of_numpy_at_each_voxel(channels_last: bool) -> Non
 def test_a_local_norm_gives_a_crop_the_result_of_the_whole(norm: str, is_local: bool) -> None:
     network = make(norm=norm, depth=1, blocks_per_level=1, refine=2).double().eval()
     whole = torch.randn(1, 1, 56, 44, 48, dtype=torch.float64)
-    # The border is within the reach of 16 voxels: 1 + 1 + 2 + 1 cells of 2 voxels, the alignment of a cell and two voxels of the head.
+    # The border is within the reach of 16 voxels: 1 + 1 + 2 + 1 cells of 2 voxels, the alignment of
+    # a cell and two voxels of the head.
     with torch.inference_mode():
         crop = network(whole[..., 8:56, 4:44, 0:44])[..., 16:-16, 16:-16, 16:-16]
         expected = network(whole)[..., 24:40, 20:28, 16:28]

@@ -97,7 +97,8 @@ def test_central_air_and_pleural_fluid_stay_outside() -> None:
         < 40
     )
     assert np.array_equal(dry.labels == 2, wet.labels == 2)
-    # Air in the body that is neither outside nor lung: the windpipe's column lies in the middle, unlabelled.
+    # Air in the body that is neither outside nor lung: the windpipe's column lies in the middle,
+    # unlabelled.
     air = (dry.image_hu < -850) & (dry.labels == 0)
     pieces, _ = ndimage.label(air)
     rim = {

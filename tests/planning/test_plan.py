@@ -185,8 +185,8 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
         max(0.25, helped["compute_seconds"]), rel=0.3
     )
     batch_mib = (helped["input"] + helped["target"]) / 2**20
-    # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old pages and the weights that
-    # they were forked with.
+    # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old
+    # pages and the weights that they were forked with.
     loader_mib = 2 * 60 + 4 * batch_mib + 20 + helped["parameters"] / 2**20
     # Without workers the heap that a sample leaves is kept in this process.
     own_bytes = [kept_between_steps(helped["peak"], size) for size in (10 * 2**20, 0)]
@@ -230,7 +230,8 @@ def test_an_evaluation_is_counted_as_it_runs(
             tracker.assign(tensor, "given")
         probs = predict_probs(network, image, tile_size=tile_size, overlap=0.5, divisor=(8, 8, 8))
         most_probable(probs)
-    # In tiles the padded copy of the image, which a case of full tiles does without, is counted too.
+    # In tiles the padded copy of the image, which a case of full tiles does without, is counted
+    # too.
     assert tracker.peak_bytes <= counted <= (1.4 if tile_size else 1.01) * tracker.peak_bytes
 
 
@@ -390,7 +391,8 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     trainer = make_trainer(config, [peaks])
     with tracker:
         trainer.fit(module, torch.utils.data.DataLoader([[batch]] * 3, batch_size=None))
-    # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
+    # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and
+    # backward pass.
     assert len(peaks.bytes) == 3
     assert peaks.bytes[2] == pytest.approx(planned.peak, rel=0.002)
 

@@ -73,7 +73,8 @@ def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
         ("unet", 0.005),
         pytest.param("segresnet", 0.005, marks=pytest.mark.slow),
         pytest.param("dynunet", 0.005, marks=pytest.mark.slow),
-        # An upper bound: storages that several of its blocks share count where one of them may hold them.
+        # An upper bound: storages that several of its blocks share count where one of them may hold
+        # them.
         pytest.param("swin_unetr", 0.1, marks=pytest.mark.slow),
     ],
 )

@@ -1,6 +1,7 @@
 """The steps around an exported network, by its metadata alone: MONAI transforms and an inferer without imports of medseg.
 
-Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those of medseg.
+Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those
+of medseg.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,7 +36,8 @@ def axis_weights(
         is_antialiased: Whether the triangle widens.
 
     Returns:
-        Weights (num_outputs, num_inputs), float32; rows of outputs outside of the input's field of view are 0.
+        Weights (num_outputs, num_inputs), float32; rows of outputs outside of the input's field of
+        view are 0.
     """
     position = np.round(scale * np.arange(num_outputs) + offset, 9)[:, None]
     radius = abs(scale) if is_antialiased and abs(scale) > 1 + TOLERANCE else 1.0

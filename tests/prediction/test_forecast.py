@@ -61,7 +61,8 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
         fixed + 2 * 2 * crop + 0.9 * voxels + cleaned, abs=100
     )
     assert found.peak_bytes == max(found.memory.values())
-    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five times.
+    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
+    # times.
     assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
 
 

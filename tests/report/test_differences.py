@@ -71,7 +71,8 @@ def false_positives(counts: list[int], draws: int) -> tuple[float, float]:
 
     Args:
         counts: Number of scans of each patient.
-        draws: Number of simulated comparisons; scans of a patient share four fifths of the variance.
+        draws: Number of simulated comparisons; scans of a patient share four fifths of the
+            variance.
     """
     rng = np.random.default_rng(sum(counts))
     patients = {

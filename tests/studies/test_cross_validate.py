@@ -119,7 +119,8 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
     rows += [{"case": "c0", "fold": 0, "agreement": agreement, "dice": 0.0, "trust": trust}
              for agreement, trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
     write_bound(rows, cases, config)
-    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the last.
+    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the
+    # last.
     assert read_bound(tmp_path / BOUND, config) == {
         "factor": pytest.approx((1 - 0.957) / 0.04),
         "level": 0.9,

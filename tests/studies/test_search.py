@@ -43,7 +43,8 @@ SPACE = {
     "model.width": {"type": "choice", "choices": [8, 16]},
 }
 
-# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is slow.
+# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is
+# slow.
 JOB = """
 import json, time
 from pathlib import Path
@@ -456,7 +457,8 @@ def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int
 def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(
     trials: Trials, tiny_table: Path, tmp_path: Path
 ) -> None:
-    # At 1e30 the loss is not finite; at 1e-9 nothing is learned, so that the trial lies below the median.
+    # At 1e30 the loss is not finite; at 1e-9 nothing is learned, so that the trial lies below the
+    # median.
     drawn = {"optimizer.lr": {"type": "choice", "choices": [0.01, 1e30, 1e-9]}}
     conf, folder = tmp_path / "conf" / "sweep", tmp_path / "search"
     conf.mkdir(parents=True)

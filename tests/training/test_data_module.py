@@ -137,7 +137,8 @@ def test_the_ranks_share_the_validation_cases_and_take_equally_many(
     assert {number for share in shares for number in share} == set(range(num_cases)), (
         "each case is validated"
     )
-    # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is taken twice.
+    # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is
+    # taken twice.
     assert {len(share) for share in shares} == {-(-num_cases // num_ranks)}
     assert all(len(set(share)) == len(share) for share in shares)
 

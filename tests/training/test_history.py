@@ -47,7 +47,8 @@ def test_lines_of_the_history_are_as_far_apart_as_asked_for(
     ]
 
 
-# Operations that read a value from the device, for which the host would wait: below autograd, and methods that leave no trace there.
+# Operations that read a value from the device, for which the host would wait: below autograd, and
+# methods that leave no trace there.
 WAITING = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,

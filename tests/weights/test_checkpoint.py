@@ -340,7 +340,8 @@ def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:
         data, at, length = bytearray(whole), int(rng.integers(len(whole))), int(rng.integers(1, 60))
         way = int(rng.integers(6))
         if way <= 2:
-            # Often in the directory at the end and in the pickle at the start, which say what all else means.
+            # Often in the directory at the end and in the pickle at the start, which say what all
+            # else means.
             first, last = [(0, len(data)), (0, 6000), (len(data) - 6000, len(data))][way]
             for place in rng.integers(first, last, size=int(rng.integers(1, 4))):
                 data[place] ^= 1 << int(rng.integers(8))

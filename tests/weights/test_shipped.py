@@ -83,5 +83,6 @@ def test_the_one_line_command_segments_a_scan(
         read_labels(shared_ct / case / "lungs.nii.gz"),
     )
     assert labels.grid.is_close(read_image(shared_ct / case / source).grid)
-    # Scans that the weights have seen: this proves the command, the folds (medseg/weights/README.md) judge the weights.
+    # Scans that the weights have seen: this proves the command, the folds
+    # (medseg/weights/README.md) judge the weights.
     assert (np.array(dices(labels.array, reference.array)) > least).all()

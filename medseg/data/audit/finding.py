@@ -277,8 +277,10 @@ class CaseAudit:
         hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
-        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if it is no CT.
-        profile: Areas of tissues along the body, see `medseg.data.audit.tissue_profile`; empty if it is no CT, or a short one.
+        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
+            it is no CT.
+        profile: Areas of tissues along the body, see `medseg.data.audit.tissue_profile`; empty if
+            it is no CT, or a short one.
         findings: All findings, those that the case ignores included.
     """
 

@@ -1,7 +1,7 @@
 """Audit of the values of an image: their scale, padding and clipping.
 
-All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours have few) is
-padding or clipping by software; spikes are excluded before the tissue is examined.
+All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours
+have few) is padding or clipping by software; spikes are excluded before the tissue is examined.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 
-# A value is a spike if it holds this share of the voxels, and this multiple of the average count of the values nearby.
-# Values without voxels are left out of the average: the histogram of 8-bit data is a comb, not a row of spikes.
+# A value is a spike if it holds this share of the voxels, and this multiple of the average count of
+# the values nearby. Values without voxels are left out of the average: the histogram of 8-bit data
+# is a comb, not a row of spikes.
 SPIKE_SHARE = 0.001
 SPIKE_CONTRAST = 10.0
 SPIKE_REACH = 25
@@ -27,7 +28,8 @@ MAX_SPIKES = 4
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
 PADDING_SHARE = 0.001
 FILLED_SHARE = 0.01
-# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it, air and organs full of it.
+# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
+# air and organs full of it.
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
@@ -35,15 +37,18 @@ FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
 TISSUE_SHARE = 0.05  # images in HU hold 8 to 60 % of soft tissue, and 0.1 % at the place to which an offset would move it
 DARK_SHARE = 0.01
-# An inverted image has this many times more voxels at the values of bone, where its air lies, than at those of air.
+# An inverted image has this many times more voxels at the values of bone, where its air lies, than
+# at those of air.
 INVERTED_CONTRAST = 5.0
 AIR_SHARE = 0.001
 BONE_SHARE = 0.001  # denser than soft tissue
 MAX_WINDOWED_RANGE = 256
-# Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
+# Ends to which programs scale a window, the narrowest first, and the window that the advice takes
+# as an example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
 USUAL_WINDOW_HU = (-1250, 250)
-# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value that of the densest implant in 12 bits and more.
+# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value
+# that of the densest implant in 12 bits and more.
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
@@ -51,7 +56,8 @@ DIVIDED_HIGH = 4.1
 FLOOR_HU = -1010
 HARMLESS_CLIP_HU = -1000
 LOW_CEILING_HU = 1500
-# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would outweigh the rest.
+# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would
+# outweigh the rest.
 THUMBNAIL_SIZE = 8
 THUMBNAIL_HU = (-1024, 400)
 
@@ -164,7 +170,8 @@ class CheckedChannels(NamedTuple):
     """Channels of a case after the check of their values.
 
     Attributes:
-        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled in.
+        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled
+            in.
         facts: Histogram of each.
         findings: What was found and replaced.
     """
@@ -289,11 +296,13 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
 def _explain_small_range(facts: ImageFacts) -> Finding:
     """Say which scale a range that is too small for HU suggests."""
     low, high = facts.low_hu, facts.high_hu
-    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image of mean 0 and standard deviation 1.
+    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image
+    # of mean 0 and standard deviation 1.
     num_near_zero, num_near_one = facts.counts[32768], facts.counts[32769]
     is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
     if is_in_range and num_near_zero > num_near_one:
-        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were divided and clipped.
+        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were
+        # divided and clipped.
         kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
         return find(kind, low=low, high=high, slope=DIVISOR)
     # A range that fills less than half of the usual ends was not scaled to them.
@@ -325,7 +334,8 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 def _is_inverted(tissue: np.ndarray) -> bool:
     """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part.
 
-    Negated bone lies below soft tissue, where values with an offset and images of other modalities have nothing.
+    Negated bone lies below soft tissue, where values with an offset and images of other modalities
+    have nothing.
     """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)

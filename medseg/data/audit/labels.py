@@ -1,6 +1,7 @@
 """Audit of a label map: its grid and values, and the plausibility of its regions.
 
-The side of a region is judged by world coordinates, not by names or the order of storage: x increases towards the patient's left.
+The side of a region is judged by world coordinates, not by names or the order of storage: x
+increases towards the patient's left.
 """
 
 import itertools
@@ -37,7 +38,8 @@ by less, and it is a small part of any voxel."""
 MAX_LISTED = 10
 
 BODY_HU = -500
-# A region is cut by the round field of view if this area of its surface is within this distance of the padding, in plane.
+# A region is cut by the round field of view if this area of its surface is within this distance of
+# the padding, in plane.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
@@ -112,11 +114,13 @@ def map_values(
     Args:
         labels: Label map (D, H, W), integers.
         task: Gives each label name its value.
-        label_values: Value in the file to label name; 0 is background, and so is a name that the task does not know.
+        label_values: Value in the file to label name; 0 is background, and so is a name that the
+            task does not know.
         may_be_empty: Whether a label map of zeros is accepted.
 
     Returns:
-        Label map uint8 with unknown values as background (the input itself if nothing changes), and the findings.
+        Label map uint8 with unknown values as background (the input itself if nothing changes), and
+        the findings.
     """
     present = sorted(set().union(*map(_values_of, labels)) - {0})
     found = []

@@ -1,8 +1,8 @@
 """Audit of the placement of a label map on its image: labels that are mirrored, turned or shifted.
 
-A label map may have the grid of its image and still hold the voxels in another order, because it was written from a flipped or
-transposed array. Headers do not show this, but the image does: its values change more across the boundary of a correct label than
-across the same boundary moved aside.
+A label map may have the grid of its image and still hold the voxels in another order, because it
+was written from a flipped or transposed array. Headers do not show this, but the image does: its
+values change more across the boundary of a correct label than across the same boundary moved aside.
 """
 
 import itertools
@@ -18,17 +18,20 @@ from medseg.task import AIR_HU
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
-# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
+# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft
+# tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
 MIN_FACES = 200
-# Distance in voxels within which edges of the image are searched, and the smallest shift that is reported; real labels are within 1.
+# Distance in voxels within which edges of the image are searched, and the smallest shift that is
+# reported; real labels are within 1.
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all distances by SHIFT_SHARPNESS. Organs full of air shifted by
-# 5 voxels: at least 4.3 and 4.0; edges that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
+# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all
+# distances by SHIFT_SHARPNESS. Organs full of air shifted by 5 voxels: at least 4.3 and 4.0; edges
+# that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
 _AXES = ("head to feet", "back to front", "left to right")
@@ -81,9 +84,9 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
 def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
     """Find labels that lie beside the edges of the image, by whole voxels along an axis.
 
-    The image should change most where a line along the axis enters or leaves the labels. The labels are shifted if the strongest changes
-    lie some voxels away, in the same direction for entering and leaving. If the directions are opposite, the labels are only too
-    large or too small.
+    The image should change most where a line along the axis enters or leaves the labels. The labels
+    are shifted if the strongest changes lie some voxels away, in the same direction for entering
+    and leaving. If the directions are opposite, the labels are only too large or too small.
 
     Args:
         image_hu: Oriented image in HU, (D, H, W).
@@ -122,7 +125,8 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
         faces: Whether the labels change between a voxel and the next one of that axis.
 
     Returns:
-        Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more than elsewhere.
+        Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more
+        than elsewhere.
     """
     *places, index = np.nonzero(faces)
     if len(index) < MIN_FACES:

@@ -25,7 +25,8 @@ SEVERITY_COLUMNS = {
 # Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
-# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly cropped copy by less than 10.
+# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly
+# cropped copy by less than 10.
 NEAR_HU = 12.0
 
 
@@ -71,7 +72,8 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         usual_mm = {
             axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)
         }
-    # A table without the column `patient` takes each case for another patient, which nobody has claimed.
+    # A table without the column `patient` takes each case for another patient, which nobody has
+    # claimed.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
@@ -156,7 +158,8 @@ def copy_distance(one: CaseAudit, other: CaseAudit) -> float:
     """Measure how far two images are from being copies.
 
     Returns:
-        0 for the same voxels; else the root mean square difference of their thumbnails in HU, above 0; infinite where one has none.
+        0 for the same voxels; else the root mean square difference of their thumbnails in HU, above
+        0; infinite where one has none.
     """
     if one.voxels_sha256 == other.voxels_sha256:
         return 0.0

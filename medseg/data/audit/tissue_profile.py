@@ -1,7 +1,7 @@
 """Profile of a CT: the areas of its tissues along the body, by which a cropped, shortened or resampled copy is recognised.
 
-Air around the patient does not count, so a crop beside the body changes nothing; a copy that lacks slices is found by moving the profiles
-along each other.
+Air around the patient does not count, so a crop beside the body changes nothing; a copy that lacks
+slices is found by moving the profiles along each other.
 """
 
 import math
@@ -15,8 +15,8 @@ BANDS_HU = ((-200, -20), (-20, 150), (150, 3072))
 MIN_STEPS = 20
 # Part of the longer profile that both must have.
 OVERLAP = 0.8
-# Measured on 13 scans: cropped by two voxels a side, short of a tenth of the slices, resampled or noisy (8 HU) 0.04 at most, scans
-# of different patients 0.18 and more.
+# Measured on 13 scans: cropped by two voxels a side, short of a tenth of the slices, resampled or
+# noisy (8 HU) 0.04 at most, scans of different patients 0.18 and more.
 NEAR_PROFILE = 0.06
 # Copies agree in the median of a band within this; comparing medians first saves most of the time.
 NEAR_MEDIAN = 0.15
@@ -75,8 +75,8 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
     """Measure how far two profiles are apart where they fit best.
 
     Returns:
-        Root mean square difference of the band that differs most, relative to its areas; infinite where they overlap too little or
-        are clearly different.
+        Root mean square difference of the band that differs most, relative to its areas; infinite
+        where they overlap too little or are clearly different.
     """
     first, second = first_areas.steps_mm2, second_areas.steps_mm2
     longer = max(len(first), len(second))

@@ -68,7 +68,8 @@ class DataSet:
         background: Further names in the files, which become background.
         ignore: Value of ignored voxels; None where there are none.
         notes: Sentences for the user.
-        structures: Structures of each case with labels; None where label maps hold values that only their voxels tell.
+        structures: Structures of each case with labels; None where label maps hold values that only
+            their voxels tell.
         account: What the reader has found, apart from labels and structures.
     """
 
@@ -87,7 +88,8 @@ class DataSet:
         """Choose the labels of the task; the others become background.
 
         Args:
-            wanted: Names of labels, or new labels with the names or values that they consist of; None = all.
+            wanted: Names of labels, or new labels with the names or values that they consist of;
+                None = all.
 
         Raises:
             UserError: If a name is unknown, or a value would have two labels.
@@ -345,7 +347,8 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     """Refuse a data set that cannot be trained on, and close its account.
 
     Raises:
-        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file is missing.
+        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
+            is missing.
     """
     require(
         bool(data.cases), f"{folder}: the {data.format} data set has no case; check the folder."
@@ -394,7 +397,8 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
     if folder.is_dir():
         data.account.close(folder)
         return
-    # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and labels are searched.
+    # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and
+    # labels are searched.
     data.account.claim(folder)
     for place in sorted({path.parent for path in files}):
         data.account.close(place, is_deep=False)
@@ -554,8 +558,8 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         UserError: If two names become one.
 
     Example:
-        >>> label_names(["Femur_L", "Femur_R", "left atrium", "Heart"])
-        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium', 'Heart': 'Heart'}
+        >>> label_names(["Femur_L", "Femur_R", "left atrium"])
+        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
     known = {name: safe_name(name) for name in names}
     organs = [side_of(name) for name in known.values()]

@@ -1,6 +1,7 @@
 """Importer of DICOM folders: image series whose labels are a SEG or an RTSTRUCT, in folders of any depth.
 
-An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series is an RTSTRUCT.
+An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series
+is an RTSTRUCT.
 """
 
 from collections import Counter
@@ -27,7 +28,8 @@ def import_dicom(folder: Path) -> DataSet:
     Structures whose names agree by `plain_name` are one label.
 
     Raises:
-        UserError: If there are no labels, none of them has its series, two label one series, or the series are of several modalities.
+        UserError: If there are no labels, none of them has its series, two label one series, or the
+            series are of several modalities.
     """
     catalogue, account = read_catalogue(folder), Account()
     series = catalogue.series

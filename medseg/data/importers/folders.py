@@ -1,6 +1,7 @@
 """Importers of data sets described by folder and file names: TotalSegmentator, LUNA16, and folders of images and label maps.
 
-Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator; luna16.grand-challenge.org/Data.
+Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator;
+luna16.grand-challenge.org/Data.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 def import_totalsegmentator(folder: Path) -> DataSet:
     """Read TotalSegmentator's data set: `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of `meta.csv`.
 
-    Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are `left_lung`.
+    Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are
+    `left_lung`.
 
     Raises:
         UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
@@ -218,10 +220,12 @@ def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
 def import_pairs(folder: Path) -> DataSet:
     """Read a folder of images and a folder of label maps, or of folders of binary masks, of the same names.
 
-    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of its segments become labels.
+    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of
+    its segments become labels.
 
     Raises:
-        UserError: If one has no partner, two pairs of folders could be meant, or labels are of several kinds.
+        UserError: If one has no partner, two pairs of folders could be meant, or labels are of
+            several kinds.
     """
     account = Account()
     pairs = [pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)]
@@ -323,7 +327,8 @@ def _slicer_groups(
     """Make labels of segments of 3D Slicer.
 
     Returns:
-        Segments of each case, and the labels: by value where all files give a name the same values, else by the names.
+        Segments of each case, and the labels: by value where all files give a name the same values,
+        else by the names.
     """
     by_name: dict[str, list[int]] = {}
     owners: dict[int, str] = {}

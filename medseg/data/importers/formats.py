@@ -51,7 +51,8 @@ class Format(NamedTuple):
 def _is_nnunet(path: Path) -> bool:
     """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel.
 
-    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files as they are.
+    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files
+    as they are.
     """
     if not (path / DATASET_FILE).is_file():
         return False
@@ -116,7 +117,8 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
 
     Args:
         path: Folder, or datalist (.json).
-        format_name: Name of its layout in `FORMATS`; None = detected from the content of the folder.
+        format_name: Name of its layout in `FORMATS`; None = detected from the content of the
+            folder.
 
     Raises:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.

@@ -1,6 +1,7 @@
 """Importers of data sets that a JSON file describes: nnU-Net raw folders, the Medical Segmentation Decathlon, MONAI datalists.
 
-Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldecathlon.com, `monai.data.load_decathlon_datalist`.
+Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldecathlon.com,
+`monai.data.load_decathlon_datalist`.
 """
 
 import os
@@ -31,7 +32,8 @@ from medseg.task import IGNORE
 NNUNET, MSD = "nnunet", "msd"
 DATASET_FILE = "dataset.json"
 BACKGROUND = "background"
-# A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of this size.
+# A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of
+# this size.
 CT_HU = -500
 # Lists of a datalist, and the split of their cases.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
@@ -51,8 +53,9 @@ MSD_KEYS = (*LISTS, "labels", "modality", "name")
 def import_nnunet(folder: Path) -> DataSet:
     """Read an nnU-Net raw folder: `dataset.json`, `imagesTr/<case>_0000.nii.gz`, `labelsTr/<case>.nii.gz`, and `imagesTs`.
 
-    `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data, gives the folds. The older `dataset.json` of nnU-Net 1 is
-    read too: its lists `training` and `test` choose among the files.
+    `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data, gives the folds.
+    The older `dataset.json` of nnU-Net 1 is read too: its lists `training` and `test` choose among
+    the files.
 
     Raises:
         UserError: If a file is missing, or `dataset.json` is damaged.
@@ -274,7 +277,8 @@ def import_msd(source: Path) -> DataSet:
     """Read a data set of the Medical Segmentation Decathlon, or a MONAI datalist.
 
     Args:
-        source: Folder with `dataset.json`, or a datalist. Paths are relative to the folder of the file.
+        source: Folder with `dataset.json`, or a datalist. Paths are relative to the folder of the
+            file.
 
     Raises:
         UserError: If the file is damaged, or lists a scan twice.
@@ -528,8 +532,9 @@ def _label_groups(
 ) -> tuple[FileValues, FileValues, int | None]:
     """Make disjoint labels of what `dataset.json` names.
 
-    Regions of nnU-Net are lists of values that overlap. Values that belong to the same regions become one label. It has the name of the
-    smallest of these regions, with `_rest` where the region holds further values.
+    Regions of nnU-Net are lists of values that overlap. Values that belong to the same regions
+    become one label. It has the name of the smallest of these regions, with `_rest` where the
+    region holds further values.
 
     Args:
         given: Name to value or list of values; or value to name, as in the Decathlon.
@@ -537,7 +542,8 @@ def _label_groups(
         account: Gets the regions that are divided.
 
     Returns:
-        Labels with their values, in the order of the values; further values of the background; and the value to ignore.
+        Labels with their values, in the order of the values; further values of the background; and
+        the value to ignore.
 
     Raises:
         UserError: If a value is no whole number, or has several names.
@@ -637,7 +643,8 @@ def _check_values(
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     """Name cases after their files, with their folders where two files have one name.
 
-    The number of a first channel is left out where all files end in it; else `liver_0000` is the name of a case.
+    The number of a first channel is left out where all files end in it; else `liver_0000` is the
+    name of a case.
     """
     names = [case_name(path) for path in images]
     if all(name.endswith("_0000") for name in names):

@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
     Attributes:
         fold: Fold that validates the case, while all others train on it.
-        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the fold leaves it out.
+        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the
+            fold leaves it out.
     """
 
     fold: int | None = None
@@ -59,7 +60,8 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
         account: Gets the lists.
 
     Raises:
-        UserError: If two files differ, a list names an unknown case, or a fold trains on what it validates.
+        UserError: If two files differ, a list names an unknown case, or a fold trains on what it
+            validates.
     """
     existing = [path for path in paths if path.is_file()]
     if not existing:

@@ -43,7 +43,8 @@ class LabelEntry:
         path: The file.
         names: Names of its structures, in the order of the file.
         empty: Those of them without a contour or a frame.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
+            none.
         patient: Patient ID, "" where there is none.
         uid: SOP Instance UID, which a copy has too.
     """
@@ -63,7 +64,8 @@ class Catalogue:
     Attributes:
         series: Image series by UID.
         labels: SEG and RTSTRUCT files in the order of their paths.
-        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing to add.
+        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing
+            to add.
         others: Files of another kind, with their modality.
     """
 

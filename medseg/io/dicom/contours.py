@@ -19,14 +19,16 @@ NUM_NEIGHBOURS = 4
 def outlines(mask: np.ndarray) -> list[np.ndarray]:
     """Trace each part of a mask, midway between pixels inside and outside.
 
-    Pixels that touch at a corner alone may count as one part or as two; filling the outlines restores the mask either way.
+    Pixels that touch at a corner alone may count as one part or as two; filling the outlines
+    restores the mask either way.
 
     Args:
         mask: Boolean (H, W), not empty.
 
     Returns:
-        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes are joined to it by keyholes:
-        the polygon runs to the hole, around it, and back along the same line.
+        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes
+        are joined to it by keyholes: the polygon runs to the hole, around it, and back along the
+        same line.
     """
     pixels = np.argwhere(mask)
     low, high = pixels.min(axis=0), pixels.max(axis=0) + 1

@@ -140,7 +140,8 @@ class PixelFormat:
         offset: First byte of uncompressed little-endian pixels; None if they must be decoded.
         dtype: Type of the stored values, little endian.
         bits_stored: Bits that are used of each value.
-        padding: The stored value that means "no pixel" by the header, or the smallest and the largest such value, or none.
+        padding: The stored value that means "no pixel" by the header, or the smallest and the
+            largest such value, or none.
     """
 
     shape: tuple[int, int]
@@ -201,8 +202,10 @@ class NoSlice:
     Attributes:
         path: File.
         series: Its series.
-        reason: What it is instead; for an unreadable file the message that refuses it, without the path.
-        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only with its series.
+        reason: What it is instead; for an unreadable file the message that refuses it, without the
+            path.
+        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only
+            with its series.
         is_image: Whether it is an image of the patient other than a localiser.
     """
 
@@ -292,7 +295,8 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
                 return []
             number = _text(header.get("SeriesNumber"))
-            # Where the file ends within its series, only a number after the UID proves that the UID is whole.
+            # Where the file ends within its series, only a number after the UID proves that the UID
+            # is whole.
             if number or not is_cut:
                 keywords = ("SeriesDescription", "PatientID", "StudyInstanceUID", "StudyDate")
                 about = [] if is_cut else [_text(header.get(keyword)) for keyword in keywords]
@@ -355,7 +359,8 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
     """Name an object that holds no slice of the wanted modality; "" for one that does.
 
     Raises:
-        UserError: If no image is there, and the object is an image of that modality or of unknown kind; the message has no path.
+        UserError: If no image is there, and the object is an image of that modality or of unknown
+            kind; the message has no path.
     """
     modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
     words = uid.UID(
@@ -478,7 +483,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         header: What precedes it.
 
     Raises:
-        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the path.
+        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
+            path.
     """
     rows, columns, num_frames = (
         _whole(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames")
@@ -511,7 +517,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         not is_plain or length != 2**32 - 1,  # the undefined length of compressed pixels
         "its pixels are compressed, but the header does not say how; export the series again.",
     )
-    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is refused where it has none.
+    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is
+    # refused where it has none.
     is_there = (
         element[:4] in (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
         or syntax == uid.DeflatedExplicitVRLittleEndian

@@ -36,9 +36,10 @@ class LabelFile:
     Attributes:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
-        names: Number of each segment or region of interest (ROI) to its name, in the order of the file; names may repeat.
-            One without a name is called after its number, as `ROI 3`.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
+        names: Number of each segment or region of interest (ROI) to its name, in the order of the
+            file; names may repeat. One without a name is called after its number, as `ROI 3`.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
+            none.
         dataset: Its content.
     """
 
@@ -148,16 +149,16 @@ def read_label_file(
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
         slices: The series.
-        values: Number of a segment or region of interest to its label value, each > 0; several may share a value. Where they overlap,
-            the last one is kept.
+        values: Number of a segment or region of interest to its label value, each > 0; several may
+            share a value. Where they overlap, the last one is kept.
         threshold: Least share or probability, (0, 1], of a pixel of a FRACTIONAL segment.
 
     Returns:
         Label values (D, H, W) on `slices.grid`, with warnings of what was left out.
 
     Raises:
-        UserError: If the file is of another series and frame of reference, or the frames or contours have no position among the
-            slices.
+        UserError: If the file is of another series and frame of reference, or the frames or
+            contours have no position among the slices.
         ValueError: If a number is not in the file.
     """
     if unknown := set(values) - set(file.names):
@@ -175,7 +176,8 @@ def read_label_file(
             {one.get("FrameOfReferenceUID") for one in references} - {None, ""},
         )
         require(
-            # Some programs that remove identities give images and labels different frames of reference.
+            # Some programs that remove identities give images and labels different frames of
+            # reference.
             not own
             or not others
             or own in others
@@ -221,7 +223,8 @@ def _read_segments(
 ) -> list[str]:
     """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return warnings.
 
-    A plane of frames serves the slices within half the distance of planes or of slices, whichever is larger.
+    A plane of frames serves the slices within half the distance of planes or of slices, whichever
+    is larger.
     """
     dataset, step_mm = file.dataset, slices.grid.spacing_mm[0]
     syntax = dataset.file_meta.TransferSyntaxUID
@@ -378,7 +381,8 @@ def _at_slice(
 
     normal = np.cross(*axes)
     heights_mm, plane_heights_mm = along(normal), corners @ normal
-    # Of two planes at the same distance the upper one, also where rounding noise makes the lower one nearer.
+    # Of two planes at the same distance the upper one, also where rounding noise makes the lower
+    # one nearer.
     planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2 - 1e-6, heights_mm)
     y, x = (
         nearest((along(axis) - (corners @ axis)[planes]) / step_mm)
@@ -400,8 +404,8 @@ def _read_contours(
 ) -> list[str]:
     """Label the pixels of slices inside the contours of an RTSTRUCT; return warnings.
 
-    A slice takes the contours of the nearest plane, at most half the distance of slices away. Contours of a region of interest within
-    each other are holes.
+    A slice takes the contours of the nearest plane, at most half the distance of slices away.
+    Contours of a region of interest within each other are holes.
     """
     frames = slices.frames
     normal, reach_mm = normal_of(frames[0]), slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM

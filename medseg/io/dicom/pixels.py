@@ -1,7 +1,7 @@
 """Pixels of one slice: stored values, decoded where they are compressed, and converted to HU.
 
-imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The sizes that a codestream
-declares are compared with the header before memory is allocated.
+imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The
+sizes that a codestream declares are compared with the header before memory is allocated.
 """
 
 import re
@@ -30,7 +30,8 @@ MAX_PADDING = 4096
 
 MAX_INT16 = 2**15 - 1
 
-# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the process.
+# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the
+# process.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
@@ -98,14 +99,16 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
         with warnings.catch_warnings(record=True, action="always") as caught:
-            # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
+            # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be
+            # installed.
             options: dict[str, Any] = {
                 "raw": True,
                 "decoding_plugin": "pydicom",
                 "correct_unused_bits": False,
             }
             values, _ = get_decoder(syntax).as_array(dataset, index=index, **options)
-        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes expected".
+        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes
+        # expected".
         told = " ".join(str(one.message) for one in caught)
         if any(
             int(found) - int(wanted) > MAX_SURPLUS_BYTES
@@ -131,7 +134,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     values = np.empty(pixels.shape, np.uint8 if bits <= 8 else np.uint16)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong one.
+    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong
+    # one.
     stored = values.astype(np.int32) & ((1 << bits) - 1)
     return (
         np.where(stored >> (bits - 1), stored - (1 << bits), stored)
@@ -173,11 +177,13 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
 def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Correct the sign of stored values where writers break the standard, and clear old overlays.
 
-    * Unsigned values that can only be meant as negative become signed, such as padding of -2000 that was written as 63536. Such values extend
-      into unused bits, or lie at the end of the range and beyond all HU. Other unused bits are overlays.
+    * Unsigned values that can only be meant as negative become signed, such as padding of -2000
+      that was written as 63536. Such values extend into unused bits, or lie at the end of the range
+      and beyond all HU. Other unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 
-    Of other modalities than CT only the overlays are cleared: their values are not expected to be negative.
+    Of other modalities than CT only the overlays are cleared: their values are not expected to be
+    negative.
     """
     pixels = frame.pixels
     stop, limit = 1 << 8 * pixels.dtype.itemsize, 1 << pixels.bits_stored

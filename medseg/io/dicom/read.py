@@ -3,11 +3,13 @@
 The rules, which docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
-* Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
-  farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices is missing (one missing slice is always accepted);
-  slices on that grid stay as they are. All other stacks are refused.
-* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. A
-  segmentation lies on that grid too; the label of a pixel of a tilted slice is the one at the same position in the patient.
+* Other slices are interpolated linearly along the normal onto the even grid of their usual
+  distance, if no two neighbours are farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE`
+  of the slices is missing (one missing slice is always accepted); slices on that grid stay as they
+  are. All other stacks are refused.
+* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that
+  holds all of them. A segmentation lies on that grid too; the label of a pixel of a tilted slice is
+  the one at the same position in the patient.
 """
 
 import math
@@ -51,7 +53,8 @@ class SourceSlices:
         frames: Slices, sorted along the normal.
         grid: The grid; its planes are parallel to the slices.
         planes: For each plane of the grid the slice below, and the weight of the next one.
-        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >= 0.
+        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >=
+            0.
         is_filled: Whether a plane lies between two slices.
         is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
         findings: What was left out, assumed or repaired.
@@ -73,14 +76,17 @@ def open_slices(
     """Read the headers of a series and lay a regular grid over its slices.
 
     Args:
-        path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
-            the series' files beside it.
-        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
-        modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for any.
+        path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of
+            a series, which stands for the series' files beside it.
+        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None
+            for the only one.
+        modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for
+            any.
         files: The files to read instead of all files at the path.
 
     Raises:
-        UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
+        UserError: If it is not exactly one stack of slices, or the slices do not make a regular
+            volume by the rules above.
     """
     stack, left_out = choose_stack(
         path, series, "" if modality == "other" else modality.upper(), files
@@ -135,7 +141,8 @@ def open_dicom(
         @lru_cache(maxsize=2)  # two neighbours, for the planes between them
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
-            # Padding far below air would blur into its neighbours. Other intensities than HU may be negative, and their padding is 0.
+            # Padding far below air would blur into its neighbours. Other intensities than HU may be
+            # negative, and their padding is 0.
             air = frames[0].air
             image_hu = np.maximum(hu(frames[index]), air if frames[0].is_hu else -np.inf).astype(
                 np.float32
@@ -224,7 +231,8 @@ def _even(
     """Lay evenly spaced planes across the normal.
 
     Returns:
-        For each plane the frame below and the weight of the next frame; the distance of the planes in mm; warnings.
+        For each plane the frame below and the weight of the next frame; the distance of the planes
+        in mm; warnings.
     """
     length_mm, num_frames = float(heights_mm[-1] - heights_mm[0]), len(frames)
     step_mm = length_mm / (num_frames - 1)
@@ -277,8 +285,8 @@ def _straight(
     """Measure the sideways offset of each slice from the first.
 
     Returns:
-        The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the slant (y, x) of such a stack in mm
-        per mm, else 0; warnings.
+        The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the
+        slant (y, x) of such a stack in mm per mm, else 0; warnings.
     """
     shifts_mm = (
         np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm)

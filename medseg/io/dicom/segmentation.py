@@ -38,9 +38,11 @@ def write_segmentation(
         path: Target.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
-        structures: Labels to write, in the order of the segments; voxels of other values are left out.
-        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment numbers for each slice, which RLE
-            makes a tenth as large; defined in 2024 and unknown to older viewers.
+        structures: Labels to write, in the order of the segments; voxels of other values are left
+            out.
+        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment
+            numbers for each slice, which RLE makes a tenth as large; defined in 2024 and unknown to
+            older viewers.
         keep_empty_frames: Whether slices without the segment get a frame too.
 
     Raises:
@@ -94,7 +96,8 @@ def write_segmentation(
                     image for image in images if image.ReferencedFrameNumber in own
                 ]
         if kind == "labelmap":
-            # Not by highdicom: it would take the encoder of GDCM where that is installed, which ends the process on odd widths.
+            # Not by highdicom: it would take the encoder of GDCM where that is installed, which
+            # ends the process on odd widths.
             segmentation.compress(
                 RLELossless, encoding_plugin="pydicom", generate_instance_uid=False
             )

@@ -91,14 +91,16 @@ def num_positions(heights_mm: np.ndarray) -> int:
 def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
 
-    Values that follow each other along the normal (the rotations of one scan) are one stack, also where they share a slice.
+    Values that follow each other along the normal (the rotations of one scan) are one stack, also
+    where they share a slice.
 
     Returns:
         Pairs (what distinguishes the stack, its slices).
     """
     for key in range(first_key, len(PHASES)):
         groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
-        # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+        # A value of its own for nearly every slice, such as a time, distinguishes slices, not
+        # volumes.
         if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
             return [
                 (
@@ -212,18 +214,21 @@ def choose_stack(
 ) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
-    Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
-    files only is left out, like an object of another modality, if exactly one other series can be read.
+    Unreadable files are refused with their series: other series stay readable beside them. A series
+    that consists of unreadable files only is left out, like an object of another modality, if
+    exactly one other series can be read.
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
-        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before it `<scope>:`
-            for the series of one patient or study, see `Series.is_in`; None for the only one.
+        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before
+            it `<scope>:` for the series of one patient or study, see `Series.is_in`; None for the
+            only one.
         modality: Modality of the series, as DICOM names it; "" takes any.
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and findings on what was left out: information, unless it may be a part of the scan.
+        The stack, and findings on what was left out: information, unless it may be a part of the
+        scan.
 
     Raises:
         UserError: If there is none, or more than one, or a file of it cannot be read.
@@ -334,7 +339,8 @@ def _left_out(images: Sequence[NoSlice]) -> list[str]:
 def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
     """Whether a file may belong to one of these series.
 
-    If its own series cannot be read, it may belong to any series in its folder; without others in the folder, to any series at all.
+    If its own series cannot be read, it may belong to any series in its folder; without others in
+    the folder, to any series at all.
     """
     if image.series.uid:
         return image.series.uid in uids
@@ -345,8 +351,8 @@ def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoS
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
     """List stacks by the value that `series=` takes, and what distinguishes them.
 
-    That is patient and date, where the folder holds several studies, the description, the number of slices and
-    the spacing (z, y, x).
+    That is patient and date, where the folder holds several studies, the description, the number of
+    slices and the spacing (z, y, x).
     """
     all_series = list(
         {stack.frames[0].series.uid: stack.frames[0].series for stack in all_stacks}.values()

@@ -27,14 +27,15 @@ def write_structure_set(
 ) -> None:
     """Write a label map as DICOM RTSTRUCT, whole or not at all.
 
-    Each part of a label on a slice is one closed contour in the plane of that slice; its holes are joined to it by keyholes. A label
-    without voxels is listed without contours.
+    Each part of a label on a slice is one closed contour in the plane of that slice; its holes are
+    joined to it by keyholes. A label without voxels is listed without contours.
 
     Args:
         path: Target.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
-        structures: Labels to write, in the order of the regions of interest; voxels of other values are left out.
+        structures: Labels to write, in the order of the regions of interest; voxels of other values
+            are left out.
 
     Raises:
         UserError: If the source lacks an identity, or the file cannot be written.

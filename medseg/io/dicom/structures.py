@@ -53,7 +53,8 @@ def labels_on_slices(
         structures: Labels that are kept.
 
     Returns:
-        For each slice and pixel the number of its structure, counted from 1, or 0: (slices, rows, columns).
+        For each slice and pixel the number of its structure, counted from 1, or 0: (slices, rows,
+        columns).
 
     Raises:
         ValueError: If the label map has another shape than the grid.

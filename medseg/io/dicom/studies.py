@@ -23,7 +23,8 @@ class Study:
         scope: What `series=<scope>:` takes for it.
         series: Its series, also those that are no volume.
         positions: Places of the slices of each volume, by Series Instance UID.
-        files: Its files, with those that may belong to any study of the folder because their headers do not tell.
+        files: Its files, with those that may belong to any study of the folder because their
+            headers do not tell.
     """
 
     patient: str
@@ -66,8 +67,9 @@ def find_studies(
 ) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
-    A study counts if it has a series of two slices at least: localisers, reports, structures and other modalities
-    make none. All slices of a series belong to one study, even where their headers disagree; the reader refuses such.
+    A study counts if it has a series of two slices at least: localisers, reports, structures and
+    other modalities make none. All slices of a series belong to one study, even where their headers
+    disagree; the reader refuses such.
 
     Args:
         folders: Where to look, to the bottom.

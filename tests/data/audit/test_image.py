@@ -81,7 +81,8 @@ def test_other_images_are_no_hu() -> None:
     rng = np.random.default_rng(4)
     assert codes(rng.gamma(2.0, 200.0, (8, 30, 30)).astype(np.int16)) == [("hu_range", "error")]
     assert codes(np.full((3, 4, 5), -7, np.int16)) == [("hu_range", "error")]
-    # HU times 10 is not an offset of fat, whose values then lie where an offset would move soft tissue.
+    # HU times 10 is not an offset of fat, whose values then lie where an offset would move soft
+    # tissue.
     with_fat = ct(5, 0.3, 0.3)
     with_fat[:, :8] = rng.normal(-105, 10, with_fat[:, :8].shape)
     times_ten = audit_image(measure_image(with_fat * np.int16(10)))
