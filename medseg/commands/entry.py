@@ -159,10 +159,11 @@ def run_command(command: str) -> None:
     if command == "train":  # it prepares the process first
         import_module(module).main()
         return
-    read = None
+    job = partial(_call_command, command)
     if command == "plan":
-        read = partial(read_resumed, command, PlanConfig)
-    run(command, partial(_call_command, command), read=read)
+        run(command, job, read=partial(read_resumed, command, PlanConfig))
+    else:
+        run(command, job)
 
 
 def _call_command(command: str, config: Any) -> int:

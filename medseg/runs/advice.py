@@ -49,40 +49,47 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         config: Configuration of the run.
         checkpoint: Its best checkpoint.
     """
-    trust = []
-    if config.trusted_targets:
-        trust = [f"trusted_targets=[{','.join(config.trusted_targets)}]"]
-    if config.stage.name is StageName.fine:
-        coarse = f"coarse={config.stage.coarse or '<checkpoint of the coarse stage>'}"
-        arguments = [
-            "predict",
-            "input=<scan>",
-            "output=<folder>",
-            coarse,
-            f"fine={checkpoint}",
-            *trust,
-        ]
-    elif config.stage.name is StageName.coarse and config.task.regions:
-        cases = [f"data.cases={config.data.cases}"] if config.data.cases else []
-        arguments = ["train", "stage=fine", *_task_argument(config), *cases]
-        arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}", *trust]
+    if config.stage.name is StageName.coarse and config.task.regions:
+        arguments = ["train", "stage=fine", *_task_argument(config)]
+        if config.data.cases:
+            arguments.append(f"data.cases={config.data.cases}")
+        arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
     else:
-        arguments = ["predict", "input=<scan>", "output=<folder>", f"coarse={checkpoint}", *trust]
-    return " ".join(
-        [
-            "medseg",
-            *(argument if "<" in argument else quote_for_shell(argument) for argument in arguments),
-        ]
-    )
+        arguments = ["predict", "input=<scan>", "output=<folder>"]
+        if config.stage.name is StageName.fine:
+            coarse = config.stage.coarse or "<checkpoint of the coarse stage>"
+            arguments += [f"coarse={coarse}", f"fine={checkpoint}"]
+        else:
+            arguments.append(f"coarse={checkpoint}")
+    if config.trusted_targets:
+        arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
+    words = ["medseg"]
+    for argument in arguments:
+        is_to_be_filled_in = "<" in argument
+        words.append(argument if is_to_be_filled_in else quote_for_shell(argument))
+    return " ".join(words)
 
 
 def _task_argument(config: TrainConfig) -> list[str]:
     """Argument that names the task; none where it comes with the cases, or is the default."""
+    if os.environ.get(SOURCE_VARIABLE, ""):
+        return _task_file_argument()
+    name = config.task.name
+    is_preset = (conf_dir() / "task" / f"{name}.yaml").is_file()
+    if is_preset and name != INCLUDED_TASK:
+        return [f"task={name}"]
+    return []
+
+
+def _task_file_argument() -> list[str]:
+    """Argument that names the file of an imported task; none where it lies beside the cases.
+
+    There it is found again by `data.cases`.
+    """
     source = os.environ.get(SOURCE_VARIABLE, "")
-    if source:
-        return [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
-    is_preset = (conf_dir() / "task" / f"{config.task.name}.yaml").is_file()
-    return [f"task={config.task.name}"] if is_preset and config.task.name != INCLUDED_TASK else []
+    if source.endswith((".yaml", ".yml")):
+        return [f"task={source}"]
+    return []
 
 
 def _planned(overrides: Sequence[str]) -> list[str]:
@@ -96,9 +103,7 @@ def _planned(overrides: Sequence[str]) -> list[str]:
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":
-            source = os.environ.get(SOURCE_VARIABLE, "")
-            # A task beside the cases is found again by `data.cases`.
-            planned += [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
+            planned += _task_file_argument()
             continue
         is_quoted = len(value) > 1 and value[0] == value[-1] == "'"
         if name in PATH_KEYS and is_quoted:
@@ -122,7 +127,10 @@ def _free_gib(config: TrainConfig) -> float:
 
 
 def _free_of_gpu(number: int) -> int:
-    """Bytes of a GPU that no other process holds; what the driver keeps for this one is not counted."""
+    """Bytes of a GPU that no other process holds.
+
+    What the driver keeps for this process is not counted.
+    """
     import torch
 
     free, _ = torch.cuda.mem_get_info(number)
