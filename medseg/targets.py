@@ -196,7 +196,8 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     )
     require(
         is_listed,
-        f"{key}.{TARGET}: {target} is not on the white list ({', '.join(f'{prefix}*' for prefix in prefixes)}); if you trust its "
+        f"{key}.{TARGET}: {target} is not on the white list "
+        f"({', '.join(f'{prefix}*' for prefix in prefixes)}); if you trust its "
         f"code, add trusted_targets=[{words[0]}.]",
     )
     for name, value in node.items():
@@ -252,7 +253,8 @@ def bind_arguments(
         near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
         guess = f"did you mean {near[0]}? Its arguments are" if near else "its arguments are"
         raise UserError(
-            f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}"
+            f"{key}: {found.__name__} does not take these arguments ({error}); {guess} "
+            f"{', '.join(known)}"
         ) from error
     annotated = _evaluated_signature(found, signature)
     for name, value in arguments.items():

@@ -42,7 +42,8 @@ class ChannelOptions:
     normalise: Annotated[
         Normalise,
         Knob(
-            "Intensity normalisation. window: by window_hu; zscore, percentile: by the values of the case itself."
+            "Intensity normalisation. window: by window_hu; zscore, percentile: by the values of "
+            "the case itself."
         ),
     ] = Normalise.window
 
@@ -55,19 +56,22 @@ class TaskOptions:
     labels: Annotated[
         dict[str, int],
         Knob(
-            "Label names and their values in every label map that medseg writes: 1, 2, … without a gap."
+            "Label names and their values in every label map that medseg writes: 1, 2, … without a "
+            "gap."
         ),
     ]
     regions: Annotated[
         dict[str, RegionOptions] | None,
         Knob(
-            "Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."
+            "Regions of interest; the fine stage makes one crop of each. null: one stage segments "
+            "all labels."
         ),
     ] = None
     channels: Annotated[
         list[ChannelOptions] | None,
         Knob(
-            "Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."
+            "Channels of the input, in the order image, image_1, …; null: one CT with "
+            "task.window_hu."
         ),
     ] = None
     window_hu: Annotated[
@@ -88,7 +92,8 @@ class TaskOptions:
     volume_ml: Annotated[
         dict[str, Any] | None,
         Knob(
-            "Region or label: its smallest and largest plausible volume, [low, high]; others are not checked.",
+            "Region or label: its smallest and largest plausible volume, [low, high]; others are "
+            "not checked.",
             unit="ml",
             neutral=True,
         ),
@@ -96,7 +101,8 @@ class TaskOptions:
     codes: Annotated[
         dict[str, Any] | None,
         Knob(
-            "Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for DICOM results.",
+            "Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for "
+            "DICOM results.",
             neutral=True,
         ),
     ] = None
@@ -120,7 +126,8 @@ class TaskOptions:
     def _label_clashes(self) -> Iterator[str]:
         if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             yield (
-                f"task.name={self.name!r}: expected a valid folder name without / and \\, since the folder of "
+                f"task.name={self.name!r}: expected a valid folder name without / and \\, since "
+                "the folder of "
                 "synthetic scans is named after the task; choose another one"
             )
         values = sorted(self.labels.values())
@@ -130,7 +137,8 @@ class TaskOptions:
             yield f"task.labels: at most {MAX_LABELS} labels are possible, but got {len(values)}"
         if self.ignore_label is not None and self.ignore_label <= len(values):
             yield (
-                f"task.ignore_label={self.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255"
+                f"task.ignore_label={self.ignore_label} is the value of a label; choose a value "
+                f"from {len(values) + 1} to 255"
             )
 
     def _channel_clashes(self) -> Iterator[str]:
@@ -145,12 +153,14 @@ class TaskOptions:
             is_window = channel.normalise is Normalise.window
             if is_window != (channel.window_hu is not None):
                 yield (
-                    f"{key}: expected a window_hu (normalise=window), or normalise=zscore or percentile without one, "
+                    f"{key}: expected a window_hu (normalise=window), or normalise=zscore or "
+                    "percentile without one, "
                     f"but got normalise={channel.normalise.value} and window_hu={channel.window_hu}"
                 )
             if is_window and channel.modality is not Modality.ct:
                 yield (
-                    f"{key}.normalise=window: values of modality={channel.modality.value} have no common scale; choose "
+                    f"{key}.normalise=window: values of modality={channel.modality.value} have no "
+                    "common scale; choose "
                     "zscore or percentile"
                 )
             yield from _window_clashes(f"{key}.window_hu", channel.window_hu)
@@ -179,7 +189,8 @@ class TaskOptions:
         for name, code in (self.codes or {}).items():
             if not _is_code(code):
                 yield (
-                    f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | right], such as "
+                    f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | "
+                    "right], such as "
                     f"[64033007, Kidney, left], but got {code}"
                 )
         for name, colour in (self.colours or {}).items():

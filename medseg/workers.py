@@ -114,7 +114,8 @@ def _answer(request: bytes) -> memoryview:
     except Exception as error:
         return _packed_error(
             NotSentError(
-                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"
+                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: "
+                f"{error!r}"
             )
         )
 

@@ -112,8 +112,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
 
     The keys may still contradict each other.
     """
-    field_names = {field.name for field in dataclasses.fields(schema)}  # type: ignore[arg-type]
-    points = [point for point in EXTENSION_KEYS if point in field_names]
+    points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
     if points:
         # Before references are resolved: the key that they refer to may be an argument of another
         # class.
@@ -197,7 +196,7 @@ def _with_references(raw: Any, value: Any) -> Any:
 
 
 def explain(error: Exception, composed: DictConfig | None = None) -> str:
-    """Turn an error of Hydra or OmegaConf into one sentence with the key and a guess at the cure."""
+    """Turn an error of Hydra or OmegaConf into one sentence with the key and the likely cure."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *more_lines = lines or [type(error).__name__]
     key = ""

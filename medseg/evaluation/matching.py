@@ -78,7 +78,8 @@ def find_references(
             require(len(paths) == 1, f"{ref} holds {names} for one case; keep one.")
         require(
             bool(found),
-            f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table, a folder of label maps, or the output of `import`.",
+            f"ref={ref} holds no label map ({', '.join(SUFFIXES)}); give a case table, a folder of "
+            "label maps, or the output of `import`.",
         )
         return {key: Reference(case_name(path), path) for key, (path,) in found.items()}, set()
     require(ref.exists(), f"ref={ref} does not exist; give a case table or a folder of label maps.")
@@ -90,7 +91,8 @@ def find_references(
     }
     require(
         bool(references),
-        f"{ref} has no case with split={split}; give another split, or fill in the column split of the table.",
+        f"{ref} has no case with split={split}; give another split, or fill in the column split of "
+        "the table.",
     )
     return references, {_key(one.name) for one in cases} - set(references)
 
@@ -123,7 +125,8 @@ def read_pair(
     )
     require(
         int(pred.min()) >= 0 and int(pred.max()) <= len(task.labels),
-        f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
+        f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, "
+        "expected 0 to "
         f"{len(task.labels)} (task {task.name}); evaluate label maps of this task",
     )
     target = task_values(target, reference.labels, task, values)
@@ -178,7 +181,9 @@ def task_values(
     if labels.min() < 0 or labels.max() >= len(table) or not is_known[labels].all():
         unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
         raise UserError(
-            f"the reference {path.name} holds the value {unknown[0]}, which data.label_values does not name "
-            f"(it names {', '.join(map(str, sorted(label_values)))}); add it, also if it is background"
+            f"the reference {path.name} holds the value {unknown[0]}, which data.label_values does "
+            "not name "
+            f"(it names {', '.join(map(str, sorted(label_values)))}); add it, also if it is "
+            "background"
         )
     return table[labels]

@@ -46,7 +46,8 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.csv"
     require(
         path.is_file(),
-        f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.",
+        f"baseline={folder}: there is no metrics.csv; give the output folder of another "
+        "evaluation.",
     )
     try:
         return [
@@ -59,7 +60,8 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again."
+            f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate "
+            "again."
         ) from error
 
 
@@ -115,7 +117,8 @@ def _describe_pairs(
     sentences = [describe_patients([case for case in scored if case in before], patients)]
     if not patients:
         sentences.append(
-            "a folder of references names no patients; ref=<case table> does, by its column patient",
+            "a folder of references names no patients; ref=<case table> does, by its column "
+            "patient",
         )
     for where, alone in (
         ("the baseline", [case for case in before if case not in scored]),

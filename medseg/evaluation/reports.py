@@ -55,8 +55,10 @@ def check_labels(prediction: Path, task: Task) -> None:
     require(
         all(names.index(name) == known.index(name) for name in common)
         and (bool(common) or len(names) == len(known)),
-        f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
-        "task of the prediction (task=<name>), or import the data set with the labels of the prediction (labels=[…])",
+        f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task "
+        f"{task.name} has {', '.join(known)}; give the "
+        "task of the prediction (task=<name>), or import the data set with the labels of the "
+        "prediction (labels=[…])",
     )
 
 

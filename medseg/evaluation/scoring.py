@@ -122,7 +122,8 @@ def evaluate_folder(
     taken = sorted({"case", "region", "trust", *METRICS} & set(metrics or {}))
     require(
         not taken,
-        f"metrics.{', '.join(taken)}: a column of metrics.csv has this name already; choose another one",
+        f"metrics.{', '.join(taken)}: a column of metrics.csv has this name already; choose "
+        "another one",
     )
     regions = _scored_regions(task, label_values)
     baseline_rows = read_baseline(baseline) if baseline else []
@@ -207,7 +208,8 @@ def evaluate_folder(
     progress(f"written to {output}")
     if summary.without_prediction:
         progress(
-            f"{len(summary.without_prediction)} of {len(labelled)} cases of the {'folder' if ref.is_dir() else 'table'} "
+            f"{len(summary.without_prediction)} of {len(labelled)} cases of the "
+            f"{'folder' if ref.is_dir() else 'table'} "
             f"have no prediction: {first_few(summary.without_prediction)}"
         )
     return summary
@@ -229,7 +231,8 @@ def _common_keys(
     require(
         bool(common),
         f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
-        f"(predictions: {first_few(list(predictions))}; references: {first_few(list(references))}); "
+        f"(predictions: {first_few(list(predictions))}; references: "
+        f"{first_few(list(references))}); "
         "name each prediction after its case.",
     )
     return common
@@ -253,13 +256,16 @@ def _scored_regions(task: Task, label_values: LabelValues) -> list[Region]:
     ]
     require(
         bool(regions),
-        f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
-        f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the names.",
+        f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the "
+        "labels of "
+        f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the "
+        "names.",
     )
     values = [value for value in label_values if isinstance(value, int)] or [0]
     require(
         0 <= min(values) <= max(values) <= MAX_FILE_VALUE,
-        f"data.label_values has values from {min(values)} to {max(values)}, expected values of label "
+        f"data.label_values has values from {min(values)} to {max(values)}, expected values of "
+        "label "
         f"maps from 0 to {MAX_FILE_VALUE}; correct them.",
     )
     return regions
@@ -403,7 +409,8 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
         progress(f"warning: {text}")
     if summary.without_reference:
         progress(
-            f"warning: no reference for {len(summary.without_reference)}: {first_few(summary.without_reference)}"
+            f"warning: no reference for {len(summary.without_reference)}: "
+            f"{first_few(summary.without_reference)}"
         )
     for line in console_table(summary.statistics):
         progress(line)
@@ -413,7 +420,8 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
             for pick in (np.mean, max)
         )
         progress(
-            f"a case took {mean['total_s']:.1f} s (at most {most['total_s']:.1f}), {mean['memory_gb_s']:.1f} GB·s of memory "
+            f"a case took {mean['total_s']:.1f} s (at most {most['total_s']:.1f}), "
+            f"{mean['memory_gb_s']:.1f} GB·s of memory "
             f"(at most {most['memory_gb_s']:.1f}), {most['peak_gb']:.2f} GB at the peak"
         )
     if summary.failed:

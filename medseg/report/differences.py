@@ -8,7 +8,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 METHOD = (
-    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the differences of "
+    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the "
+    "differences of "
     "the patients, each the mean over the cases of a patient"
 )
 # Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank

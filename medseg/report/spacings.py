@@ -129,7 +129,8 @@ def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None 
     ]
     return (
         f"{_cost_table(done)}\n"
-        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable reference.\n\n"
+        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable "
+        "reference.\n\n"
         f"{_mean_table(done, means, shown)}\n{''.join(lines)}{failures}\n"
         f"Dice / HD95 mm of every case:\n\n{_case_table(done)}"
     )
