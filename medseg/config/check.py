@@ -382,19 +382,24 @@ def _check_range(key: str, value: Any, interval: str) -> None:
         return
     values = value if isinstance(value, (list, tuple)) else [value]
     numbers = [number for number in values if number is not None]
-    low, high = map(float, interval[1:-1].split(","))
-    # An open end excludes its bound.
-    excluded = []
-    if interval.startswith("("):
-        excluded.append(low)
-    if interval.endswith(")"):
-        excluded.append(high)
     for number in numbers:
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not low <= number <= high or number in excluded:
+        if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")
     if key.endswith("_range") and numbers[0] > numbers[1]:
         raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
+
+
+def _lies_in(number: Any, interval: str) -> bool:
+    """Whether a value is a number of an interval such as `[0, 1)`; True and False are none."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    low, high = map(float, interval[1:-1].split(","))
+    # An open end excludes its bound.
+    if interval.startswith("(") and number == low:
+        return False
+    if interval.endswith(")") and number == high:
+        return False
+    return low <= number <= high
 
 
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:

@@ -129,14 +129,18 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         paths_by_key[key].append(path)
         expanded.append(f"{key}={path if _is_list(key, path) else quote(path)}")
     for key, paths in paths_by_key.items():
-        for argument in arguments:
-            if argument.startswith(f"{key}="):
-                paths.append(argument.partition("=")[2])
+        paths += _values_of_key(key, arguments)
         if len(paths) > 1:
             raise UserError(
                 f"{key}: expected one path, but got {first_few(paths, 3)}{_cure(command, key)}"
             )
     return expanded
+
+
+def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
+    """Values that a key has on the command line as `key=value`."""
+    begin = f"{key}="
+    return [argument.removeprefix(begin) for argument in arguments if argument.startswith(begin)]
 
 
 def _cure(command: str, key: str) -> str:

@@ -1,11 +1,11 @@
 """Schema of the configuration: every key with its type, range, unit and description.
 
 The values are in `conf/`. `check.py` merges the values that Hydra composed into the dataclass of
-the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers outside their range,
-whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
-`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.targets`; classes of
-ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this. The file is long
-because each key has its documentation beside it.
+the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers
+outside their range, whatever their source. A tuple's length is part of its type. Extension points
+(`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
+`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all
+this. The file is long because each key has its documentation beside it.
 """
 
 from collections.abc import Iterator

@@ -40,9 +40,18 @@ FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 COLUMNS = ("region", "trust", "metric", "number", "infinite", *FIGURES, "worst_case")
 _HEADINGS = {
-    "region": "region", "trust": "trust", "number": "n", "dice": "Dice", "std": "±", "min": "min", "nsd_1mm": "NSD 1mm",
-    "nsd_2mm": "NSD 2mm", "hd95_mm": "HD95 mm", "infinite": "inf", "worst_case": "worst case",
-}  # fmt: skip
+    "region": "region",
+    "trust": "trust",
+    "number": "n",
+    "dice": "Dice",
+    "std": "±",
+    "min": "min",
+    "nsd_1mm": "NSD 1mm",
+    "nsd_2mm": "NSD 2mm",
+    "hd95_mm": "HD95 mm",
+    "infinite": "inf",
+    "worst_case": "worst case",
+}
 MAX_FILE_VALUE = 65535
 Row = Mapping[str, Any]
 
@@ -120,12 +129,7 @@ def evaluate_folder(
         UserError: If an input is missing or no case has both a prediction and a reference.
     """
     metrics = metrics or {}
-    taken_names = sorted({"case", "region", "trust", *METRICS} & set(metrics))
-    if taken_names:
-        raise UserError(
-            f"metrics.{', '.join(taken_names)}: a column of metrics.csv has this name already; "
-            "choose another one"
-        )
+    _check_metric_names(metrics)
     regions = _scored_regions(task, label_values)
     baseline_rows = read_baseline(baseline) if baseline else []
     predictions = find_predictions(pred_dir)
@@ -146,21 +150,18 @@ def evaluate_folder(
         ("case", "status", "label"),
         f"the volumes of a prediction; give another output than {output}",
     )
-    summary = EvaluationSummary(
-        without_prediction=[
-            reference.name for key, reference in labelled.items() if key not in predictions
-        ],
-        without_reference=[
-            case_name(paths[0])
-            for key, paths in predictions.items()
-            if key not in labelled and key not in other_split_keys
-        ],
-        warnings=[
-            f"{region.name} is not scored: data.label_values does not name all its labels"
-            for region in scored_regions(task)
-            if region not in regions
-        ],
-    )
+    summary = EvaluationSummary()
+    for key, reference in labelled.items():
+        if key not in predictions:
+            summary.without_prediction.append(reference.name)
+    for key, paths in predictions.items():
+        if key not in labelled and key not in other_split_keys:
+            summary.without_reference.append(case_name(paths[0]))
+    for region in scored_regions(task):
+        if region not in regions:
+            summary.warnings.append(
+                f"{region.name} is not scored: data.label_values does not name all its labels"
+            )
     overlays = output / "overlays" if pictures else None
     _remove_old_pictures(output, overlays, labelled.values())
     for number, key in enumerate(common, start=1):
@@ -187,18 +188,7 @@ def evaluate_folder(
             viewers = write_viewers(
                 summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
             )
-        prediction_viewers = {}
-        bounds = {}
-        for name, (files, _) in pairs.items():
-            bounds[name] = read_words(files[0]).dice_at_least
-            viewer = beside(files[0], SUFFIX)
-            if viewer.is_file():
-                prediction_viewers[name] = viewer
-        patients = {
-            reference.name: reference.case.patient
-            for reference in references.values()
-            if reference.case is not None
-        }
+        prediction_viewers, bounds = _stated_by_predictions(pairs)
         write_page(
             summary.rows,
             [row for row in summary.statistics if row["trust"] == ALL],
@@ -209,16 +199,11 @@ def evaluate_folder(
             num_pictures,
             progress,
             overlays=overlays,
-            notes={
-                "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
-                "Without a prediction": summary.without_prediction,
-                "Without a reference": summary.without_reference,
-                "Warnings": summary.warnings,
-            },
+            notes=_notes(summary),
             costs=_mean_costs(summary),
             baseline=baseline,
             baseline_rows=baseline_rows,
-            patients=patients,
+            patients=_patients_of(references.values()),
         )
     progress(f"written to {output}")
     if summary.without_prediction:
@@ -228,6 +213,49 @@ def evaluate_folder(
             f"have no prediction: {first_few(summary.without_prediction)}"
         )
     return summary
+
+
+def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
+    """Refuse further metrics whose name is a column of `metrics.csv` already."""
+    taken_names = sorted({"case", "region", "trust", *METRICS} & set(metrics))
+    if taken_names:
+        raise UserError(
+            f"metrics.{', '.join(taken_names)}: a column of metrics.csv has this name already; "
+            "choose another one"
+        )
+
+
+def _stated_by_predictions(
+    pairs: Mapping[str, tuple[Sequence[Path], Reference]],
+) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
+    """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case."""
+    viewers = {}
+    bounds: dict[str, Mapping[str, StatedBound]] = {}
+    for name, (files, _) in pairs.items():
+        bounds[name] = read_words(files[0]).dice_at_least
+        viewer = beside(files[0], SUFFIX)
+        if viewer.is_file():
+            viewers[name] = viewer
+    return viewers, bounds
+
+
+def _notes(summary: EvaluationSummary) -> dict[str, list[str]]:
+    """Collect what the page says beside the scores, by heading."""
+    return {
+        "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
+        "Without a prediction": summary.without_prediction,
+        "Without a reference": summary.without_reference,
+        "Warnings": summary.warnings,
+    }
+
+
+def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
+    """Case to its patient, where a case table names it."""
+    patients = {}
+    for reference in references:
+        if reference.case is not None:
+            patients[reference.name] = reference.case.patient
+    return patients
 
 
 def _remove_old_pictures(
