@@ -395,47 +395,6 @@ def _mean_costs(summary: EvaluationSummary) -> list[tuple[str, str]]:
     return costs
 
 
-def _write_page(
-    summary: EvaluationSummary,
-    viewers: Mapping[str, Path],
-    prediction_viewers: Mapping[str, Path],
-    bounds: Mapping[str, Mapping[str, StatedBound]],
-    output: Path,
-    overlays: Path | None,
-    num_pictures: int,
-    baseline: Path | None,
-    baseline_rows: Sequence[Row],
-    patients: Mapping[str, str],
-    progress: Callable[[str], None],
-) -> None:
-    """Write the page with all that the console says."""
-    write_page(
-        summary.rows,
-        [one for one in summary.statistics if one["trust"] == ALL],
-        viewers,
-        prediction_viewers,
-        bounds,
-        output,
-        num_pictures,
-        progress,
-        overlays=overlays,
-        notes={
-            "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
-            "Without a prediction": summary.without_prediction,
-            "Without a reference": summary.without_reference,
-            "Warnings": summary.warnings,
-        },
-        costs=[
-            (name, f"{np.mean([cost[key] for cost in summary.costs.values()]):.1f}")
-            for key, name in (("total_s", "seconds a case"), ("peak_gb", "GB at the peak"))
-            if summary.costs
-        ],
-        baseline=baseline,
-        baseline_rows=baseline_rows,
-        patients=patients,
-    )
-
-
 def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None:
     """Print the warnings and a compact table."""
     for text in summary.warnings:
