@@ -112,7 +112,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
 
     The keys may still contradict each other.
     """
-    points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
+    schema_fields = dataclasses.fields(schema)  # type: ignore[arg-type]
+    points = [field.name for field in schema_fields if field.name in EXTENSION_KEYS]
     if points:
         # Before references are resolved: the key that they refer to may be an argument of another
         # class.
