@@ -132,7 +132,7 @@ def _group_schema(name: str, hint: Any, value: Any) -> type | None:
         schema = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
         if schema is not None:
             return schema
-    return hint if dataclasses.is_dataclass(hint) else None
+    return typing.cast(type, hint) if dataclasses.is_dataclass(hint) else None
 
 
 def group_files(group: str) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _titles(row: Row) -> dict[str, str]:
 
 
 def _difference_charts(
-    compared: Sequence[tuple[str, str, Difference]], points: Sequence[Row]
+    compared: Sequence[tuple[str, str, Difference]], points: Sequence[dict[str, Any]]
 ) -> list[Chart]:
     """Chart the differences of the Dice to the baseline, by region and by case.
 
