@@ -21,7 +21,7 @@ from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.report.tables import write_csv
 from medseg.workers import Worker, WorkerDiedError
 
-VERSION = 3
+VERSION = 4
 """Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
