@@ -15,13 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import PchipInterpolator
 
-from medseg.phantom.shapes import Field, Points, either, ellipse, ellipsoid, intersection, tube, union, within
+from medseg.phantom.shapes import Field, Fields, Points, Slab, either, ellipse, ellipsoid, intersection, tube, union, within
 from medseg.phantom.spec import SIDES, PhantomSpec
 
 Table = NDArray[np.float64]
 """One row a level, from feet to head; the first column is z in mm."""
-Fields = dict[str, Field]
-"""Signed distances in mm by name, (D, H, W) or broadcast to it."""
 
 # Left half of the rib cage: centre x, half axis x, centre y, half axis y.
 RIB_CAGE: Table = np.array([
@@ -164,21 +162,6 @@ def draw_patient(spec: PhantomSpec) -> Patient:
     )
 
 
-class Slab(NamedTuple):
-    """Points of a lattice, and what is needed to paint there.
-
-    Attributes:
-        points: The points.
-        noise: Smooth unit noise by name, (D, H, W): `wave` roughens surfaces, `tissue` and the finer `grain` vary tissue,
-            `vessels` and `more vessels` place vessels.
-        edge_mm: Width of painted edges.
-    """
-
-    points: Points
-    noise: Fields
-    edge_mm: float
-
-
 def by_level(table: Table, z_mm: Field) -> list[Field]:
     """Interpolate the columns of a table monotonically; constant beyond its ends."""
     curves = PchipInterpolator(table[:, 0], table[:, 1:])
@@ -220,12 +203,12 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     # The two domes meet below the heart.
     leftness = np.clip(0.5 + points.x / 70, 0, 1)
     dome_z_mm = halves[1].dome_z_mm * leftness + halves[-1].dome_z_mm * (1 - leftness)
-    body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.noise["wave"]
+    body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.wave
     body["cage"] = either(halves[1].cage, halves[-1].cage)
     up, wall_mm = (points.y, -110) if spec.is_prone else (-points.y, -80)
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
-        cavity = within(halves[side].cage + 1.3 * slab.noise["wave"], beyond_middle, points.z - patient.apex_z_mm)
+        cavity = within(halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm)
         cavity = intersection(cavity, -mediastinum, 5)
         cavity = intersection(cavity, -body["abdomen"], 2.5)
         cavity = within(cavity, 1 - body["bone"])
@@ -305,6 +288,6 @@ def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
         body["oesophagus"] - 2,
         body["heart"] - fat_mm,
         body["column"] - 5,
-        plate - 1.5 * slab.noise["wave"],
+        plate - 1.5 * slab.wave,
     ]
-    return reduce(lambda first, second: union(first, second, 9), parts) + 0.8 * slab.noise["wave"]
+    return reduce(lambda first, second: union(first, second, 9), parts) + 0.8 * slab.wave

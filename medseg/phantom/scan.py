@@ -16,8 +16,6 @@ from medseg.phantom.tissue import draw_noise, draw_planes
 
 # Smaller pieces of a lung, cut off its thin edges by the voxel grid, are removed.
 _MIN_PIECE_ML = 1.0
-# Half of the box around patient and table, canonical mm (y, x).
-_HALF_BODY_MM = (270.0, 300.0)
 # Points that are drawn at a time; they stay in the processor's cache.
 _NUM_POINTS = 200_000
 
@@ -56,8 +54,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     thickness_mm = spec.spacing_mm[0] / patient.scale_zyx[0]
     num_planes = max(1, round(thickness_mm / spec.model_spacing_mm[0]))
     planes_mm = np.add.outer(z_mm, ((np.arange(num_planes) + 0.5) / num_planes - 0.5) * thickness_mm)
-    limits_mm = [np.clip(axis[[0, -1]], -half, half) for axis, half in zip((y_mm, x_mm), _HALF_BODY_MM, strict=True)]
-    lattice = Points.covering(*np.transpose([(0, 0), *limits_mm]), spec.model_spacing_mm)
+    lattice = Points.covering((0, y_mm[0], x_mm[0]), (0, y_mm[-1], x_mm[-1]), spec.model_spacing_mm)
 
     image = np.empty(grid.shape, np.int16)
     labels, organs = np.empty(grid.shape, np.uint8), np.empty(grid.shape, np.uint8)
@@ -88,8 +85,7 @@ def resample(planes: Field, lattice: Points, num_planes: int, y_mm: NDArray[np.f
     """Average the thin planes of each slice and interpolate them at its pixels, (D, H, W)."""
     slices = planes.reshape(-1, num_planes, *planes.shape[1:]).mean(axis=1)
     for axis, coordinates, centres_mm in ((1, lattice.y, y_mm), (2, lattice.x, x_mm)):
-        nodes_mm = coordinates.ravel()
-        slices = interp1d(nodes_mm, slices, axis=axis)(np.clip(centres_mm, nodes_mm[0], nodes_mm[-1]))
+        slices = interp1d(coordinates.ravel(), slices, axis=axis, fill_value="extrapolate")(centres_mm)
     return np.asarray(slices, np.float32)
 
 

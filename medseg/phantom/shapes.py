@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 Field = NDArray[np.floating[Any]]
 """Distances in mm or values in HU; float32 wherever it is large."""
+Fields = dict[str, Field]
+"""Fields on one lattice by name, (D, H, W) or broadcast to it."""
 
 # Box in which the noise of a patient is fixed, mm (z, y, x); it fades out beyond.
 _NOISE_LOW_MM = np.array([-480.0, -300.0, -340.0])
@@ -154,3 +156,38 @@ class SmoothNoise:
             weights /= np.sqrt((weights**2).sum(axis=1, keepdims=True))
             values = np.tensordot(values, weights.astype(np.float32), (0, 1))
         return values
+
+
+class Slab(NamedTuple):
+    """Part of an image that is painted: tissue after tissue, each with the signed distance to its surface.
+
+    Attributes:
+        points: The lattice.
+        noise: Smooth unit noise by name, (D, H, W): `wave` roughens surfaces, `tissue` and the finer `grain` vary tissue.
+        hu: The image, (D, H, W).
+        edge_mm: Width of edges.
+    """
+
+    points: Points
+    noise: Fields
+    hu: Field
+    edge_mm: float
+
+    @property
+    def wave(self) -> Field:
+        """Noise of surfaces."""
+        return self.noise["wave"]
+
+    @property
+    def tissue(self) -> Field:
+        """Noise of tissue."""
+        return self.noise["tissue"]
+
+    @property
+    def grain(self) -> Field:
+        """Fine noise of tissue."""
+        return self.noise["grain"]
+
+    def paint(self, value_hu: Field | float, distance_mm: Field) -> None:
+        """Paint a tissue where the distance is negative."""
+        paint(self.hu, value_hu, cover(distance_mm, self.edge_mm))

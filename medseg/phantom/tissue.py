@@ -4,20 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.phantom.anatomy import TRUNK, VERTEBRA_MM, Fields, Patient, Slab, by_level, measure_body
-from medseg.phantom.shapes import (
-    Field,
-    Points,
-    SmoothNoise,
-    cover,
-    either,
-    ellipse,
-    ellipsoid,
-    paint,
-    tube,
-    union,
-    within,
-)
+from medseg.phantom.anatomy import TRUNK, VERTEBRA_MM, Patient, by_level, measure_body
+from medseg.phantom.shapes import Field, Fields, Points, Slab, SmoothNoise, cover, either, ellipse, ellipsoid, tube, union, within
 from medseg.phantom.spec import SIDES, PhantomSpec
 
 
@@ -72,29 +60,28 @@ def draw_planes(patient: Patient, points: Points, noise: dict[str, SmoothNoise])
         HU (D, H, W); covered share of the lungs, positive in the left and negative in the right one; covered share,
         positive in the heart and negative in the spine.
     """
-    spec = patient.spec
-    slab = Slab(points, {name: field.at(points) for name, field in noise.items()}, sum(spec.model_spacing_mm) / 3)
+    air_hu = np.full(points.shape, -1000, np.float32)
+    values = {name: field.at(points) for name, field in noise.items()}
+    slab = Slab(points, values, air_hu, sum(patient.spec.model_spacing_mm) / 3)
     body = measure_body(patient, slab)
-    hu = paint_chest_wall(patient, slab, body)
-    if spec.has_table:
-        paint_table(hu, spec, slab)
-    paint_abdomen(hu, patient, slab, body)
-    paint_mediastinum(hu, spec, slab, body)
-    lung_hu = lung_density(patient, slab, body)
-    share = {name: cover(distance, slab.edge_mm) for name, distance in body.items()}
+    paint_chest_wall(slab, patient, body)
+    if patient.spec.has_table:
+        paint_table(slab, patient.spec)
+    paint_abdomen(slab, patient, body)
+    paint_mediastinum(slab, patient.spec, body)
+    lung_hu = lung_density(slab, patient, body)
     for name in SIDES.values():
-        paint(hu, 8 + 4 * slab.noise["tissue"], share[f"{name}_fluid"])
-        paint(hu, lung_hu, share[f"{name}_lung"])
-    spine = np.maximum(share["bone"], share["column"] - share["canal"])
-    return hu, share["left_lung"] - share["right_lung"], share["heart"] - spine
+        slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
+        slab.paint(lung_hu, body[f"{name}_lung"])
+    spine = either(body["bone"], within(body["column"], -body["canal"]))
+    left, right, heart, spine = (
+        cover(distance, slab.edge_mm) for distance in (body["left_lung"], body["right_lung"], body["heart"], spine)
+    )
+    return slab.hu, left - right, heart - spine
 
 
-def paint_chest_wall(patient: Patient, slab: Slab, body: Fields) -> Field:
-    """Paint air, skin, fat, muscle, arms and bones; ribs, sternum and shoulder blades are plates outside the rib cage.
-
-    Returns:
-        HU (D, H, W).
-    """
+def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
+    """Paint skin, fat, muscle, arms and bones; ribs, sternum and shoulder blades are plates outside the rib cage."""
     spec, points, cage = patient.spec, slab.points, body["cage"]
     x, y, z = points
     half_x, half_y, centre_y = by_level(TRUNK, z)
@@ -120,28 +107,26 @@ def paint_chest_wall(patient: Patient, slab: Slab, body: Fields) -> Field:
         for side in SIDES:
             skin = union(skin, ellipsoid(points, (side * 88, -110, -48), (58, 52, 60)), 14)
 
-    hu = np.full(points.shape, -1000, np.float32)
-    paint(hu, 15, cover(skin, slab.edge_mm))
-    paint(hu, -104 + 7 * slab.noise["tissue"] + 4 * slab.noise["grain"], cover(skin + 2.2, slab.edge_mm))
-    paint(hu, 54 - 60 * np.clip(0.5 - np.abs(slab.noise["tissue"]), 0, 1), cover(muscle, slab.edge_mm))
+    slab.paint(15, skin)
+    slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
+    slab.paint(54 - 60 * np.clip(0.5 - np.abs(slab.tissue), 0, 1), muscle)
     bone = either(*bones)
-    paint(hu, 620 + 60 * slab.noise["tissue"], cover(bone, slab.edge_mm))
-    paint(hu, 180 + 60 * slab.noise["grain"], cover(bone + 1.9, slab.edge_mm))
-    paint(hu, 85, cover(np.where(body["disc"] > 0.76, body["column"], 20), slab.edge_mm))
-    paint(hu, 20, cover(body["canal"], slab.edge_mm))
-    return hu
+    slab.paint(620 + 60 * slab.tissue, bone)
+    slab.paint(180 + 60 * slab.grain, bone + 1.9)
+    slab.paint(85, np.where(body["disc"] > 0.76, body["column"], 20))
+    slab.paint(20, body["canal"])
 
 
-def paint_table(hu: Field, spec: PhantomSpec, slab: Slab) -> None:
-    """Put the patient table under the body (over it in prone scans) into HU (D, H, W), in place.
+def paint_table(slab: Slab, spec: PhantomSpec) -> None:
+    """Put the patient table under the body, or over it in prone scans.
 
     Tables differ: thin or as thick and as dark as a lung, flat or hollowed, with or without a mattress.
     """
     rng = spec.rng("table")
     mattress_mm, core_mm, half_width_mm = max(0, rng.uniform(-45, 45)), rng.uniform(12, 85), rng.uniform(170, 260)
-    x, y = slab.points.x, slab.points.y
+    x, y, _ = slab.points
     depth = (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
-    is_air = hu < -850
+    is_body = slab.hu > -850
     for thickness_mm, value_hu in (
         (mattress_mm, rng.uniform(-950, -700)),
         (2.4, rng.uniform(-600, 100)),
@@ -149,76 +134,74 @@ def paint_table(hu: Field, spec: PhantomSpec, slab: Slab) -> None:
         (2.4, rng.uniform(-600, 100)),
     ):
         layer = within(-depth, depth - thickness_mm, np.abs(x) - half_width_mm)
-        paint(hu, value_hu, cover(layer, slab.edge_mm) * is_air)
+        slab.paint(value_hu, np.where(is_body, 20, layer))
         depth = depth - thickness_mm
 
 
-def paint_abdomen(hu: Field, patient: Patient, slab: Slab, body: Fields) -> None:
-    """Paint the diaphragm and the organs below it into HU (D, H, W), in place."""
-    spec, points, tissue = patient.spec, slab.points, slab.noise["tissue"]
+def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
+    """Paint the diaphragm and the organs below it."""
+    spec, points, tissue = patient.spec, slab.points, slab.tissue
     if points.z.min() > patient.landmark_z_mm("dome") + 10:
         return
     inside = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
-    paint(hu, 48, cover(inside, slab.edge_mm))
+    slab.paint(48, inside)
     inside = inside + 3
-    paint(hu, -102 + 9 * tissue, cover(inside, slab.edge_mm))
+    slab.paint(-102 + 9 * tissue, inside)
     # Gas rises.
     up = points.y if spec.is_prone else -points.y
     path = [(x, y, z + patient.dome_z_mm[-1]) for x, y, z in COLON_XYZ_MM]
     colon = within(tube(points, path, (COLON_MM, COLON_MM)), inside)
-    paint(hu, 35, cover(colon, slab.edge_mm))
-    paint(hu, np.where(tissue - up / 40 > 0.1, 10 + 90 * np.abs(tissue), -950), cover(colon + 2.5, slab.edge_mm))
-
-    for organ in (*ORGANS, STOMACH):
-        x, y, z = organ.centre_xyz_mm
-        swelling = 0.85 + 0.45 * spec.stomach_gas if organ is STOMACH else 1.0
-        radii = swelling * np.array(organ.radii_xyz_mm)
-        distance = within(ellipsoid(points, (x, y, z + patient.dome_z_mm[organ.side]), radii), inside)
-        paint(hu, organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue, cover(distance, slab.edge_mm))
-        if organ is STOMACH:
-            content_hu = np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue)
-            paint(hu, content_hu, cover(distance + 4, slab.edge_mm))
+    slab.paint(35, colon)
+    slab.paint(np.where(tissue - up / 40 > 0.1, 10 + 90 * np.abs(tissue), -950), colon + 2.5)
+    for organ in ORGANS:
+        slab.paint(organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue, within(measure_organ(patient, points, organ), inside))
+    stomach = within(measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside)
+    slab.paint(STOMACH.hu + 3 * tissue, stomach)
+    slab.paint(np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue), stomach + 4)
 
 
-def paint_mediastinum(hu: Field, spec: PhantomSpec, slab: Slab, body: Fields) -> None:
-    """Paint fat, heart, oesophagus, vessels and central airways into HU (D, H, W), in place."""
-    chest = within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"])
+def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 1.0) -> Field:
+    """Measure an organ below the diaphragm, larger than in the table by a factor."""
+    x, y, z = organ.centre_xyz_mm
+    centre_xyz_mm = (x, y, z + patient.dome_z_mm[organ.side])
+    return ellipsoid(points, centre_xyz_mm, size * np.array(organ.radii_xyz_mm))
+
+
+def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
+    """Paint fat, heart, oesophagus, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
-    for value_hu, distance in (
-        (-92 + 12 * slab.noise["tissue"], chest),
-        (46 + 0.4 * spec.contrast_hu, body["heart"]),
-        (blood_hu, body["heart"] + 9 + 3 * slab.noise["tissue"]),
-        (40, body["oesophagus"]),
-        (blood_hu, body["vessels"]),
-        (50, body["airways"] - 1.8),
-        (-1000, body["airways"]),
-    ):
-        paint(hu, value_hu, cover(distance, slab.edge_mm))
+    slab.paint(-92 + 12 * slab.tissue, within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]))
+    slab.paint(46 + 0.4 * spec.contrast_hu, body["heart"])
+    slab.paint(blood_hu, body["heart"] + 9 + 3 * slab.tissue)
+    slab.paint(40, body["oesophagus"])
+    slab.paint(blood_hu, body["vessels"])
+    slab.paint(50, body["airways"] - 1.8)
+    slab.paint(-1000, body["airways"])
 
 
-def lung_density(patient: Patient, slab: Slab, body: Fields) -> Field:
+def lung_density(slab: Slab, patient: Patient, body: Fields) -> Field:
     """Density of the lungs, HU (D, H, W); only the part inside the lungs is used."""
-    spec, points, grain = patient.spec, slab.points, slab.noise["grain"]
-    lung = either(body["left_lung"], body["right_lung"])
+    spec, points, grain = patient.spec, slab.points, slab.grain
+    depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
-    airless = 0.8 - spec.breath
-    density = spec.lung_hu + 70 * airless + (0.5 + 0.35 * airless) * (down + 10) + 9 * slab.noise["tissue"] + 12 * grain
+    expiration = 0.8 - spec.breath
+    hu = spec.lung_hu + 70 * expiration + (0.5 + 0.35 * expiration) * (down + 10) + 9 * slab.tissue + 12 * grain
     # Near the lowest pleura the lungs collapse a little; fibrosis thickens the outer two centimetres.
-    density += 0.6 * np.clip(1 + lung / 7, 0, 1) ** 2 * np.clip(20 + down, 0, 110)
-    density += 420 * spec.fibrosis * np.clip(1 + lung / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
+    hu += 0.6 * np.clip(1 - depth_mm / 7, 0, 1) ** 2 * np.clip(20 + down, 0, 110)
+    hu += 420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
     if spec.emphysema:
-        paint(density, -975, np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1))
-    hilum_mm = np.hypot(np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20)
+        hu += (-975 - hu) * np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1)
     # The common zeros of two smooth noises are curves through space: vessels, thick near the hilum.
+    hilum_mm = np.hypot(np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20)
     axis_mm = 0.5 * _VESSEL_GRAIN_MM * np.hypot(slab.noise["vessels"], slab.noise["more vessels"])
-    vessel = axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45)
-    paint(density, 38 + 0.9 * spec.contrast_hu, cover(vessel, slab.edge_mm))
-    paint_lesions(density, patient, slab)
-    return density
+    lungs = slab._replace(hu=hu)
+    lungs.paint(38 + 0.9 * spec.contrast_hu, axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45))
+    paint_lesions(lungs, patient)
+    return lungs.hu
 
 
-def paint_lesions(density: Field, patient: Patient, slab: Slab) -> None:
-    """Paint nodules and a consolidation at random places of the chest, in place."""
+def paint_lesions(lungs: Slab, patient: Patient) -> None:
+    """Paint nodules and a consolidation at random places of the chest."""
     rng = patient.spec.rng("lesions")
     radii_mm = rng.uniform(2, 14, patient.spec.num_nodules).tolist()
     if patient.spec.consolidation:
@@ -226,6 +209,5 @@ def paint_lesions(density: Field, patient: Patient, slab: Slab) -> None:
     for radius_mm in radii_mm:
         side = rng.choice([-1, 1]).item()
         centre = (side * rng.uniform(50, 110), rng.uniform(-60, 60), rng.uniform(patient.dome_z_mm[side], 60))
-        lesion = ellipsoid(slab.points, centre, [radius_mm, radius_mm, radius_mm])
-        lesion = lesion + 0.15 * radius_mm * (slab.noise["tissue"] + slab.noise["grain"])
-        paint(density, 34 + 8 * slab.noise["tissue"], cover(lesion, max(slab.edge_mm, 0.2 * radius_mm)))
+        sphere = ellipsoid(lungs.points, centre, (radius_mm, radius_mm, radius_mm))
+        lungs.paint(34 + 8 * lungs.tissue, sphere + 0.15 * radius_mm * (lungs.tissue + lungs.grain))
