@@ -88,7 +88,6 @@ VESSELS = (
     Tube(((-40, -12, 190), (-44, -18, 80), (-26, -24, 30), (-27, -18, -60)), (6, 10.5)),
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
-OESOPHAGUS = (Tube(((2, 4, 150), (4, 28, 40), (3, 31, -50), (10, 20, -95), (26, 2, -130)), (6.5, 8)),)
 
 
 @dataclass(frozen=True)
@@ -188,14 +187,13 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
 
     Returns:
         Signed distances: `cage`, inside of the ribs; `abdomen`, below the diaphragm; `heart`; lumen of `vessels` and
-        `airways`; `oesophagus`; `column`, `bone`, `canal` of the spine; by side `left_lung`, `right_lung`, and pleural
+        `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`, `right_lung`, and pleural
         fluid `left_fluid`, `right_fluid`.
     """
     points, spec = slab.points, patient.spec
     body = measure_spine(points) | {
         "vessels": measure_tubes(patient, points, VESSELS),
         "airways": measure_tubes(patient, points, AIRWAYS),
-        "oesophagus": measure_tubes(patient, points, OESOPHAGUS),
         "heart": measure_heart(patient, points),
     }
     mediastinum = measure_mediastinum(patient, slab, body)
@@ -256,10 +254,7 @@ def measure_heart(patient: Patient, points: Points) -> Field:
 
 
 def measure_spine(points: Points) -> Fields:
-    """Measure the spine: `column` of bodies and discs, `bone` of bodies, canal wall and processes, `canal`, and `disc`.
-
-    `disc` is no distance: 0 in the middle of a vertebra, 1 in the middle of a disc, (D, 1, 1).
-    """
+    """Measure the spine: `column` of the bodies, `bone` of bodies, canal wall and processes, and `canal`."""
     centre_y, half_x, _ = by_level(MIDLINE, points.z)
     half_y = 0.84 * half_x
     number = (points.z - 2) / VERTEBRA_MM
@@ -270,7 +265,7 @@ def measure_spine(points: Points) -> Fields:
     transverse_process = within(np.abs(depth) - 4.5, lateral - 32, away_mm - 6)
     spinous_process = within(lateral - 3, -depth, depth - 36, away_mm - 7)
     bone = within(either(column, canal - 4, transverse_process, spinous_process), 0.5 - canal)
-    return {"column": column, "bone": bone, "canal": canal, "disc": 2 * away_mm / VERTEBRA_MM}
+    return {"column": column, "bone": bone, "canal": canal}
 
 
 def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
@@ -285,7 +280,6 @@ def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
     parts = [
         body["vessels"] - 1.5,
         body["airways"] - 2.2,
-        body["oesophagus"] - 2,
         body["heart"] - fat_mm,
         body["column"] - 5,
         plate - 1.5 * slab.wave,

@@ -163,30 +163,19 @@ class Slab(NamedTuple):
 
     Attributes:
         points: The lattice.
-        noise: Smooth unit noise by name, (D, H, W): `wave` roughens surfaces, `tissue` and the finer `grain` vary tissue.
-        hu: The image, (D, H, W).
+        wave: Smooth unit noise that roughens surfaces, (D, H, W).
+        tissue: Noise that varies tissue.
+        grain: Finer noise that varies tissue.
+        hu: The image.
         edge_mm: Width of edges.
     """
 
     points: Points
-    noise: Fields
+    wave: Field
+    tissue: Field
+    grain: Field
     hu: Field
     edge_mm: float
-
-    @property
-    def wave(self) -> Field:
-        """Noise of surfaces."""
-        return self.noise["wave"]
-
-    @property
-    def tissue(self) -> Field:
-        """Noise of tissue."""
-        return self.noise["tissue"]
-
-    @property
-    def grain(self) -> Field:
-        """Fine noise of tissue."""
-        return self.noise["grain"]
 
     def paint(self, value_hu: Field | float, distance_mm: Field) -> None:
         """Paint a tissue where the distance is negative."""

@@ -39,16 +39,16 @@ STOMACH = Organ(1, (48, -26, -62), (44, 46, 54), 45, 0.2)
 COLON_XYZ_MM = [(-98, 10, -270), (-88, -20, -130), (-10, -78, -160), (45, -70, -110), (98, 5, -60), (100, 35, -270)]
 COLON_MM = 19.0
 
-_VESSEL_GRAIN_MM = 13.0
-_GRAINS_MM = {"wave": 38.0, "tissue": 26.0, "grain": 7.0, "vessels": _VESSEL_GRAIN_MM, "more vessels": _VESSEL_GRAIN_MM}
+# Noise of surfaces, of tissue, its finer grain, and the two noises that place the vessels of the lungs.
+_GRAINS_MM = (38.0, 26.0, 7.0, 13.0, 13.0)
 
 
-def draw_noise(spec: PhantomSpec) -> dict[str, SmoothNoise]:
+def draw_noise(spec: PhantomSpec) -> list[SmoothNoise]:
     """Draw the smooth noises of a patient."""
-    return {name: SmoothNoise(spec.rng(name), grain_mm) for name, grain_mm in _GRAINS_MM.items()}
+    return [SmoothNoise(spec.rng(f"noise {number}"), grain_mm) for number, grain_mm in enumerate(_GRAINS_MM)]
 
 
-def draw_planes(patient: Patient, points: Points, noise: dict[str, SmoothNoise]) -> tuple[Field, Field, Field]:
+def draw_planes(patient: Patient, points: Points, noise: list[SmoothNoise]) -> tuple[Field, Field, Field]:
     """Draw a patient at the points of a lattice.
 
     Args:
@@ -61,15 +61,15 @@ def draw_planes(patient: Patient, points: Points, noise: dict[str, SmoothNoise])
         positive in the heart and negative in the spine.
     """
     air_hu = np.full(points.shape, -1000, np.float32)
-    values = {name: field.at(points) for name, field in noise.items()}
-    slab = Slab(points, values, air_hu, sum(patient.spec.model_spacing_mm) / 3)
+    wave, tissue, grain, *vessels = (field.at(points) for field in noise)
+    slab = Slab(points, wave, tissue, grain, air_hu, sum(patient.spec.model_spacing_mm) / 3)
     body = measure_body(patient, slab)
     paint_chest_wall(slab, patient, body)
     if patient.spec.has_table:
         paint_table(slab, patient.spec)
     paint_abdomen(slab, patient, body)
     paint_mediastinum(slab, patient.spec, body)
-    lung_hu = lung_density(slab, patient, body)
+    lung_hu = lung_density(slab, patient, body, 0.5 * _GRAINS_MM[-1] * np.hypot(*vessels))
     for name in SIDES.values():
         slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
         slab.paint(lung_hu, body[f"{name}_lung"])
@@ -113,7 +113,6 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     bone = either(*bones)
     slab.paint(620 + 60 * slab.tissue, bone)
     slab.paint(180 + 60 * slab.grain, bone + 1.9)
-    slab.paint(85, np.where(body["disc"] > 0.76, body["column"], 20))
     slab.paint(20, body["canal"])
 
 
@@ -168,19 +167,25 @@ def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 
 
 
 def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
-    """Paint fat, heart, oesophagus, vessels and central airways."""
+    """Paint fat, heart, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
     slab.paint(-92 + 12 * slab.tissue, within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]))
     slab.paint(46 + 0.4 * spec.contrast_hu, body["heart"])
     slab.paint(blood_hu, body["heart"] + 9 + 3 * slab.tissue)
-    slab.paint(40, body["oesophagus"])
     slab.paint(blood_hu, body["vessels"])
     slab.paint(50, body["airways"] - 1.8)
     slab.paint(-1000, body["airways"])
 
 
-def lung_density(slab: Slab, patient: Patient, body: Fields) -> Field:
-    """Density of the lungs, HU (D, H, W); only the part inside the lungs is used."""
+def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> Field:
+    """Density of the lungs, HU (D, H, W); only the part inside the lungs is used.
+
+    Args:
+        slab: Where.
+        patient: The patient.
+        body: Signed distances of the outlines.
+        axis_mm: Distance to the axes of the vessels: curves through space, the common zeros of two smooth noises.
+    """
     spec, points, grain = patient.spec, slab.points, slab.grain
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
@@ -191,9 +196,8 @@ def lung_density(slab: Slab, patient: Patient, body: Fields) -> Field:
     hu += 420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
     if spec.emphysema:
         hu += (-975 - hu) * np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1)
-    # The common zeros of two smooth noises are curves through space: vessels, thick near the hilum.
+    # Vessels are thick near the hilum.
     hilum_mm = np.hypot(np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20)
-    axis_mm = 0.5 * _VESSEL_GRAIN_MM * np.hypot(slab.noise["vessels"], slab.noise["more vessels"])
     lungs = slab._replace(hu=hu)
     lungs.paint(38 + 0.9 * spec.contrast_hu, axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45))
     paint_lesions(lungs, patient)

@@ -210,6 +210,24 @@ def test_draws_cover_ordinary_and_odd_cases() -> None:
     assert draw_spec(3, 7) == draw_spec(3, 7) != draw_spec(4, 7)
 
 
+@pytest.mark.parametrize("index", range(6))
+def test_a_drawn_chest_obeys_the_laws(index: int) -> None:
+    coarse = {"spacing_mm": (6.0, 5.0, 5.0), "matrix": (84, 84), "model_spacing_mm": (5.0, 5.0, 5.0)}
+    spec = replace(draw_spec(8, index), view="whole", missing_lung=None, centre_offset_mm=(0.0, 0.0), **coarse)
+    phantom = make_phantom(spec)
+    assert phantom.image_hu.min() >= min(spec.padding_hu or -1024, -1024)
+    assert phantom.image_hu.max() < 2000
+    assert np.mean(phantom.image_hu[phantom.labels > 0] < -500) > 0.7
+    centres = []
+    for value in (1, 2):
+        lung = phantom.labels == value
+        pieces, _ = ndimage.label(lung)
+        assert np.bincount(pieces.ravel())[1:].max() > 0.98 * lung.sum()
+        assert 0.3 < lung.sum() * voxel_ml(phantom) / 1000 < 5
+        centres.append(phantom.grid.index_to_world_xyz_mm(np.argwhere(lung).mean(axis=0)))
+    assert centres[0][0] - centres[1][0] > 80
+
+
 def test_unknown_choices_are_refused() -> None:
     with pytest.raises(ValueError, match="view must be one of"):
         PhantomSpec(0, 0, view="chest")
