@@ -15,7 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import PchipInterpolator
 
-from medseg.phantom.shapes import Field, Fields, Points, Slab, either, ellipse, ellipsoid, intersection, tube, union, within
+from medseg.phantom.shapes import (
+    Field,
+    Fields,
+    Points,
+    Slab,
+    either,
+    ellipse,
+    ellipsoid,
+    intersection,
+    tube,
+    union,
+    within,
+)
 from medseg.phantom.spec import SIDES, PhantomSpec
 
 Table = NDArray[np.float64]
@@ -80,7 +92,10 @@ AIRWAYS = (
 )
 # Aorta in two parts, left carotid artery, pulmonary trunk with left and right artery, upper and lower vena cava.
 VESSELS = (
-    Tube(((4, -22, -38), (-8, -36, -8), (-6, -28, 22), (3, -12, 31), (13, 8, 31), (19, 40, 18)), (16.5, 13)),
+    Tube(
+        ((4, -22, -38), (-8, -36, -8), (-6, -28, 22), (3, -12, 31), (13, 8, 31), (19, 40, 18)),
+        (16.5, 13),
+    ),
     Tube(((19, 40, 18), (21, 43, -5), (20, 36, -40), (8, 28, -140), (2, 5, -420)), (13, 8)),
     Tube(((2, -12, 31), (16, -4, 62), (26, 0, 190)), (6, 4)),
     Tube(((22, -46, -40), (20, -42, -18), (27, -4, -3), (46, 22, -14), (51, 28, -34)), (14, 7)),
@@ -139,9 +154,12 @@ def draw_patient(spec: PhantomSpec) -> Patient:
         return mean + rng.uniform(-spread, spread)
 
     size = draw(0.93 if spec.is_female else 1.0, 0.08)
-    fall_mm = 52 * (0.8 - spec.breath)
+    expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
-    dome_z_mm = {1: draw(-116, 12) + fall_mm + left_rise_mm, -1: draw(-104, 12) + fall_mm + right_rise_mm}
+    dome_z_mm = {
+        1: draw(-116, 12) + expiration_mm + left_rise_mm,
+        -1: draw(-104, 12) + expiration_mm + right_rise_mm,
+    }
     shift_x_mm = {None: 0.0, "left": 38.0, "right": -38.0}[spec.missing_lung]
     heart_z_mm = 0.5 * (dome_z_mm[1] + dome_z_mm[-1]) + draw(46, 7)
     return Patient(
@@ -217,7 +235,10 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
             fluid = np.full_like(cavity, -30)
         elif effusion_mm == 0:
             fluid = np.full_like(cavity, 30)
-        body |= {f"{name}_lung": intersection(cavity, -fluid, 6), f"{name}_fluid": within(cavity, fluid)}
+        body |= {
+            f"{name}_lung": intersection(cavity, -fluid, 6),
+            f"{name}_fluid": within(cavity, fluid),
+        }
     return body
 
 

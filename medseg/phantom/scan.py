@@ -81,7 +81,13 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     return Phantom(image, labels, organs, grid.reoriented((0, 1, 2), spec.flips))
 
 
-def resample(planes: Field, lattice: Points, num_planes: int, y_mm: NDArray[np.float64], x_mm: NDArray[np.float64]) -> Field:
+def resample(
+    planes: Field,
+    lattice: Points,
+    num_planes: int,
+    y_mm: NDArray[np.float64],
+    x_mm: NDArray[np.float64],
+) -> Field:
     """Average the thin planes of each slice and interpolate them at its pixels, (D, H, W)."""
     slices = planes.reshape(-1, num_planes, *planes.shape[1:]).mean(axis=1)
     for axis, coordinates, centres_mm in ((1, lattice.y, y_mm), (2, lattice.x, x_mm)):

@@ -17,7 +17,10 @@ from medseg.phantom.spec import CaseSeed
 
 Array = NDArray[np.float64]
 
-SCENE_DETAILS = {"small": ((48, 56, 64), (5.6, 4.9, 4.3)), "full": ((144, 176, 208), (1.9, 1.6, 1.4))}
+SCENE_DETAILS = {
+    "small": ((48, 56, 64), (5.6, 4.9, 4.3)),
+    "full": ((144, 176, 208), (1.9, 1.6, 1.4)),
+}
 """Voxels per axis, (D, H, W), and mean voxel spacing in mm, (z, y, x)."""
 
 SIGNS = {"left": 1, "right": -1}
@@ -68,7 +71,9 @@ class Organ(NamedTuple):
     contrast: Array
 
 
-def make_scene(spec: SceneSpec) -> tuple[list[tuple[NDArray[np.int16], VoxelGrid]], NDArray[np.uint8]]:
+def make_scene(
+    spec: SceneSpec,
+) -> tuple[list[tuple[NDArray[np.int16], VoxelGrid]], NDArray[np.uint8]]:
     """Make a scene: an elliptic body in air, with one organ for each label.
 
     Args:
@@ -87,7 +92,13 @@ def make_scene(spec: SceneSpec) -> tuple[list[tuple[NDArray[np.int16], VoxelGrid
     place_xyz_mm = rng.uniform(-60, 60, 3)
     organs = [organ._replace(radii_xyz=organ.radii_xyz * rng.uniform(0.85, 1.0, 3)) for organ in place_organs(spec)]
     if spec.ignore_label is not None:
-        ignored = Organ(spec.ignore_label, 1, rng.uniform(-0.4, 0.4, 3), np.full(3, 0.2), np.zeros(len(spec.modalities)))
+        ignored = Organ(
+            spec.ignore_label,
+            1,
+            rng.uniform(-0.4, 0.4, 3),
+            np.full(3, 0.2),
+            np.zeros(len(spec.modalities)),
+        )
         organs.append(ignored)
     images, maps = [], []
     for channel in range(len(spec.modalities)):

@@ -88,7 +88,11 @@ def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: ArrayLike, reach_mm: 
         part = distance[planes, rows, columns]
         if part.size == 0:
             continue
-        offsets = [points.x[:, :, columns] - a[0], points.y[:, rows] - a[1], points.z[planes] - a[2]]
+        offsets = [
+            points.x[:, :, columns] - a[0],
+            points.y[:, rows] - a[1],
+            points.z[planes] - a[2],
+        ]
         along = b - a
         # Place of the nearest point of the axis, 0 at a, 1 at b.
         place = np.clip(sum(map(mul, offsets, along)) / (along @ along), 0, 1)

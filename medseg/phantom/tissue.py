@@ -5,7 +5,20 @@ from typing import NamedTuple
 import numpy as np
 
 from medseg.phantom.anatomy import TRUNK, VERTEBRA_MM, Patient, by_level, measure_body
-from medseg.phantom.shapes import Field, Fields, Points, Slab, SmoothNoise, cover, either, ellipse, ellipsoid, tube, union, within
+from medseg.phantom.shapes import (
+    Field,
+    Fields,
+    Points,
+    Slab,
+    SmoothNoise,
+    cover,
+    either,
+    ellipse,
+    ellipsoid,
+    tube,
+    union,
+    within,
+)
 from medseg.phantom.spec import SIDES, PhantomSpec
 
 
@@ -36,7 +49,14 @@ ORGANS = (
 )
 STOMACH = Organ(1, (48, -26, -62), (44, 46, 54), 45, 0.2)
 # The colon, z relative to the right dome, and its radius.
-COLON_XYZ_MM = [(-98, 10, -270), (-88, -20, -130), (-10, -78, -160), (45, -70, -110), (98, 5, -60), (100, 35, -270)]
+COLON_XYZ_MM = [
+    (-98, 10, -270),
+    (-88, -20, -130),
+    (-10, -78, -160),
+    (45, -70, -110),
+    (98, 5, -60),
+    (100, 35, -270),
+]
 COLON_MM = 19.0
 
 # Noise of surfaces, of tissue, its finer grain, and the two noises that place the vessels of the lungs.
@@ -122,7 +142,11 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
     Tables differ: thin or as thick and as dark as a lung, flat or hollowed, with or without a mattress.
     """
     rng = spec.rng("table")
-    mattress_mm, core_mm, half_width_mm = max(0, rng.uniform(-45, 45)), rng.uniform(12, 85), rng.uniform(170, 260)
+    mattress_mm, core_mm, half_width_mm = (
+        max(0, rng.uniform(-45, 45)),
+        rng.uniform(12, 85),
+        rng.uniform(170, 260),
+    )
     x, y, _ = slab.points
     depth = (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
     is_body = slab.hu > -850
@@ -153,7 +177,10 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     slab.paint(35, colon)
     slab.paint(np.where(tissue - up / 40 > 0.1, 10 + 90 * np.abs(tissue), -950), colon + 2.5)
     for organ in ORGANS:
-        slab.paint(organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue, within(measure_organ(patient, points, organ), inside))
+        slab.paint(
+            organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue,
+            within(measure_organ(patient, points, organ), inside),
+        )
     stomach = within(measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside)
     slab.paint(STOMACH.hu + 3 * tissue, stomach)
     slab.paint(np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue), stomach + 4)
@@ -169,7 +196,10 @@ def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 
 def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
     """Paint fat, heart, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
-    slab.paint(-92 + 12 * slab.tissue, within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]))
+    slab.paint(
+        -92 + 12 * slab.tissue,
+        within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]),
+    )
     slab.paint(46 + 0.4 * spec.contrast_hu, body["heart"])
     slab.paint(blood_hu, body["heart"] + 9 + 3 * slab.tissue)
     slab.paint(blood_hu, body["vessels"])
@@ -212,6 +242,10 @@ def paint_lesions(lungs: Slab, patient: Patient) -> None:
         radii_mm.append(18 + 45 * patient.spec.consolidation)
     for radius_mm in radii_mm:
         side = rng.choice([-1, 1]).item()
-        centre = (side * rng.uniform(50, 110), rng.uniform(-60, 60), rng.uniform(patient.dome_z_mm[side], 60))
+        centre = (
+            side * rng.uniform(50, 110),
+            rng.uniform(-60, 60),
+            rng.uniform(patient.dome_z_mm[side], 60),
+        )
         sphere = ellipsoid(lungs.points, centre, (radius_mm, radius_mm, radius_mm))
         lungs.paint(34 + 8 * lungs.tissue, sphere + 0.15 * radius_mm * (lungs.tissue + lungs.grain))
