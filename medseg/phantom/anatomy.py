@@ -192,11 +192,11 @@ def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> 
     They follow a shifted mediastinum, the less the higher and the closer to the spine.
     """
     distances = []
-    for path_xyz_mm, radii_mm in tubes:
+    for path_xyz_mm, (first_mm, last_mm) in tubes:
         path = np.array(path_xyz_mm, np.float64)
         _, y, z = path.T
         path[:, 0] += patient.shift_x_mm * np.clip(1 - z / 100, 0, 1) * np.clip(1 - y / 40, 0, 1)
-        distances.append(tube(points, path, patient.tube_size * np.array(radii_mm)))
+        distances.append(tube(points, path, (patient.tube_size * first_mm, patient.tube_size * last_mm)))
     return either(*distances)
 
 

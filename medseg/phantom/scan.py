@@ -76,9 +76,9 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
             array[:, is_outside] = value
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
     np.copyto(organs, labels, where=labels > 0)
-    axes = np.flatnonzero(spec.flips).tolist()
-    image, labels, organs = (np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs))
-    return Phantom(image, labels, organs, grid.reoriented((0, 1, 2), spec.flips))
+    axes = tuple(np.flatnonzero(spec.flips).tolist())
+    stored = grid.reoriented((0, 1, 2), spec.flips)
+    return Phantom(np.flip(image, axes).copy(), np.flip(labels, axes).copy(), np.flip(organs, axes).copy(), stored)
 
 
 def resample(

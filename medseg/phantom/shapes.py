@@ -66,20 +66,20 @@ def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike)
     return np.asarray(level * (level - 1) / np.sqrt(slope))
 
 
-def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: ArrayLike, reach_mm: float = 20.0) -> Field:
+def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], reach_mm: float = 20.0) -> Field:
     """Measure a chain of tapered capsules.
 
     Args:
         points: The lattice.
         path_xyz_mm: Nodes of the chain, (n, 3).
-        radii_mm: Radius at the first and at the last node, (2,); it changes evenly from node to node.
+        radii_mm: Radius at the first and at the last node; it changes evenly from node to node.
         reach_mm: Largest distance that is measured; points farther away get it.
 
     Returns:
         Signed distance, at most `reach_mm`, (D, H, W).
     """
     path = np.asarray(path_xyz_mm, np.float32)
-    radii = np.linspace(*np.asarray(radii_mm, np.float32), num=len(path), dtype=np.float32)
+    radii = np.linspace(radii_mm[0], radii_mm[1], len(path), dtype=np.float32)
     distance = np.full(points.shape, reach_mm, np.float32)
     for a, b, radius_a, radius_b in zip(path[:-1], path[1:], radii[:-1], radii[1:], strict=True):
         margin = max(radius_a, radius_b) + reach_mm

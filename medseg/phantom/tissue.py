@@ -122,7 +122,7 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
             elbow = (side * 165.0, -30, 330) if spec.arms == "up" else (side * 222.0, 40, -210)
             muscle = union(muscle, tube(points, [shoulder, elbow], (44, 33), 60), 16)
             bones.append(tube(points, [shoulder, elbow], (15, 10)))
-    skin = muscle - spec.fat_mm * np.clip(0.75 - y / 330 - z / 500, 0.3, 1.6) - 2
+    skin: Field = muscle - spec.fat_mm * np.clip(0.75 - y / 330 - z / 500, 0.3, 1.6) - 2
     if spec.is_female:
         for side in SIDES:
             skin = union(skin, ellipsoid(points, (side * 88, -110, -48), (58, 52, 60)), 14)
@@ -148,7 +148,7 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
         rng.uniform(170, 260),
     )
     x, y, _ = slab.points
-    depth = (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
+    depth: Field = (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
     is_body = slab.hu > -850
     for thickness_mm, value_hu in (
         (mattress_mm, rng.uniform(-950, -700)),
