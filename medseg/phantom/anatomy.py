@@ -1,9 +1,10 @@
 """The patient: tables of the body, measures of one patient, and signed distances of chest, lungs, heart and spine.
 
-The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A patient's size is a scale
-per axis from canonical to world. Numbers are typical values of adult supine chest CT: tracheal radius 8–10 mm, ascending
-aorta diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body
-width 28–40 mm, inner transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
+The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
+patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
+supine chest CT: tracheal radius 8–10 mm, ascending aorta diameter 30–38 mm, pulmonary trunk 25–29
+mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width 28–40 mm, inner
+transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
 inspiration.
 """
 
@@ -90,7 +91,8 @@ AIRWAYS = (
     Tube(((0, 13, 1), (-16, 14, -10), (-31, 15, -17), (-41, 16, -52)), (7.2, 4.5)),
     Tube(((0, 13, 1), (18, 18, -13), (34, 22, -23), (49, 25, -56)), (6.8, 4.3)),
 )
-# Aorta in two parts, left carotid artery, pulmonary trunk with left and right artery, upper and lower vena cava.
+# Aorta in two parts, left carotid artery, pulmonary trunk with left and right artery, upper and
+# lower vena cava.
 VESSELS = (
     Tube(
         ((4, -22, -38), (-8, -36, -8), (-6, -28, 22), (3, -12, 31), (13, 8, 31), (19, 40, 18)),
@@ -196,7 +198,9 @@ def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> 
         path = np.array(path_xyz_mm, np.float64)
         _, y, z = path.T
         path[:, 0] += patient.shift_x_mm * np.clip(1 - z / 100, 0, 1) * np.clip(1 - y / 40, 0, 1)
-        distances.append(tube(points, path, (patient.tube_size * first_mm, patient.tube_size * last_mm)))
+        distances.append(
+            tube(points, path, (patient.tube_size * first_mm, patient.tube_size * last_mm))
+        )
     return either(*distances)
 
 
@@ -204,9 +208,9 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     """Measure the lungs and what bounds them.
 
     Returns:
-        Signed distances: `cage`, inside of the ribs; `abdomen`, below the diaphragm; `heart`; lumen of `vessels` and
-        `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`, `right_lung`, and pleural
-        fluid `left_fluid`, `right_fluid`.
+        Signed distances: `cage`, inside of the ribs; `abdomen`, below the diaphragm; `heart`; lumen
+        of `vessels` and `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`,
+        `right_lung`, and pleural fluid `left_fluid`, `right_fluid`.
     """
     points, spec = slab.points, patient.spec
     body = measure_spine(points) | {
@@ -224,12 +228,18 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     up, wall_mm = (points.y, -110) if spec.is_prone else (-points.y, -80)
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
-        cavity = within(halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm)
+        cavity = within(
+            halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
+        )
         cavity = intersection(cavity, -mediastinum, 5)
         cavity = intersection(cavity, -body["abdomen"], 2.5)
         cavity = within(cavity, 1 - body["bone"])
         # Free fluid lies at the lowest wall and rises a little at the ribs.
-        level_mm = wall_mm + effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3) + 0.4 * halves[side].cage
+        level_mm = (
+            wall_mm
+            + effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3)
+            + 0.4 * halves[side].cage
+        )
         fluid = up - level_mm
         if spec.missing_lung == name:
             fluid = np.full_like(cavity, -30)
@@ -268,7 +278,9 @@ def measure_heart(patient: Patient, points: Points) -> Field:
     """Measure the heart: ventricles along an axis to the left, front and feet; atria behind and to the right."""
     x, y, z = patient.heart_xyz_mm
     size = patient.heart_size
-    ventricles = tube(points, [(x - 8, y + 8, z + 8), (x + 20, y - 16, z - 18)], (48 * size, 40 * size), 60)
+    ventricles = tube(
+        points, [(x - 8, y + 8, z + 8), (x + 20, y - 16, z - 18)], (48 * size, 40 * size), 60
+    )
     left_atrium = ellipsoid(points, (x - 16, y + 36, z + 20), (33 * size, 19 * size, 23 * size))
     right_atrium = ellipsoid(points, (x - 38, y + 12, z + 2), (27 * size, 29 * size, 37 * size))
     return union(union(ventricles, left_atrium, 12), right_atrium, 14)

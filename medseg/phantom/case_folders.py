@@ -46,11 +46,12 @@ def write_phantoms(
         num_cases: Number of cases.
         seed: Seed of the data set.
         detail: `small` or `full`, see `draw_spec`.
-        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`; must add up to `num_cases`.
-            None leaves the column empty.
+        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`;
+            must add up to `num_cases`. None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored. None makes chests.
+        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored.
+            None makes chests.
 
     Returns:
         Path of `table.csv`.
@@ -65,7 +66,9 @@ def write_phantoms(
     split_column = np.repeat(list(splits), list(splits.values())).tolist()
     specs: list[Spec] = [draw_spec(seed, index, detail) for index in range(num_cases)]
     if scene is not None:
-        specs = [replace(scene, seed=seed, index=index, detail=detail) for index in range(num_cases)]
+        specs = [
+            replace(scene, seed=seed, index=index, detail=detail) for index in range(num_cases)
+        ]
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
@@ -76,7 +79,10 @@ def write_phantoms(
             row |= {"patient": case.name, "split": split}
             if isinstance(spec, PhantomSpec):
                 row["view"] = spec.view
-            row |= {f"trust_{part}": "reference" if is_present else "absent" for part, is_present in presence.items()}
+            row |= {
+                f"trust_{part}": "reference" if is_present else "absent"
+                for part, is_present in presence.items()
+            }
             rows.append(row)
             if progress is not None:
                 progress(len(rows), num_cases, case.name)
@@ -84,7 +90,9 @@ def write_phantoms(
     return folder / "table.csv"
 
 
-def _write_cases(folders: list[Path], specs: list[Spec], num_workers: int, stack: ExitStack) -> Iterable[dict[str, bool]]:
+def _write_cases(
+    folders: list[Path], specs: list[Spec], num_workers: int, stack: ExitStack
+) -> Iterable[dict[str, bool]]:
     """Write cases in this process, or in workers that end with the stack; see `write_case`."""
     if num_workers == 1:
         return map(write_case, folders, specs)
@@ -146,7 +154,10 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
         images, maps = [(phantom.image_hu, phantom.grid)], [phantom.labels, phantom.organs]
-        presence = {f"{name}_lung": bool(np.any(phantom.labels == value)) for value, name in ((1, "left"), (2, "right"))}
+        presence = {
+            f"{name}_lung": bool(np.any(phantom.labels == value))
+            for value, name in ((1, "left"), (2, "right"))
+        }
     else:
         images, labels = make_scene(spec)
         maps, presence = [labels], dict.fromkeys(spec.parts, True)

@@ -53,7 +53,9 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     # A slice is the mean of thin planes, which are drawn on a lattice of their own.
     thickness_mm = spec.spacing_mm[0] / patient.scale_zyx[0]
     num_planes = max(1, round(thickness_mm / spec.model_spacing_mm[0]))
-    planes_mm = np.add.outer(z_mm, ((np.arange(num_planes) + 0.5) / num_planes - 0.5) * thickness_mm)
+    planes_mm = np.add.outer(
+        z_mm, ((np.arange(num_planes) + 0.5) / num_planes - 0.5) * thickness_mm
+    )
     lattice = Points.covering((0, y_mm[0], x_mm[0]), (0, y_mm[-1], x_mm[-1]), spec.model_spacing_mm)
 
     image = np.empty(grid.shape, np.int16)
@@ -64,7 +66,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         slices = slice(start, start + num_slices)
         points = lattice._replace(z=planes_mm[slices].reshape(-1, 1, 1).astype(np.float32))
         hu, lung_share, organ_share = (
-            resample(planes, lattice, num_planes, y_mm, x_mm) for planes in draw_planes(patient, points, noise)
+            resample(planes, lattice, num_planes, y_mm, x_mm)
+            for planes in draw_planes(patient, points, noise)
         )
         image[slices] = np.rint([add_noise(plane, spec, rng) for plane in hu])
         labels[slices] = np.select([lung_share > 0.5, lung_share < -0.5], [1, 2])
@@ -78,7 +81,12 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     np.copyto(organs, labels, where=labels > 0)
     axes = tuple(np.flatnonzero(spec.flips).tolist())
     stored = grid.reoriented((0, 1, 2), spec.flips)
-    return Phantom(np.flip(image, axes).copy(), np.flip(labels, axes).copy(), np.flip(organs, axes).copy(), stored)
+    return Phantom(
+        np.flip(image, axes).copy(),
+        np.flip(labels, axes).copy(),
+        np.flip(organs, axes).copy(),
+        stored,
+    )
 
 
 def resample(
@@ -91,14 +99,17 @@ def resample(
     """Average the thin planes of each slice and interpolate them at its pixels, (D, H, W)."""
     slices = planes.reshape(-1, num_planes, *planes.shape[1:]).mean(axis=1)
     for axis, coordinates, centres_mm in ((1, lattice.y, y_mm), (2, lattice.x, x_mm)):
-        slices = interp1d(coordinates.ravel(), slices, axis=axis, fill_value="extrapolate")(centres_mm)
+        slices = interp1d(coordinates.ravel(), slices, axis=axis, fill_value="extrapolate")(
+            centres_mm
+        )
     return np.asarray(slices, np.float32)
 
 
 def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
     """Place the field of view on the patient.
 
-    A tilt turns the slices together with the patient: the grid is oblique, and the image shows the patient upright.
+    A tilt turns the slices together with the patient: the grid is oblique, and the image shows the
+    patient upright.
 
     Returns:
         The grid before it is stored, and the voxel centres in the canonical frame.
@@ -114,7 +125,9 @@ def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
     shape = (num_slices, *spec.matrix)
     middle = np.array([(low_mm + high_mm) / 2 * scale[0], *spec.centre_offset_mm])
     first = middle - (np.array(shape) - 1) / 2 * spacing
-    centres_mm = [(first[axis] + np.arange(shape[axis]) * spacing[axis]) / scale[axis] for axis in range(3)]
+    centres_mm = [
+        (first[axis] + np.arange(shape[axis]) * spacing[axis]) / scale[axis] for axis in range(3)
+    ]
     direction = Rotation.from_euler("ZYX", spec.tilt_deg, degrees=True).as_matrix()
     # The origin of the world is anywhere.
     origin = direction @ first[::-1] + rng.uniform(-100, 100, 3)

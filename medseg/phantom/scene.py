@@ -1,7 +1,8 @@
 """Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels, with exact labels.
 
-A scene tests a task for which there are no data. The layout of the organs and their contrast belong to the data set (its seed
-and labels), so that a network can learn them; size, position and surface vary from case to case.
+A scene tests a task for which there are no data. The layout of the organs and their contrast belong
+to the data set (its seed and labels), so that a network can learn them; size, position and surface
+vary from case to case.
 """
 
 from collections.abc import Mapping
@@ -35,12 +36,15 @@ class SceneSpec(CaseSeed):
     """Everything that a scene is made from; equal specs give equal bytes.
 
     Attributes:
-        labels: Label name to value; names that differ only by the word `left` or `right` are mirror images.
+        labels: Label name to value; names that differ only by the word `left` or `right` are mirror
+            images.
         sides: Label name to `left` or `right`, for the labels that lie on one side.
-        modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units, with a bias field.
+        modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units,
+            with a bias field.
         ignore_label: Value of a region of ignored voxels; None makes no such region.
         detail: `small` (about 5 mm) or `full` (about 1.6 mm).
-        has_own_grids: Whether each channel after the first has a grid of its own, coarser by a fifth.
+        has_own_grids: Whether each channel after the first has a grid of its own, coarser by a
+            fifth.
         parts: Regions or labels that the case table calls exact (column `trust_<part>`).
     """
 
@@ -80,8 +84,8 @@ def make_scene(
         spec: The case.
 
     Returns:
-        Image (D, H, W) and grid of each channel; labels on the grid of the first. A voxel belongs to the organ that holds its
-        centre.
+        Image (D, H, W) and grid of each channel; labels on the grid of the first. A voxel belongs
+        to the organ that holds its centre.
     """
     rng = spec.rng("scene")
     shape, mean_spacing_mm = SCENE_DETAILS[spec.detail]
@@ -90,7 +94,10 @@ def make_scene(
     body_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     middle_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3)
     place_xyz_mm = rng.uniform(-60, 60, 3)
-    organs = [organ._replace(radii_xyz=organ.radii_xyz * rng.uniform(0.85, 1.0, 3)) for organ in place_organs(spec)]
+    organs = [
+        organ._replace(radii_xyz=organ.radii_xyz * rng.uniform(0.85, 1.0, 3))
+        for organ in place_organs(spec)
+    ]
     if spec.ignore_label is not None:
         ignored = Organ(
             spec.ignore_label,
@@ -117,7 +124,9 @@ def make_scene(
         body = cover(ellipsoid(points, middle_xyz_mm, body_xyz_mm) + 4 * wave, edge_mm)
         image = np.rint(scan(spec, channel, points, body, contrast)).astype(np.int16)
         first_xyz_mm = [float(axis.flat[0]) for axis in points]
-        images.append((image, VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm))))
+        images.append(
+            (image, VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm)))
+        )
         maps.append(labels)
     return images, maps[0]
 
@@ -150,8 +159,12 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     """
     rng = CaseSeed(spec.seed, _SHARED).rng("layout")
     words = {label: label.split("_") for label in spec.labels}
-    stems = {label: "_".join(word for word in words[label] if word not in SIGNS) for label in spec.labels}
-    sides = {label: side for label in spec.labels for side in SIGNS if side in words[label]} | dict(spec.sides)
+    stems = {
+        label: "_".join(word for word in words[label] if word not in SIGNS) for label in spec.labels
+    }
+    sides = {label: side for label in spec.labels for side in SIGNS if side in words[label]} | dict(
+        spec.sides
+    )
     with_side = {stems[label] for label in sides}
     # Contrasts at equal steps, in another order in each channel.
     levels = np.linspace(0.8, -0.8, len(set(stems.values())))
@@ -166,7 +179,9 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         if stem in with_side:
             rooms.append(points[:, 0])  # to the middle, where the mirror image begins
         for placed in organs.values():
-            rooms.append(np.linalg.norm(points - placed.centre_xyz, axis=1) - placed.radii_xyz.max())
+            rooms.append(
+                np.linalg.norm(points - placed.centre_xyz, axis=1) - placed.radii_xyz.max()
+            )
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
         radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)

@@ -32,10 +32,14 @@ class Points(NamedTuple):
     z: Field
 
     @classmethod
-    def covering(cls, low_zyx_mm: ArrayLike, high_zyx_mm: ArrayLike, spacing_mm: Sequence[float]) -> Self:
+    def covering(
+        cls, low_zyx_mm: ArrayLike, high_zyx_mm: ArrayLike, spacing_mm: Sequence[float]
+    ) -> Self:
         """Cover a box with points on whole multiples of the spacing, so that two lattices share their points."""
         axes = []
-        for low, high, step in zip(np.asarray(low_zyx_mm), np.asarray(high_zyx_mm), spacing_mm, strict=True):
+        for low, high, step in zip(
+            np.asarray(low_zyx_mm), np.asarray(high_zyx_mm), spacing_mm, strict=True
+        ):
             numbers = np.arange(math.floor(low / step), math.ceil(high / step) + 1)
             axes.append((numbers * step).astype(np.float32))
         z, y, x = axes
@@ -66,7 +70,9 @@ def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike)
     return np.asarray(level * (level - 1) / np.sqrt(slope))
 
 
-def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], reach_mm: float = 20.0) -> Field:
+def tube(
+    points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], reach_mm: float = 20.0
+) -> Field:
     """Measure a chain of tapered capsules.
 
     Args:
@@ -84,7 +90,9 @@ def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], 
     for a, b, radius_a, radius_b in zip(path[:-1], path[1:], radii[:-1], radii[1:], strict=True):
         margin = max(radius_a, radius_b) + reach_mm
         ends = zip(points, np.minimum(a, b) - margin, np.maximum(a, b) + margin, strict=True)
-        columns, rows, planes = (slice(*np.searchsorted(axis.ravel(), limits)) for axis, *limits in ends)
+        columns, rows, planes = (
+            slice(*np.searchsorted(axis.ravel(), limits)) for axis, *limits in ends
+        )
         part = distance[planes, rows, columns]
         if part.size == 0:
             continue
@@ -96,7 +104,9 @@ def tube(points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], 
         along = b - a
         # Place of the nearest point of the axis, 0 at a, 1 at b.
         place = np.clip(sum(map(mul, offsets, along)) / (along @ along), 0, 1)
-        square = sum((offset - place * step) ** 2 for offset, step in zip(offsets, along, strict=True))
+        square = sum(
+            (offset - place * step) ** 2 for offset, step in zip(offsets, along, strict=True)
+        )
         radius = radius_a + place * (radius_b - radius_a)
         np.minimum(part, np.sqrt(square) - radius, out=part)
     return distance
@@ -146,15 +156,21 @@ class SmoothNoise:
             rng: Source of the numbers.
             grain_mm: Spacing of the coarse lattice.
         """
-        self.centres_mm = [np.arange(low, high, grain_mm) for low, high in zip(_NOISE_LOW_MM, _NOISE_HIGH_MM, strict=True)]
+        self.centres_mm = [
+            np.arange(low, high, grain_mm)
+            for low, high in zip(_NOISE_LOW_MM, _NOISE_HIGH_MM, strict=True)
+        ]
         self.values = rng.standard_normal([centres.size for centres in self.centres_mm], np.float32)
         self.grain_mm = grain_mm
 
     def at(self, points: Points) -> Field:
         """Evaluate the noise, float32 (D, H, W)."""
         values = self.values
-        # The kernel is a product over the axes. Each step moves the axis that it has smoothed to the end.
-        for coordinates, centres_mm in zip((points.z, points.y, points.x), self.centres_mm, strict=True):
+        # The kernel is a product over the axes. Each step moves the axis that it has smoothed to
+        # the end.
+        for coordinates, centres_mm in zip(
+            (points.z, points.y, points.x), self.centres_mm, strict=True
+        ):
             offsets = (coordinates.reshape(-1, 1) - centres_mm) / self.grain_mm
             weights = np.exp(-(offsets**2))
             weights /= np.sqrt((weights**2).sum(axis=1, keepdims=True))

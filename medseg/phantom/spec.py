@@ -17,7 +17,8 @@ class View(NamedTuple):
 
     Attributes:
         share: Share of the cases.
-        low: Landmark, and range above it in mm: `recess` (lowest point of the lungs), `dome`, `carina` or `apex`.
+        low: Landmark, and range above it in mm: `recess` (lowest point of the lungs), `dome`,
+            `carina` or `apex`.
         high: The same for the highest slice.
     """
 
@@ -127,19 +128,24 @@ class PhantomSpec(CaseSeed):
         num_slices: Number of slices; None takes as many as the view needs.
         model_spacing_mm: Lattice on which the anatomy is drawn, (z, y, x).
         tilt_deg: Rotation of the patient and the slices about the z, y, x axes of the scanner.
-        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest, (y, x).
+        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest,
+            (y, x).
         padding_hu: Value outside the circular field of view; None reconstructs the square.
         blur_mm: Standard deviation of the in-plane blur.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
         contrast_hu: Contrast agent in the blood, added to its 41 HU.
         is_female: Smaller, less muscle, with breasts.
         fat_mm: Typical thickness of the fat under the skin.
-        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm and density of the lungs.
+        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm and density of the
+            lungs.
         arms: `up`, `down` or `none` (outside the field of view).
-        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is in front.
+        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is
+            in front.
         flips: Storage axes (z, y, x) that run against LPS.
-        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted mediastinum.
-        is_touching: Whether the lungs meet in front of the heart, with only a thin line between them.
+        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted
+            mediastinum.
+        is_touching: Whether the lungs meet in front of the heart, with only a thin line between
+            them.
         has_table: Whether the table is in the image.
         lung_hu: Density of healthy lungs.
         num_nodules: Round nodules of about 4 to 30 mm.

@@ -59,16 +59,22 @@ COLON_XYZ_MM = [
 ]
 COLON_MM = 19.0
 
-# Noise of surfaces, of tissue, its finer grain, and the two noises that place the vessels of the lungs.
+# Noise of surfaces, of tissue, its finer grain, and the two noises that place the vessels of the
+# lungs.
 _GRAINS_MM = (38.0, 26.0, 7.0, 13.0, 13.0)
 
 
 def draw_noise(spec: PhantomSpec) -> list[SmoothNoise]:
     """Draw the smooth noises of a patient."""
-    return [SmoothNoise(spec.rng(f"noise {number}"), grain_mm) for number, grain_mm in enumerate(_GRAINS_MM)]
+    return [
+        SmoothNoise(spec.rng(f"noise {number}"), grain_mm)
+        for number, grain_mm in enumerate(_GRAINS_MM)
+    ]
 
 
-def draw_planes(patient: Patient, points: Points, noise: list[SmoothNoise]) -> tuple[Field, Field, Field]:
+def draw_planes(
+    patient: Patient, points: Points, noise: list[SmoothNoise]
+) -> tuple[Field, Field, Field]:
     """Draw a patient at the points of a lattice.
 
     Args:
@@ -77,8 +83,8 @@ def draw_planes(patient: Patient, points: Points, noise: list[SmoothNoise]) -> t
         noise: See `draw_noise`.
 
     Returns:
-        HU (D, H, W); covered share of the lungs, positive in the left and negative in the right one; covered share,
-        positive in the heart and negative in the spine.
+        HU (D, H, W); covered share of the lungs, positive in the left and negative in the right
+        one; covered share, positive in the heart and negative in the spine.
     """
     air_hu = np.full(points.shape, -1000, np.float32)
     wave, tissue, grain, *vessels = (field.at(points) for field in noise)
@@ -95,7 +101,8 @@ def draw_planes(patient: Patient, points: Points, noise: list[SmoothNoise]) -> t
         slab.paint(lung_hu, body[f"{name}_lung"])
     spine = either(body["bone"], within(body["column"], -body["canal"]))
     left, right, heart, spine = (
-        cover(distance, slab.edge_mm) for distance in (body["left_lung"], body["right_lung"], body["heart"], spine)
+        cover(distance, slab.edge_mm)
+        for distance in (body["left_lung"], body["right_lung"], body["heart"], spine)
     )
     return slab.hu, left - right, heart - spine
 
@@ -117,7 +124,9 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     for side in SIDES:
         shoulder = (side * 158.0 * patient.width, 24, 90)
         bones.append(tube(points, [(side * 20, -62, 56), shoulder], (7, 6)))
-        bones.append(within(np.abs(cage - 20) - 2.5, ellipsoid(points, (side * 100, 75, 20), (45, 50, 70))))
+        bones.append(
+            within(np.abs(cage - 20) - 2.5, ellipsoid(points, (side * 100, 75, 20), (45, 50, 70)))
+        )
         if spec.arms != "none":
             elbow = (side * 165.0, -30, 330) if spec.arms == "up" else (side * 222.0, 40, -210)
             muscle = union(muscle, tube(points, [shoulder, elbow], (44, 33), 60), 16)
@@ -139,7 +148,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
 def paint_table(slab: Slab, spec: PhantomSpec) -> None:
     """Put the patient table under the body, or over it in prone scans.
 
-    Tables differ: thin or as thick and as dark as a lung, flat or hollowed, with or without a mattress.
+    Tables differ: thin or as thick and as dark as a lung, flat or hollowed, with or without a
+    mattress.
     """
     rng = spec.rng("table")
     mattress_mm, core_mm, half_width_mm = (
@@ -148,7 +158,9 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
         rng.uniform(170, 260),
     )
     x, y, _ = slab.points
-    depth: Field = (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
+    depth: Field = (
+        (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
+    )
     is_body = slab.hu > -850
     for thickness_mm, value_hu in (
         (mattress_mm, rng.uniform(-950, -700)),
@@ -181,7 +193,9 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
             organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue,
             within(measure_organ(patient, points, organ), inside),
         )
-    stomach = within(measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside)
+    stomach = within(
+        measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside
+    )
     slab.paint(STOMACH.hu + 3 * tissue, stomach)
     slab.paint(np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue), stomach + 4)
 
@@ -214,20 +228,32 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
         slab: Where.
         patient: The patient.
         body: Signed distances of the outlines.
-        axis_mm: Distance to the axes of the vessels: curves through space, the common zeros of two smooth noises.
+        axis_mm: Distance to the axes of the vessels: curves through space, the common zeros of two
+            smooth noises.
     """
     spec, points, grain = patient.spec, slab.points, slab.grain
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
     expiration = 0.8 - spec.breath
-    hu = spec.lung_hu + 70 * expiration + (0.5 + 0.35 * expiration) * (down + 10) + 9 * slab.tissue + 12 * grain
-    # Near the lowest pleura the lungs collapse a little; fibrosis thickens the outer two centimetres.
+    hu = (
+        spec.lung_hu
+        + 70 * expiration
+        + (0.5 + 0.35 * expiration) * (down + 10)
+        + 9 * slab.tissue
+        + 12 * grain
+    )
+    # Near the lowest pleura the lungs collapse a little; fibrosis thickens the outer two
+    # centimetres.
     hu += 0.6 * np.clip(1 - depth_mm / 7, 0, 1) ** 2 * np.clip(20 + down, 0, 110)
-    hu += 420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
+    hu += (
+        420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
+    )
     if spec.emphysema:
         hu += (-975 - hu) * np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1)
     # Vessels are thick near the hilum.
-    hilum_mm = np.hypot(np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20)
+    hilum_mm = np.hypot(
+        np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20
+    )
     lungs = slab._replace(hu=hu)
     lungs.paint(38 + 0.9 * spec.contrast_hu, axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45))
     paint_lesions(lungs, patient)

@@ -40,12 +40,16 @@ def labels() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("value", [1, 2])
-def test_the_included_weights_give_the_recorded_labels(value: int, labels: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_included_weights_give_the_recorded_labels(
+    value: int, labels: tuple[np.ndarray, np.ndarray]
+) -> None:
     pred, reference = labels
     recorded = np.load(RECORDED)["labels"]
     assert pred.shape == recorded.shape
     assert dice(pred == value, recorded == value) >= MIN_DICE
-    assert dice(recorded == value, reference == value) > 0.9, "the recorded labels are lungs, left and right"
+    assert dice(recorded == value, reference == value) > 0.9, (
+        "the recorded labels are lungs, left and right"
+    )
 
 
 if __name__ == "__main__":
