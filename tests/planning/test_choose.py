@@ -280,7 +280,8 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
         assert one.config.memory == memory
 
 
-def test_only_the_width_of_our_network_is_changed() -> None:
+def test_only_the_width_of_our_network_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_divisor", lambda _: (16, 16, 16))
     config = compose("allow=other_run", "stage.batch_size=2", "model.width=16")
     other_network = replace(config, model={**config.model, "_target_": "package.Network"})
     runs = list(closer_runs(other_network, (32, 32, 48)))
