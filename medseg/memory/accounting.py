@@ -281,7 +281,7 @@ def _count(
                 value = mean_of_samples(sample_losses(loss, logits, target))
             del logits
         if timeline is not None:
-            timeline.held = tracker.held(FORWARD)
+            timeline.held_storages = tracker.held_storages(FORWARD)
         offloaded = tracker.live_bytes(HOST)
         saved = {
             owner.part: size

@@ -97,7 +97,7 @@ class Segment:
     small: list[int] = field(default_factory=list)
 
 
-class Held(NamedTuple):
+class HeldStorage(NamedTuple):
     """Storage that is live between the forward and the backward pass.
 
     Attributes:
@@ -119,7 +119,7 @@ class Timeline:
 
     segments: list[Segment] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    held_storages: list[HeldStorage] = field(default_factory=list)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -232,10 +232,12 @@ class MemoryTracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._takers[leaf.untyped_storage()._cdata].add(part)
 
-    def held(self, kind: str) -> list[Held]:
+    def held_storages(self, kind: str) -> list[HeldStorage]:
         """List the live storages of a kind with their savers and takers."""
         return [
-            Held(num_bytes, owner.part, frozenset(self._savers[key]), frozenset(self._takers[key]))
+            HeldStorage(
+                num_bytes, owner.part, frozenset(self._savers[key]), frozenset(self._takers[key])
+            )
             for key, (_, owner, num_bytes) in self._entries.items()
             if owner.kind == kind
         ]
