@@ -62,7 +62,7 @@ class Candidate:
     beside: Estimate
 
     def fastest(self, budget: int) -> Option | None:
-        """Find the fastest recomputed blocks within a budget of resident bytes; None if none fit."""
+        """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
         if self.beside.peak_resident > budget:
             return None
         blocks = self.model.fastest(budget - self.beside.resident[STEP])

@@ -46,7 +46,7 @@ class Moment:
 
     Attributes:
         base: Bytes that do not depend on the choice of blocks.
-        conditional: Bytes by a set of literals; they are live if at least one of the literals holds.
+        conditional: Bytes by a set of literals; they are live if at least one literal holds.
         block: Block that runs; empty for what is outside of all blocks.
         rise: Further bytes at the peak of the segment if the block is not recomputed.
         recomputed_rise: The same if it is.
@@ -104,8 +104,8 @@ class StepModel:
         if owners != [segment.owner for segment in recomputed.segments]:
             raise UserError(
                 "plan: with recomputed blocks the parts of this network run in another order, so "
-                "their time and memory cannot be predicted block by block; leave out fit_gib and choose "
-                "memory.checkpointing yourself"
+                "their time and memory cannot be predicted block by block; leave out fit_gib and "
+                "choose memory.checkpointing yourself"
             )
         self.blocks = list(blocks)
         order: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""Callback of the tiny training by which `plan` calibrates itself: memory and processor time, read at events of the training.
+"""Callback of the tiny training by which `plan` calibrates itself: memory and processor time.
+
+Both are read at events of the training.
 
 A program that watches from outside reads at moments that depend on the load of the machine. It may
 then see a process that is about to start another program, and shares all of its memory with it, or
@@ -103,8 +105,7 @@ class RehearsalWatch(pl.Callback):
         self.helpers = max(self.helpers, helpers)
         if not workers:
             return
-        own = sum(private_bytes(pid) for pid in workers)
-        beside = bytes_beside(os.getpid(), workers)
-        if own > self.worker * len(workers):
-            self.worker = own // len(workers)
-        self.copies = max(self.copies, beside - own)
+        workers_private = sum(private_bytes(pid) for pid in workers)
+        workers_all = bytes_beside(os.getpid(), workers)
+        self.worker = max(self.worker, workers_private // len(workers))
+        self.copies = max(self.copies, workers_all - workers_private)

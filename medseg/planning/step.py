@@ -24,7 +24,7 @@ from medseg.training.options import TrainConfig
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
-    """Find the largest number of samples whose step fits: a linear estimate, then exact counts around it.
+    """Find the largest number of samples whose step fits: linear estimate, then exact counts.
 
     Args:
         peak: Bytes of a step by number of samples; must not fall.
