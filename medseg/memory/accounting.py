@@ -362,6 +362,52 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+class _PartWatch:
+    """Hooks that set the tracker's owner to the part of the network that runs.
+
+    Attributes:
+        order: The parts that have run, in their order.
+    """
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.order: dict[str, None] = {}
+        self._tracker = tracker
+        self._callers: list[Owner] = []
+        self._running: list[str] = []
+
+    def enter(self, name: str, _: nn.Module, args: Any) -> None:
+        """Note that a part begins its forward pass."""
+        self._callers.append(self._tracker.now)
+        self._running.append(name)
+        kind = self._tracker.now.kind
+        if kind == BACKWARD or self._is_nested():
+            return
+        if name != BETWEEN:
+            self.order.setdefault(name)
+            self._tracker.take(args, name)
+        self._tracker.now = Owner(kind, name)
+
+    def leave(self, name: str, _: nn.Module, __: Any, result: Any) -> None:
+        """Go back to the caller of a part, and wait for the part's backward pass."""
+        self._tracker.now = self._callers.pop()
+        was_nested = self._is_nested()
+        self._running.pop()
+        if was_nested or not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        # What the network returns is, as a rule, the result of a part, which has its hook.
+        if name == BETWEEN and result._backward_hooks:
+            return
+        # Once the gradient of the part's result is computed, the part's backward pass begins.
+        result.register_hook(functools.partial(self._begin_backward, name))
+
+    def _begin_backward(self, name: str, _: Tensor) -> None:
+        self._tracker.now = Owner(BACKWARD, name)
+
+    def _is_nested(self) -> bool:
+        """Whether the part runs within another, to which it then belongs."""
+        return len(self._running) - (self._running[0] == BETWEEN) > 1
+
+
 @contextlib.contextmanager
 def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[str, None]]:
     """Set the tracker's owner to the part of the network that runs, in forward and in backward.
@@ -369,49 +415,20 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[st
     Yields:
         The parts that have run, in their order.
     """
-    callers: list[Owner] = []
-    running: list[str] = []
-    order: dict[str, None] = {}
-
-    def is_nested() -> bool:
-        """Whether the part runs within another; it then belongs to that one, which recomputes it."""
-        return len(running) - (running[0] == BETWEEN) > 1
-
-    def enter(name: str, _: nn.Module, args: Any) -> None:
-        callers.append(tracker.now)
-        running.append(name)
-        if tracker.now.kind == BACKWARD or is_nested():
-            return
-        if name != BETWEEN:
-            order.setdefault(name)
-            tracker.take(args, name)
-        tracker.now = Owner(tracker.now.kind, name)
-
-    def leave(name: str, _: nn.Module, __: Any, result: Any) -> None:
-        tracker.now = callers.pop()
-        was_nested = is_nested()
-        running.pop()
-        if was_nested or not isinstance(result, Tensor) or not result.requires_grad:
-            return
-        # What the network returns is, as a rule, the result of a part, which has its hook.
-        if name == BETWEEN and result._backward_hooks:
-            return
-        # Once the gradient of the part's result is computed, the part's backward pass begins.
-        result.register_hook(functools.partial(begin_backward, name))
-
-    def begin_backward(name: str, _: Tensor) -> None:
-        tracker.now = Owner(BACKWARD, name)
-
+    watch = _PartWatch(tracker)
+    enter = functools.partial(watch.enter, BETWEEN)
+    leave = functools.partial(watch.leave, BETWEEN)
     with contextlib.ExitStack() as hooks:
         # Hooks run in the order of their registration: the network enters first and leaves last.
-        hooks.enter_context(network.register_forward_pre_hook(functools.partial(enter, BETWEEN)))
+        hooks.enter_context(network.register_forward_pre_hook(enter))
         for name, modules in named_parts(network).items():
+            enter_part = functools.partial(watch.enter, name)
+            leave_part = functools.partial(watch.leave, name)
             for module in modules:
-                enter_part = functools.partial(enter, name)
                 hooks.enter_context(module.register_forward_pre_hook(enter_part))
-                hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
-        hooks.enter_context(network.register_forward_hook(functools.partial(leave, BETWEEN)))
-        yield order
+                hooks.enter_context(module.register_forward_hook(leave_part))
+        hooks.enter_context(network.register_forward_hook(leave))
+        yield watch.order
 
 
 def _make_fake(network: nn.Module) -> None:

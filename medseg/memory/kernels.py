@@ -358,9 +358,10 @@ def continued(points: Sequence[tuple[float, int]]) -> int:
 
 
 def parts_of(call: Call) -> list[tuple[float, Call]]:
-    """Divide a large operation: parts of its slices with their shares of the whole, the largest last.
+    """Divide a large operation into parts of its slices.
 
-    A small operation is its only part; one that is too large and cannot be divided has none.
+    Each part comes with its share of the whole, the largest last. A small operation is its only
+    part; one that is too large and cannot be divided has none.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]

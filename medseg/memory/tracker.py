@@ -293,7 +293,7 @@ class MemoryTracker(TorchDispatchMode):
             self._see(tensor.untyped_storage(), owner)
 
     def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
-        """Count a storage: a new one for this owner, one that an operation has resized for its own."""
+        """Count a storage: for this owner if it is new, for its own if an operation resized it."""
         key = storage._cdata
         num_bytes = storage.nbytes()
         entry = self._entries.get(key)
