@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy loss; its explicit gradient is the only full-size tensor that it makes."""
+"""Dice plus cross-entropy loss; its explicit gradient is its only full-size tensor."""
 
 import math
 from collections.abc import Iterator
