@@ -277,7 +277,11 @@ class VoxelGrid:
         direction: Any,
     ) -> VoxelGrid:
         """Make a grid of sequences and arrays."""
-        return VoxelGrid(tuple(shape), tuple(spacing_mm), tuple(origin_xyz_mm), direction)  # type: ignore[arg-type]
+        depth, height, width = shape
+        z_mm, y_mm, x_mm = spacing_mm
+        return VoxelGrid(
+            (depth, height, width), (z_mm, y_mm, x_mm), origin_xyz_mm.tolist(), direction
+        )
 
     def crop(self, box: VoxelBox) -> VoxelGrid:
         """Cut to a box, which may reach outside; every voxel keeps its world point.

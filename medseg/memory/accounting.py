@@ -162,6 +162,7 @@ def count_step(
             value = _forward(network, image, target, loss, precision, tracker, timeline)
             offloaded = tracker.live_bytes(HOST)
             saved = tracker.live_by_part(FORWARD)
+            # Until the gradient of the first part arrives, the backward pass is that of the loss.
             tracker.now = Owner(BACKWARD, LOSS)
             value.backward()
             del value

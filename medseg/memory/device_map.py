@@ -93,6 +93,7 @@ class _JoinDevices(TorchFunctionMode):
         if is_copy or len({tensor.device for tensor in tensors}) < 2:
             return func(*args, **kwargs)
         weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        # A weight stays where it is, and the other operands come to it.
         device = (weights or tensors)[0].device
 
         def moved(tensor: Tensor) -> Tensor:
@@ -163,12 +164,14 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
         if device == len(devices) - 1:
             return (sums[-1] - sums[start]) / capacity, (len(names),)
         choices = []
+        # Dynamic programming over the end of this device's parts.
         for stop in range(start, len(names) + 1):
             rest, stops = best(stop, device + 1)
             share = (sums[stop] - sums[start]) / capacity
             choices.append((max(share, rest), (stop, *stops)))
         return min(choices)
 
+    # The ends of all devices' parts, the last of which is that of all parts.
     _, stops = best(0, 0)
     device_map: dict[str, str] = {}
     for device, (start, stop) in zip(devices, itertools.pairwise((0, *stops)), strict=True):

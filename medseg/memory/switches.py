@@ -335,10 +335,12 @@ def is_copying_to_host() -> bool:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+    # Parameters stay where they are: the optimiser holds them there anyway.
     if isinstance(tensor, nn.Parameter):
         return None, tensor
     token = _copies_to_host.set(True)
     try:
+        # From pinned memory a GPU copies while it computes.
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor, non_blocking=tensor.is_cuda)
     finally:

@@ -264,6 +264,7 @@ class MemoryTracker(TorchDispatchMode):
         assert self._timeline is not None
         call = Call.of(func, args, kwargs)
         segments = self._timeline.segments
+        # Operations of equal form cost the same, and are measured once.
         key = f"{func}{call.arguments}{call.options}"
         self._timeline.calls.setdefault(key, call)
         if not segments or segments[-1].owner != self.now:
@@ -298,6 +299,7 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = storage.nbytes()
         entry = self._entries.get(key)
         if entry is None:
+            # Called as soon as nothing holds the storage any more.
             reference: weakref.ref[Any] = weakref.ref(storage, lambda _: self._forget(key))
             num_bytes_before = 0
         else:

@@ -122,6 +122,7 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
+        # Slices between the first and the last that a kernel reads.
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
         is_small = min(features.shape[2:]) <= 2 or features.shape[2] <= reach
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:

@@ -104,6 +104,7 @@ def channel_arguments(
         ValueError: If the arguments state other channels, or the class has no argument for them.
     """
     parameters = inspect.signature(network_class).parameters
+    # MONAI's networks have one class for two and three dimensions.
     added = {}
     if "spatial_dims" in parameters:
         added["spatial_dims"] = 3
@@ -172,6 +173,7 @@ def find_traits(
     if fixed_size:
         divisor = (1, 1, 1)
     names = _find_blocks(network, trace) if blocks is None else _matching(network, blocks)
+    # Those that save the most memory come first.
     names.sort(key=lambda name: -trace.interior_bytes(name))
     outputs = outputs_of(trace.result, is_training=True)
     num_outputs = len(outputs) if isinstance(outputs, list) else 1
@@ -249,12 +251,13 @@ class _Trace:
         They are what recomputing the module saves.
         """
         outside = self._outside.get(name, set())
-        kept = self._kept[name]
-        return sum(size for storage, size in kept.items() if storage not in outside)
+        sizes = self._kept[name]
+        return sum(size for storage, size in sizes.items() if storage not in outside)
 
     def has_unused(self) -> bool:
         """Whether some weights receive no gradient."""
         with torch.device("meta"):
+            # The gradient of the sum of all outputs reaches each weight that they depend on.
             total = torch.zeros(())
             for output in _tensors_in(self.result):
                 total = total + output.sum()
@@ -452,10 +455,12 @@ def _find_divisor(
     """
     # Without the results of global pooling, whose size is one.
     feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
+    # How many times smaller the smallest features are, axis by axis.
     reductions = [
         max(round(length / features[axis]) for features in feature_shapes)
         for axis, length in enumerate(shape)
     ]
+    # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
         depth, height, width = (reduction * factor for reduction in reductions)
         # Odd multiples that differ between the axes; a larger divisor does not divide them.

@@ -268,6 +268,7 @@ class UNet(nn.Module):
         for level in self.encoder:
             features = level(features)
             skips.append(features)
+        # The features of the deepest level are no skip.
         skips.pop()
         for level in reversed(self.decoder):
             # Without a gradient, popping frees the skip as soon as it is used.
@@ -282,6 +283,7 @@ class UNet(nn.Module):
         A name begins with its level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
         """
         blocks: dict[str, nn.Module] = {}
+        # A refining head works at full resolution and saves the most.
         if isinstance(self.head, RefiningHead):
             blocks["head"] = self.head
         blocks["stem"] = self.stem

@@ -65,6 +65,7 @@ class Candidate:
         """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
         if self.beside.peak_resident > budget:
             return None
+        # The model knows the tensors of the step alone, not what lies beside them.
         blocks = self.model.fastest(budget - self.beside.resident[STEP])
         if blocks is None:
             return None
@@ -214,7 +215,7 @@ def fastest_option(
 def front(candidates: Sequence[Candidate]) -> list[Option]:
     """List the sets of switches that no other one beats in peak and seconds, the fastest first.
 
-    The peaks fall in steps of a hundredth at least.
+    Each candidate is searched in steps of a hundredth of the peak.
     """
     options: list[Option] = []
     for candidate in candidates:
@@ -240,6 +241,7 @@ def reasons(
         undone.append((f"recompute {block}", chosen.option(rest)))
     for candidate in candidates:
         alternative = candidate.option(blocks)
+        # A candidate that differs in one switch shows what this switch does.
         differing = [
             key for key, value in option.switches.items() if alternative.switches[key] != value
         ]
@@ -297,6 +299,7 @@ def closer_runs(
             stage = replace(stage, patch_size=patch)
         if not changes:
             continue
+        # Micro-batches are chosen anew: they must divide the new batch size.
         memory = replace(config.memory, accumulate=1)
         yield changes, replace(config, memory=memory, model=model, stage=stage, shape=None), patch
 
@@ -313,6 +316,7 @@ def _smaller_batches(config: PlanConfig) -> list[int]:
 def _smaller_patches(shape: Shape, divisor: Shape) -> list[Shape]:
     """Shrink a patch (D, H, W) to multiples of the divisor; the full one comes first."""
     patches = [shape]
+    # With a single multiple on every axis the deepest level would be one voxel.
     for share in PATCH_SHARES:
         depth, height, width = (
             min(length, max(step * 2, int(length * share) // step * step))

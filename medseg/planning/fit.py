@@ -58,7 +58,9 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     candidates = make_candidates(config, shape, machine)
     choice = verified(candidates, budget, max_seconds, shape, machine)
     if choice is None and config.allow is Allow.other_run:
+        # The first run that fits is the one that sees the most voxels per step.
         for other_changes, other_config, patch in closer_runs(config, shape):
+            # One estimate takes less time than the count of all candidates.
             if not fits_at_all(other_config, patch, machine, budget):
                 continue
             other_candidates = make_candidates(other_config, patch, machine)

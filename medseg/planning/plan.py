@@ -67,6 +67,7 @@ def plan(config: PlanConfig) -> int:
     else:
         memory = count_memory(config, shape, compute=config.compute)
     case_bytes, pass_bytes = evaluation_bytes(config, case_shape)
+    # The optimiser's state stays in memory during a validation.
     peaks = {STEP: memory.peak, VALIDATION: case_bytes + pass_bytes + memory.optimizer_state}
     print("\n".join(plan_lines(config, shape, memory)), flush=True)
     print("\n".join(describe_peaks(config, case_shape, peaks)), flush=True)
@@ -74,6 +75,7 @@ def plan(config: PlanConfig) -> int:
     if run_estimate is not None:
         print("\n".join(describe_estimate(config, run_estimate)), flush=True)
         predicted = {key: facts[key] for key in ("peak_resident_mib", "seconds_per_step")}
+        # The run that follows is compared with these numbers.
         write_plan(config, predicted)
         for sentence in past_errors():
             say(sentence)

@@ -171,6 +171,7 @@ class StepModel:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         sets = self._literal_sets()
+        # Variables: one a block, then one a set of literals.
         rows, limits = self._constraints(sets, budget)
         # Where a recomputation costs nothing, fewer blocks are better.
         block_costs = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]

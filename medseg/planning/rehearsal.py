@@ -62,6 +62,7 @@ class RehearsalWatch(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Note the time of the step, and read the memory of the other processes."""
+        # Processor time, which other programs on the machine do not lengthen.
         now_s = time.process_time()
         if self.step_start_s is not None:
             self.steps_s.append(now_s - self.step_start_s - self.computed_s)
@@ -86,6 +87,7 @@ class RehearsalWatch(pl.Callback):
         self.path.write_text(json.dumps(numbers), encoding="utf-8")
 
     def _start_network(self, network: nn.Module, *_: Any) -> None:
+        # An evaluation has no gradients and keeps no activations: what is left is the process.
         if not network.training:
             self.main = max(self.main, resident_bytes())
         self._start_computing()
