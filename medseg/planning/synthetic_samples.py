@@ -17,7 +17,7 @@ from medseg.data.samples import Samples
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
-from medseg.preprocess.intensity import intensity_of
+from medseg.preprocess.intensity import Intensity, intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
@@ -111,7 +111,7 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         slab[:] = value
     (folder / "case.json").touch()  # a case is read as long as its record is there
     np.save(folder / "labels.npy", labels)
-    intensities = []
+    intensities: list[Intensity | None] = []
     for number, channel in enumerate(task.channels):
         image = np.zeros(grid.shape, dtype=np.int16 if channel.modality == "ct" else np.float32)
         np.save(folder / (f"image_{number}.npy" if number else "image.npy"), image)
