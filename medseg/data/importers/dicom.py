@@ -6,6 +6,8 @@ An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, 
 from collections import Counter
 from pathlib import Path
 
+from pydicom import dcmread
+
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
@@ -57,7 +59,7 @@ def import_dicom(folder: Path) -> DataSet:
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
         structures[name] = file.names
         for empty in file.empty:
-            account.use(Kind.structure, f"{empty} of {name}", "empty there, which states its absence")
+            account.use(Kind.structure, f"{empty} of {name}", "empty there: nothing is enclosed, which states its absence")
     names = [name for file in chosen.values() for name in file.names]
     labels = named_groups(sorted(names, key=plain_name), account)
     channels = (channel_of(kinds[0]),)
@@ -90,7 +92,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
         other = chosen.setdefault(image.uid, file)
         if other is file:
             continue
-        if file.uid and file.uid == other.uid:
+        if _is_copy(file, other):
             account.explain(file.path, f"a copy of {other.path.relative_to(folder)}")
             continue
         raise UserError(
@@ -100,6 +102,13 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
     if lost and not chosen:
         raise UserError(f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there.")
     return chosen
+
+
+def _is_copy(file: LabelEntry, other: LabelEntry) -> bool:
+    """Whether two files hold one object: the identity alone is no proof, since corrected labels may keep it."""
+    if not file.uid or file.uid != other.uid or file.names != other.names:
+        return False
+    return dcmread(file.path, force=True) == dcmread(other.path, force=True)
 
 
 def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account: Account) -> None:

@@ -42,7 +42,7 @@ class LabelEntry:
     Attributes:
         path: The file.
         names: Names of its structures, in the order of the file.
-        empty: Those of them without a contour or a frame.
+        empty: Those of them without a closed contour or a frame.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
         patient: Patient ID, "" where there is none.
         uid: SOP Instance UID, which a copy has too.
