@@ -393,7 +393,8 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
         UserError: If a value misses every whole number by more than rounding.
     """
     whole = np.rint(values)
-    sizes = np.abs(values - volume.intercept) + abs(volume.intercept)
+    # Not below the rounding of a label 1: a resampler weighs labels against the background, and leaves 1e-08 of one.
+    sizes = np.maximum(np.abs(values - volume.intercept) + abs(volume.intercept), 1.0)
     step = abs(volume.slope)
     # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds them.
     half_step = step / 2 if volume.dtype.kind in "iu" and step < 1.0 else 0.0

@@ -122,9 +122,9 @@ class DataSet:
                 complete = [name for name, parts in self.labels.items() if not any(map(self._cases_without, parts))]
                 choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
                 raise UserError(
-                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
-                    "missing, and would be trained on as background; add it, leave the label out with medseg import … "
-                    f"{choice}, or state with missing=absent that these patients do not have it."
+                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure "
+                    f"{_shown(member, label)}{part} is missing, and would be trained on as background; add it, leave the label "
+                    f"out (medseg import … {choice}), or state that these patients do not have it (medseg import … missing=absent)."
                 )
 
     def state_absence(self) -> "DataSet":
