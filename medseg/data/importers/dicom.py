@@ -6,8 +6,6 @@ An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, 
 from collections import Counter
 from pathlib import Path
 
-from pydicom import dcmread
-
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
@@ -18,7 +16,7 @@ from medseg.data.importers.dataset import (
     plain_name,
 )
 from medseg.errors import UserError, require
-from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, read_catalogue
+from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, is_copy, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.wording import first_few
 
@@ -92,7 +90,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
         other = chosen.setdefault(image.uid, file)
         if other is file:
             continue
-        if _is_copy(file, other):
+        if is_copy(file, other):
             account.explain(file.path, f"a copy of {other.path.relative_to(folder)}")
             continue
         raise UserError(
@@ -102,13 +100,6 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
     if lost and not chosen:
         raise UserError(f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there.")
     return chosen
-
-
-def _is_copy(file: LabelEntry, other: LabelEntry) -> bool:
-    """Whether two files hold one object: the identity alone is no proof, since corrected labels may keep it."""
-    if not file.uid or file.uid != other.uid or file.names != other.names:
-        return False
-    return dcmread(file.path, force=True) == dcmread(other.path, force=True)
 
 
 def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account: Account) -> None:
