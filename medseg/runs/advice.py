@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -94,7 +95,7 @@ def _data_arguments(config: TrainConfig) -> list[str]:
     """Arguments for the cases of a run, the split and the values in their files, as far as they differ from the defaults."""
     data = config.data
     arguments = [f"data.cases={data.cases}"] if data.cases else []
-    defaults = OmegaConf.load(conf_dir() / "data" / "default.yaml")
+    defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")
     for key in SHARED_KEYS:
         value = getattr(data, key)
         if value != defaults[key]:
