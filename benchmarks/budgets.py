@@ -40,13 +40,13 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
+from medseg.io.tables import markdown_table, write_csv
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
 from medseg.memory.switches import switch_on
 from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
 from medseg.planning.estimate import Machine
 from medseg.planning.step import input_shape
-from medseg.report.tables import markdown_table, write_csv
 from medseg.training.extensions import make_loss
 from medseg.training.network import make_network
 from medseg.training.optimisation import make_scheduled_optimizer

@@ -24,10 +24,10 @@ import psutil
 
 from medseg.geometry.grid import VoxelBox
 from medseg.io.read import read_labels
+from medseg.io.tables import print_table
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
-from medseg.report.tables import print_table
 
 TIMEOUT_S = 3600.0
 FIRST, NUM_SLICES = 54, 16  # slices of 2.5 mm in the middle of the lungs

@@ -15,7 +15,7 @@ from medseg.config.overrides import text_of
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_USER_ERROR
 from medseg.io.atomic import replace_text
-from medseg.report.tables import markdown_table, read_csv
+from medseg.io.tables import markdown_table, read_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 # Arguments of each configuration by name; each uses memory in a different way.

@@ -34,6 +34,7 @@ from medseg.errors import EXIT_USER_ERROR, UserError, require
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_image
+from medseg.io.tables import markdown_table, write_csv
 from medseg.io.write import write_image
 from medseg.memory.options import Precision
 from medseg.memory.precision import autocast, inference_precision
@@ -42,7 +43,6 @@ from medseg.phantom.spec import PhantomSpec
 from medseg.preprocess.intensity import HU_LIMITS, normalise_hu
 from medseg.preprocess.orient import orient
 from medseg.preprocess.resample import resample_image
-from medseg.report.tables import markdown_table, write_csv
 from medseg.studies.baselines import install_baselines, make_baseline
 from medseg.weights.files import read_weights, shipped_weights
 

@@ -25,10 +25,10 @@ from medseg.errors import EXIT_FAILED
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_labels
+from medseg.io.tables import markdown_table, write_csv
 from medseg.io.write import write_image
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
-from medseg.report.tables import markdown_table, write_csv
 
 MAX_SLICES = 3000
 LIMIT_GIB = 1.0

@@ -28,9 +28,9 @@ from medseg.console import say
 from medseg.data.samples import collate
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
+from medseg.io.tables import markdown_table, read_csv, write_csv
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
-from medseg.report.tables import markdown_table, read_csv, write_csv
 from medseg.training.assemble import make_data_module
 from medseg.workers import Worker
 

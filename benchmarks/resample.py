@@ -21,8 +21,8 @@ import SimpleITK
 import torch
 
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.tables import print_table
 from medseg.preprocess.resample import RESAMPLINGS, resample_image
-from medseg.report.tables import print_table
 
 GRID = VoxelGrid((300, 512, 512), (1.25, 0.7, 0.7))
 THREADS = 2

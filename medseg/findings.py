@@ -1,7 +1,7 @@
 """Findings: what is told about a scan, with a code and a severity, whoever found it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -36,12 +36,26 @@ class Finding:
         """Plain types for a JSON file: code, severity and the whole sentence."""
         return {"code": self.code, "severity": self.severity.value, "sentence": str(self)}
 
+    def within(self, part: str) -> "Finding":
+        """Name the part of the case that the sentence is about, such as a channel."""
+        return replace(self, message=f"{part}: {self.message}")
+
 
 def warnings_of(code: str, sentences: Iterable[str]) -> list[Finding]:
     """Make a warning of each sentence."""
     return [Finding(code, Severity.warning, sentence) for sentence in sentences]
 
 
+def information_of(code: str, sentences: Iterable[str]) -> list[Finding]:
+    """Make an information of each sentence."""
+    return [Finding(code, Severity.information, sentence) for sentence in sentences]
+
+
 def sentences_of(findings: Iterable[Finding]) -> list[str]:
     """List the sentences of all findings but information."""
     return [str(finding) for finding in findings if finding.severity is not Severity.information]
+
+
+def information_in(findings: Iterable[Finding]) -> list[str]:
+    """List the sentences of the findings that ask for nothing."""
+    return [str(finding) for finding in findings if finding.severity is Severity.information]

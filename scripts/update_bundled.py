@@ -13,7 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "medseg"
 # Name to the folder, the file of licences, and each npm package with its script.
 BUNDLES = {
-    "niivue": (PACKAGE / "pictures" / "viewer", "niivue.LICENSE.txt", {"@niivue/niivue": "dist/niivue.umd.js"}),
+    "niivue": (PACKAGE / "report" / "viewer", "niivue.LICENSE.txt", {"@niivue/niivue": "dist/niivue.umd.js"}),
     "vega": (
         PACKAGE / "report" / "page" / "vega",
         "LICENSE.txt",

@@ -20,7 +20,7 @@ from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import require
-from medseg.findings import Finding, sentences_of, warnings_of
+from medseg.findings import Finding, information_in, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.options import InferenceOptions
@@ -105,6 +105,11 @@ class Segmentation:
     def warnings(self) -> list[str]:
         """Sentences of all findings but information."""
         return sentences_of(self.findings)
+
+    @property
+    def information(self) -> list[str]:
+        """Sentences of the findings that ask for nothing."""
+        return information_in(self.findings)
 
 
 @dataclass(frozen=True)
@@ -345,7 +350,7 @@ def _segment_whole(
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
-    result.findings += warnings_of("out_of_memory", prediction.remarks)
+    result.findings += warnings_of("out_of_memory", prediction.warnings)
     whole = Region(stage.task.name, tuple(stage.task.labels))
     stds = [] if prediction.std is None else [(prediction.std, crop.grid)]
     return [(whole, prediction.probs[1:], crop.grid)], stds
@@ -388,8 +393,8 @@ def _refine_regions(
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
-        remarks = [f"{region.name}: {remark}" for remark in prediction.remarks]
-        result.findings += warnings_of("out_of_memory", remarks)
+        for finding in warnings_of("out_of_memory", prediction.warnings):
+            result.findings.append(finding.within(region.name))
         parts.append((region, prediction.probs, crop.grid))
         if prediction.std is not None:
             stds.append((prediction.std, crop.grid))

@@ -136,7 +136,7 @@ def localise(
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task)
     findings = [
-        *warnings_of("out_of_memory", prediction.remarks),
+        *warnings_of("out_of_memory", prediction.warnings),
         *warnings_of("removed_parts", removed),
         *found.findings,
         *(

@@ -47,13 +47,13 @@ class Prediction(NamedTuple):
         probs: Probabilities (K, D, H, W), float16, on the CPU: the mean over checkpoints and flips.
         std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single checkpoint and no flips.
         tiling_plan: How the crop went through the network.
-        remarks: Sentences about what did not go as planned.
+        warnings: What did not go as planned, a sentence each.
     """
 
     probs: Tensor
     std: Tensor | None
     tiling_plan: TilingPlan
-    remarks: list[str]
+    warnings: list[str]
 
 
 @dataclass
@@ -186,13 +186,13 @@ class TrainedStage:
             torch.OutOfMemoryError: If the memory of the CPU runs out.
         """
         with _NETWORK_LOCK:
-            remarks: list[str] = []
+            warnings: list[str] = []
             stage: TrainedStage = self
             shape = (image.shape[1], image.shape[2], image.shape[3])
             plan = first = self.plan(shape, options)
             while True:
                 try:
-                    return Prediction(*stage._run(image, plan, options), plan, remarks)
+                    return Prediction(*stage._run(image, plan, options), plan, warnings)
                 except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
                     is_last = stage.device.type == "cpu" and (plan.slab_bytes is not None or not stage.allows_slabs)
                     if is_last or not is_out_of_memory(error):
@@ -208,7 +208,7 @@ class TrainedStage:
                     plan, way = plan._replace(slab_bytes=slab_bytes), "slabs, which give the same labels"
                 else:
                     stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
-                remarks.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
+                warnings.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
 
     def plan(self, shape: tuple[int, int, int], options: InferenceOptions) -> TilingPlan:
         """Choose how an image of a size (D, H, W) goes through the networks.

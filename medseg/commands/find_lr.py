@@ -10,8 +10,8 @@ from medseg.console import say
 from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED, require
 from medseg.io.atomic import check_writable
-from medseg.pictures.plots import draw_lr_range
-from medseg.report.tables import write_csv
+from medseg.io.tables import write_csv
+from medseg.report.plots import draw_lr_range
 from medseg.training.assemble import make_data_module, make_module, make_trainer
 from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 from medseg.training.network import load_initial_weights, make_network

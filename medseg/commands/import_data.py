@@ -15,8 +15,8 @@ from medseg.data.importers.dataset import DataSet
 from medseg.data.importers.formats import import_dataset
 from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.tables import print_table, write_csv
 from medseg.io.text import read_text
-from medseg.report.tables import print_table, write_csv
 from medseg.wording import quote_for_shell
 
 ACCOUNT_FILE = "account.csv"

@@ -19,8 +19,8 @@ from medseg.errors import EXIT_FAILED
 from medseg.findings import Finding, Severity
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import with_case_name
-from medseg.pictures.audit import CaseView, Slice, audit_pictures, cut_slices
 from medseg.preprocess.intensity import normalise, percentile
+from medseg.report.audit_pictures import CaseView, Slice, audit_pictures, cut_slices
 from medseg.task import Channel, Task
 from medseg.task_options import make_task
 

@@ -19,9 +19,9 @@ from medseg.data.audit.finding import check_ignored
 from medseg.errors import UserError, require
 from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
 from medseg.io.names import RAW_NAMES, is_utf8
+from medseg.io.tables import plain_cell, write_csv
 from medseg.io.text import read_text
 from medseg.preprocess.scale import AS_STORED, HuScale
-from medseg.report.tables import plain_cell, write_csv
 from medseg.task import LabelValues
 
 TABLE_NAME = "cases.csv"

@@ -11,6 +11,7 @@ import numpy as np
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
 from medseg.errors import UserError, require
+from medseg.findings import Finding, warnings_of
 from medseg.io.inputs import (
     SEGMENTATION_SUFFIX,
     case_name,
@@ -37,12 +38,12 @@ class Chosen(NamedTuple):
     Attributes:
         values: Value in the label map to label name.
         structures: Name of each structure with the value that its voxels get, in the order of the labels.
-        remarks: Sentences for the user.
+        findings: What the labels lack.
     """
 
     values: dict[int, str]
     structures: list[tuple[str, int]]
-    remarks: list[str]
+    findings: list[Finding]
 
 
 def read_reference(
@@ -69,7 +70,7 @@ def read_reference(
         kept: Labels of the task; None = all of `label_values`.
 
     Returns:
-        Label values (D, H, W) with remarks, and value to label name.
+        Label values (D, H, W) with findings, and value to label name.
 
     Raises:
         UserError: If a file cannot be read, no label has a structure, two masks have one name, or a mask is not binary or on another grid
@@ -101,7 +102,7 @@ def read_reference(
         open_slices(image, series, modality),
         {number: value for name, value in chosen.structures for number in numbers[name]},
     )
-    return Volume(volume.array, volume.grid, None, (*volume.remarks, *chosen.remarks)), chosen.values
+    return Volume(volume.array, volume.grid, None, (*volume.findings, *chosen.findings)), chosen.values
 
 
 def _masks_of(folder: Path) -> dict[str, Path]:
@@ -163,8 +164,8 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
         )
     # A label may name several spellings of one structure.
     absent = [label for label, value in values.items() if value not in {one for _, one in found}]
-    remarks = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
-    return Chosen({value: label for label, value in values.items()}, list(found), remarks)
+    sentences = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
+    return Chosen({value: label for label, value in values.items()}, list(found), warnings_of("reading", sentences))
 
 
 def _read_masks(path: Path, masks: dict[str, Path], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
@@ -186,7 +187,7 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
         bool((mask.array[is_inside] == mask.array.max()).all()),
         f"{path}: expected a mask of one value, but that of {name} holds several; give its file as a label map instead.",
     )
-    return Volume(is_inside, mask.grid, mask.header, mask.remarks)
+    return Volume(is_inside, mask.grid, mask.header, mask.findings)
 
 
 def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
@@ -206,7 +207,7 @@ def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelV
                 if segment.name != name:
                     continue
                 layer = layers[segment.layer]
-                yield name, Volume(layer.array == segment.value, layer.grid, layer.header, layer.remarks), value
+                yield name, Volume(layer.array == segment.value, layer.grid, layer.header, layer.findings), value
 
     return _merge(path, parts(), chosen)
 
@@ -227,7 +228,7 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
 
 
 def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen) -> tuple[Volume, dict[int, str]]:
-    """Merge structures to a label map; where labels overlap, the later one counts, and a remark says so.
+    """Merge structures to a label map; where labels overlap, the later one counts, and a warning says so.
 
     Args:
         path: For messages.
@@ -247,10 +248,11 @@ def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen)
         num_shared += int(np.count_nonzero((before != 0) & (before != value)))
         labels[part.array] = value
     assert labels is not None, "one structure at least was found"
-    remarks = [*first.remarks, *chosen.remarks]
+    findings = [*first.findings, *chosen.findings]
     if num_shared:
-        remarks.append(f"{num_shared} voxels belong to several labels and count for the last one of data.label_values")
-    return Volume(labels, first.grid, first.header, tuple(remarks)), chosen.values
+        sentence = f"{num_shared} voxels belong to several labels and count for the last one of data.label_values"
+        findings += warnings_of("reading", [sentence])
+    return Volume(labels, first.grid, first.header, tuple(findings)), chosen.values
 
 
 def file_values(label_values: Mapping[str, Any]) -> LabelValues:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from medseg.data.audit.finding import CaseAudit, find
+from medseg.data.audit.finding import CaseAudit
 from medseg.data.audit.image import check_channels, hash_voxels, make_thumbnail
 from medseg.data.audit.labels import ABSENT, audit_extent, audit_grids, audit_labels, map_values, measure_volumes
 from medseg.data.audit.placement import audit_placement, audit_shift
@@ -81,7 +81,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     images, facts, findings = check_channels([image_hu, *map(orientation.to_lps, stacked[1:])], modalities)
     image_hu = images[0]
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
-    findings += [find("reading", remark=remark) for remark in volume.remarks]
+    findings += volume.findings
     findings += audit_extent(grid)
     labels = None
     if case.labels is not None:
@@ -93,7 +93,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             modalities[0],
             kept=task.values,
         )
-        findings += [find("reading", remark=f"label map: {remark}") for remark in label_volume.remarks]
+        findings += [finding.within("label map") for finding in label_volume.findings]
         stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
         misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
         findings += misfits

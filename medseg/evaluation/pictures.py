@@ -7,27 +7,28 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.evaluation.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.evaluation.matching import Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_words, scan_of
+from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image
 from medseg.metrics.hu_statistics import label_statistics
-from medseg.pictures.overlay import overlay_montage
 from medseg.preprocess.orient import orient
+from medseg.report.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.report.cases import worst_first
+from medseg.report.overlay import overlay_montage
 from medseg.task import LabelValues, Task
 
 Row = Mapping[str, Any]
 
 
-def draw_overlay(scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> tuple[str, ...]:
-    """Draw a case on its scan; returns the remarks of the reader of the scan.
+def draw_overlay(scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> list[str]:
+    """Draw a case on its scan; returns the warnings of the reader of the scan.
 
     Raises:
         UserError: If the scan cannot be read or has another grid.
     """
-    image, remarks = _read_image(scan, grid, task)
+    image, warnings = _read_image(scan, grid, task)
     overlay_montage(
         image,
         pred,
@@ -38,11 +39,11 @@ def draw_overlay(scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGr
         label_names={value: name for name, value in task.labels.items()},
         window_hu=task.channels[0].window_hu,
     )
-    return remarks
+    return warnings
 
 
-def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Read the first channel of a scan, oriented, with the remarks of its reader.
+def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, list[str]]:
+    """Read the first channel of a scan, oriented, with the warnings of its reader.
 
     Raises:
         UserError: If it cannot be read or has another grid.
@@ -51,7 +52,7 @@ def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, tu
     volume = read_image(scan.image, scan.series, task.channels[0].modality, 0, num_volumes)
     image, image_grid, _ = orient(scan.hu.apply(volume.array), volume.grid)
     check_grid("image's", image_grid, "labels'", grid)
-    return image, volume.remarks
+    return image, sentences_of(volume.findings)
 
 
 def write_viewers(

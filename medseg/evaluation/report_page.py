@@ -11,9 +11,9 @@ from urllib.parse import quote
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
+from medseg.io.tables import read_csv, write_csv
 from medseg.report.cases import Files, render_cases
 from medseg.report.differences import FORMATS, Difference, describe_patients, paired_difference, write_difference
-from medseg.report.tables import read_csv, write_csv
 from medseg.wording import first_few
 
 # Metric to 1 where more is better, or -1 where less is.

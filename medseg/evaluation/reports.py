@@ -8,11 +8,12 @@ from typing import Any
 from medseg.cascade.bound import StatedBound
 from medseg.data.case_table import Case
 from medseg.errors import UserError, require
-from medseg.evaluation.case_viewer import CaseReport
 from medseg.evaluation.matching import Reference
+from medseg.findings import Severity
 from medseg.io.inputs import case_name
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale
+from medseg.report.case_viewer import CaseReport
 from medseg.task import Task
 
 # Costs of a prediction: seconds from file to file, area under its memory over time, most memory of its process.
@@ -59,12 +60,19 @@ def read_words(prediction: Path) -> CaseReport:
         return CaseReport(
             str(report["status"]),
             [str(text) for text in report["warnings"]],
+            information_in_report(report),
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             None if place is None else [float(x) for x in place],
             read_bounds(report),
         )
     except _NO_REPORT:
         return CaseReport()
+
+
+def information_in_report(report: Mapping[str, Any]) -> list[str]:
+    """List the findings of a report that ask for nothing; reports of older versions have none."""
+    findings = report.get("findings", [])
+    return [str(finding["sentence"]) for finding in findings if finding["severity"] == Severity.information]
 
 
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:

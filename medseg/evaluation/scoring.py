@@ -11,16 +11,16 @@ import numpy as np
 
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError, require
-from medseg.evaluation.case_viewer import SUFFIX
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
+from medseg.io.tables import refuse_table, table_lines, write_csv
 from medseg.metrics.scores import score_region
-from medseg.pictures.plots import score_plot
-from medseg.report.tables import refuse_table, table_lines, write_csv
+from medseg.report.case_viewer import SUFFIX
+from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
@@ -236,7 +236,8 @@ def _score_case(
         summary.costs[reference.name] = cost
     if overlays is not None and (scan := scan_of(reference, pred_files[0], task)) is not None:
         try:
-            summary.warnings += [f"{scan.name}: {remark}" for remark in draw_overlay(scan, pred, target, grid, task, overlays)]
+            warnings = draw_overlay(scan, pred, target, grid, task, overlays)
+            summary.warnings += [f"{scan.name}: {warning}" for warning in warnings]
         except (UserError, OSError, ValueError) as error:
             summary.warnings.append(f"{reference.name}: no picture, {error}")
     return f"Dice {', '.join(dices)}"

@@ -15,6 +15,7 @@ from nibabel.quaternions import quat2mat
 from nibabel.spatialimages import HeaderDataError
 
 from medseg.errors import UserError, require
+from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
 from medseg.io.label_table import EXTENSION_CODE, Structure, nifti_extension
@@ -121,7 +122,7 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
     directions are refused: the wrong one swaps the patient's sides.
 
     Returns:
-        Affine (index to RAS) and remarks for the user.
+        Affine (index to RAS) and warnings for the user.
     """
     order = ("sform", "qform") if header["sform_code"] == SCANNER_CODE else ("qform", "sform")
     forms = {name: _form(header, name) for name in order if header[f"{name}_code"] > 0}
@@ -142,7 +143,7 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         f"{forms[names[0]][1]}; repair the header or export the scan again.",
     )
     chosen, affine = usable[0], forms[usable[0]][0]
-    remarks = [f"the {name} of the header {forms[name][1]}: the {chosen} is used" for name in names if forms[name][1]]
+    warnings = [f"the {name} of the header {forms[name][1]}: the {chosen} is used" for name in names if forms[name][1]]
     if len(usable) == 2:
         other = forms[usable[1]][0]
         require(
@@ -154,19 +155,19 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         offsets = corners @ (affine - other).T[:, :3]
         voxels = float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
         if voxels > FORM_TOLERANCE_VOXELS:
-            remarks.append(
+            warnings.append(
                 f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen} is used, as ITK does"
             )
     steps = np.linalg.norm(affine[:3, :3], axis=0)
     if not np.allclose(steps, pixdim, rtol=SPACING_TOLERANCE):
-        remarks.append(
+        warnings.append(
             f"the header's pixdim is {_numbers(pixdim)}, but its {chosen} gives a spacing of {_numbers(steps)}: the {chosen} is used"
         )
-    return affine, remarks
+    return affine, warnings
 
 
 def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tuple[VoxelGrid, list[str]]:
-    """Read the grid that a header describes, and remarks for the user.
+    """Read the grid that a header describes, and warnings for the user.
 
     Args:
         path: File, for messages.
@@ -191,9 +192,9 @@ def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tu
         )
         sizes = sizes[:3]
     shape = check_shape(path, sizes)
-    affine, remarks = _choose_form(path, header, shape)
+    affine, warnings = _choose_form(path, header, shape)
     lps = RAS_FROM_LPS @ affine[:3] * UNIT_MM.get(int(header["xyzt_units"]) & 7, 1.0)
-    return grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist()), remarks
+    return grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist()), warnings
 
 
 def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:
@@ -211,7 +212,7 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         encoding = "deflate" if is_gzip(file) else "raw"
         stream: Any = file if encoding == "raw" else igzip.IGzipFile(fileobj=file, mode="rb")
         header = _parse(path, stream.read(540))
-    grid, remarks = grid_of_header(path, header, num_channels)
+    grid, warnings = grid_of_header(path, header, num_channels)
     if num_channels > 1:  # a result has one volume
         header.set_data_shape(grid.shape[::-1])
     try:
@@ -248,7 +249,7 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         num_after=(num_channels - 1 - channel) * volume_bytes,
         slope=slope,
         intercept=intercept,
-        remarks=tuple(remarks),
+        findings=tuple(warnings_of("reading", warnings)),
         header=header,
     )
 

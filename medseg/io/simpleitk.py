@@ -19,6 +19,7 @@ import numpy as np
 import SimpleITK
 
 from medseg.errors import UserError, require
+from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
@@ -298,7 +299,7 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
         offset=offset if files == (path,) else 0,
         num_lines=int(values.get("line skip", 0)),
         num_skipped=int(values.get("byte skip", values.get("HeaderSize", 0))),
-        remarks=_assumptions(values),
+        findings=tuple(warnings_of("reading", _assumptions(values))),
     )
 
 

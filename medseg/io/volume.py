@@ -16,6 +16,7 @@ from isal import igzip
 from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 
 from medseg.errors import UserError, require
+from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import new_array
 from medseg.task import AIR_HU
@@ -63,13 +64,13 @@ class Volume:
         array: Voxels (D, H, W): int16 or float32 HU of an image, integers of a label map.
         grid: Position of the voxels, LPS.
         header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
-        remarks: Sentences on what the reader left out, assumed or repaired; the caller shows them to the user.
+        findings: What the reader left out, assumed or repaired; the caller shows it to the user.
     """
 
     array: np.ndarray
     grid: VoxelGrid
     header: Any = None
-    remarks: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     def __post_init__(self) -> None:
         if self.array.shape != self.grid.shape:
@@ -87,7 +88,7 @@ class LazyVolume:
         runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of any length.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
-        remarks: Sentences for the user; see `Volume.remarks`.
+        findings: See `Volume.findings`.
         header: nibabel header of a NIfTI file; None for other formats.
         packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel bytes is known.
     """
@@ -98,7 +99,7 @@ class LazyVolume:
     runs: Callable[[], Iterator[np.ndarray]]
     slope: float = 1.0
     intercept: float = 0.0
-    remarks: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     header: Any = None
     packed_bytes: int | None = None
 
@@ -414,7 +415,7 @@ def _no_label_map(path: Path, value: float) -> UserError:
 
 
 def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
-    """Read an image (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a remark.
+    """Read an image (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a warning.
 
     Args:
         volume: The image.
@@ -425,13 +426,13 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
     require(num_gaps < image_hu.size, f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.")
-    remarks = {
+    warnings = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
         + (f"air, {air} HU" if air else "0"): num_gaps > 0,
         f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
     }
-    shown_remarks = (remark for remark, applies in remarks.items() if applies)
-    return Volume(image_hu, volume.grid, volume.header, (*volume.remarks, *shown_remarks))
+    found = warnings_of("reading", (sentence for sentence, applies in warnings.items() if applies))
+    return Volume(image_hu, volume.grid, volume.header, (*volume.findings, *found))
 
 
 def load_labels(volume: LazyVolume) -> Volume:
@@ -440,4 +441,4 @@ def load_labels(volume: LazyVolume) -> Volume:
     Raises:
         UserError: If a value is not a whole number, or the file is too short or too long.
     """
-    return Volume(_load(volume, LABEL_DTYPES)[0], volume.grid, volume.header, volume.remarks)
+    return Volume(_load(volume, LABEL_DTYPES)[0], volume.grid, volume.header, volume.findings)

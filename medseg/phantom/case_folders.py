@@ -14,11 +14,11 @@ import numpy as np
 
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.tables import write_csv
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
-from medseg.report.tables import write_csv
 from medseg.workers import Worker, WorkerDiedError
 
 VERSION = 3

@@ -13,7 +13,6 @@ from medseg.console import say
 from medseg.errors import EXIT_FAILED
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
-from medseg.pictures.plots import draw_front
 from medseg.planning.choose import (
     MARGIN,
     Candidate,
@@ -28,6 +27,7 @@ from medseg.planning.choose import (
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
 from medseg.planning.step import count_memory, evaluated_shape, num_shares, samples_per_rank
+from medseg.report.plots import draw_front
 from medseg.runs.plans import write_plan
 from medseg.training.network import find_divisor
 

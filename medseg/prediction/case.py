@@ -18,7 +18,7 @@ from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.data.audit.image import check_channels
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError, require
-from medseg.findings import Finding, Severity, warnings_of
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
@@ -186,7 +186,7 @@ def segment_scan(
     result = cascade.segment(volume, arrays[1:], **options)
     task = cascade.coarse.task
     result.statistics = label_statistics(volume.array if task.is_ct else None, result.labels, volume.grid, task.labels)
-    result.findings[:0] = [*warnings_of("reading", volume.remarks), *findings]
+    result.findings[:0] = [*volume.findings, *findings]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
     return result

@@ -12,6 +12,7 @@ from medseg.errors import UserError
 from medseg.inference.options import Backend
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
+from medseg.io.tables import refuse_table
 from medseg.memory.options import Accelerator
 from medseg.prediction.batch import BatchCase, Observer, has_other_ranks, load_cascades, make_batch, run_overlapped
 from medseg.prediction.cascades import RangeCascade
@@ -29,7 +30,6 @@ from medseg.prediction.scans import (
     output_paths,
 )
 from medseg.prediction.summary import SCORES, SUMMARY_FILE, write_summary
-from medseg.report.tables import refuse_table
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:

@@ -11,7 +11,17 @@ from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.join import paste_percent
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
-from medseg.evaluation.case_viewer import (
+from medseg.evaluation.matching import check_grid, task_values
+from medseg.findings import warnings_of
+from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
+from medseg.io.label_table import Structure
+from medseg.io.scratch import new_array
+from medseg.io.volume import Volume
+from medseg.io.write import write_labels
+from medseg.prediction.options import PredictConfig, Save
+from medseg.prediction.scans import Scan
+from medseg.preprocess.orient import orient, orientation_of, oriented_grid
+from medseg.report.case_viewer import (
     SUFFIX,
     CaseReport,
     PackedCase,
@@ -20,17 +30,7 @@ from medseg.evaluation.case_viewer import (
     write_case_viewer,
     written_figures,
 )
-from medseg.evaluation.matching import check_grid, task_values
-from medseg.findings import warnings_of
-from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
-from medseg.io.label_table import Structure
-from medseg.io.scratch import new_array
-from medseg.io.volume import Volume
-from medseg.io.write import write_labels
-from medseg.pictures.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
-from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.scans import Scan
-from medseg.preprocess.orient import orient, orientation_of, oriented_grid
+from medseg.report.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.task import LabelValues, Task
 
 # Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
@@ -178,7 +178,12 @@ def write_results(
         elif kind == "viewer":
             assert views.packed is not None, "a viewer takes one"
             report = CaseReport(
-                result.status, result.warnings, result.agreements, result.most_disputed_xyz_mm, result.dice_at_least
+                result.status,
+                result.warnings,
+                result.information,
+                result.agreements,
+                result.most_disputed_xyz_mm,
+                result.dice_at_least,
             )
             write_case_viewer(path, views.packed, result.statistics, report, task)
         else:

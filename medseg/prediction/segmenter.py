@@ -77,12 +77,12 @@ class Segmenter:
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
             volume, *others = (_to_volume(one, channel.modality) for one, channel in zip(scans, task.channels, strict=True))
-            more_channels, remarks = [], list(volume.remarks)
+            more_channels, findings = [], list(volume.findings)
             for number, (other, channel) in enumerate(zip(others, task.channels[1:], strict=True), start=1):
                 placed, uncovered = place_channel(other.array, other.grid, volume.grid, channel.outside, f"image_{number}")
                 more_channels.append(placed)
-                remarks += [*uncovered, *(f"image_{number}: {remark}" for remark in other.remarks)]
-            volume = replace(volume, array=hu.apply(volume.array), remarks=tuple(remarks))
+                findings += [*uncovered, *(finding.within(f"image_{number}") for finding in other.findings)]
+            volume = replace(volume, array=hu.apply(volume.array), findings=tuple(findings))
         read_s = time.perf_counter() - start_s
         # A `Volume` belongs to the caller.
         result = segment_scan(
@@ -103,7 +103,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
     if isinstance(scan, Volume):
         if np.isfinite(scan.array).all():
             return scan
-        lazy = LazyVolume(Path("Volume"), scan.grid, scan.array.dtype, lambda: map(np.ravel, scan.array), remarks=scan.remarks)
+        lazy = LazyVolume(Path("Volume"), scan.grid, scan.array.dtype, lambda: map(np.ravel, scan.array), findings=scan.findings)
         return replace(load_image(lazy, air), header=scan.header)
     if isinstance(scan, (str, Path)):
         return read_image(Path(scan), modality=modality)

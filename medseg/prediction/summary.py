@@ -3,24 +3,25 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
-from medseg.evaluation.reports import read_bounds
+from medseg.evaluation.reports import information_in_report, read_bounds
+from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.case import (
     locked_folder,
     read_report,
 )
-from medseg.report.tables import read_csv, write_csv
 from medseg.task import Task
 
 SUMMARY_FILE = "summary.csv"
 # First columns of the table of the same name that `evaluate` writes.
 SCORES = ("region", "trust", "metric")
 # Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
-SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings")
+SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings", "information")
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
@@ -39,12 +40,13 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
     path, rows = folder / SUMMARY_FILE, []
     for case in cases:
         report = case.report or read_report(case.output)
-        failed = {"status": "failed", "warnings": " | ".join(case.messages)}
-        status = (
-            failed
-            if case.exit_code
-            else {"status": report.get("status"), "warnings": " | ".join(map(str, report.get("warnings", [])))}
-        )
+        status: dict[str, Any] = {"status": "failed", "warnings": " | ".join(case.messages)}
+        if not case.exit_code:
+            status = {
+                "status": report.get("status"),
+                "warnings": " | ".join(map(str, report.get("warnings", []))),
+                "information": " | ".join(information_in_report(report)),
+            }
         volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
         figures = report.get("statistics", {})
         bounds = read_bounds({} if case.exit_code else report)

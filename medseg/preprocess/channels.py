@@ -1,7 +1,7 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
 * `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It returns an array (C, D, H, W) in
-  the storage order of the first, and the first as a `Volume` (grid, header, remarks of all channels).
+  the storage order of the first, and the first as a `Volume` (grid, header, findings of all channels).
 * `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
 
 `medseg.preprocess.intensity` normalises each channel.
@@ -16,6 +16,7 @@ import numpy as np
 from scipy.ndimage import affine_transform
 
 from medseg.errors import UserError, require
+from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import orient, orientation_of
@@ -23,7 +24,7 @@ from medseg.preprocess.resample import resample_image
 from medseg.preprocess.scale import AS_STORED, HuScale
 
 SHARE_TOLD = 0.01
-"""A channel that leaves more than this share of the first uncovered gets a remark."""
+"""A channel that leaves more than this share of the first uncovered is warned of."""
 
 
 def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float) -> np.ndarray:
@@ -56,7 +57,7 @@ def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside
 
 def place_channel(
     image: np.ndarray, source: VoxelGrid, target: VoxelGrid, fill: float, name: str, begin: str = "", first: str = "image"
-) -> tuple[np.ndarray, list[str]]:
+) -> tuple[np.ndarray, list[Finding]]:
     """Resample a channel to the grid of the first one.
 
     Args:
@@ -69,7 +70,7 @@ def place_channel(
         first: Name of the first channel in that sentence.
 
     Returns:
-        Image (D', H', W') on `target`, and a remark where it does not cover all of it.
+        Image (D', H', W') on `target`, and a warning where it does not cover all of it.
 
     Raises:
         UserError: If it covers nothing.
@@ -83,7 +84,9 @@ def place_channel(
     )
     if share > 0.0:  # the image itself, where the grids agree, is not changed
         image[gaps] = fill
-    return image, [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"] if share > SHARE_TOLD else []
+    if share <= SHARE_TOLD:
+        return image, []
+    return image, warnings_of("reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"])
 
 
 def read_channels(
@@ -108,7 +111,7 @@ def read_channels(
 
     Returns:
         Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel
-        with the remarks on all.
+        with the findings on all.
 
     Raises:
         UserError: If a channel is missing, cannot be read, or lies outside the field of view of the first.
@@ -123,7 +126,7 @@ def read_channels(
             f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is missing; give a file for each."
         )
     channels: list[np.ndarray] = []
-    remarks: list[str] = []
+    findings: list[Finding] = []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
     for number, (name, path, fill, scale, modality) in enumerate(zip(names, paths, outside, scales, modalities, strict=True)):
@@ -136,8 +139,8 @@ def read_channels(
             first = replace(volume, array=image)
         else:
             image, uncovered = place_channel(image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0]))
-            remarks += uncovered
+            findings += uncovered
         channels.append(image)
-        remarks += [f"{name}: {remark}" if len(paths) > 1 else remark for remark in volume.remarks]
+        findings += [finding.within(name) if len(paths) > 1 else finding for finding in volume.findings]
     stacked = np.stack(channels).astype(np.float32, copy=False) if len(channels) > 1 else channels[0][None]
-    return stacked, replace(first, remarks=tuple(remarks))
+    return stacked, replace(first, findings=tuple(findings))

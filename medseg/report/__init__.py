@@ -1,1 +1,1 @@
-"""Reports over many runs as one page, and the tables of all commands."""
+"""Reports: pages over runs and cases, the viewer of a case, overlays and plots as PNG."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from medseg.io.tables import markdown_table
 from medseg.report.differences import is_established
-from medseg.report.tables import markdown_table
 
 # Upper ends of the first classes of slice thickness, in mm.
 THICKNESS_BOUNDS_MM = (1.5, 3.0)

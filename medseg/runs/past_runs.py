@@ -12,10 +12,10 @@ from typing import Any
 from medseg.console import say
 from medseg.errors import require
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.tables import read_csv, write_csv
 from medseg.report.compare import FINISHED, LARGEST, METRICS, CaseScore, Comparison, Picture, Run, Study, compare, csv_rows
 from medseg.report.differences import FORMATS, Difference
 from medseg.report.runs_page import difference_rows, render
-from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
 from medseg.runs.signature import flat
 from medseg.runs.sweeps import JOB_FILE

@@ -20,8 +20,8 @@ from medseg.config.overrides import quote_paths
 from medseg.console import say
 from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.atomic import create_text, is_locked, replace_text
+from medseg.io.tables import write_csv
 from medseg.io.text import read_json
-from medseg.report.tables import write_csv
 from medseg.runs.folder import (
     CONFIG_FILE,
     LOCK_FILE,

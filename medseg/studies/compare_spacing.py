@@ -19,13 +19,13 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape, network_size
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
+from medseg.io.tables import read_csv, write_csv
 from medseg.memory.accounting import StepMemory
-from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import count_memory
 from medseg.preprocess.options import SpacingOptions
 from medseg.preprocess.orient import oriented_grid
+from medseg.report.plots import Panel, draw_panels
 from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
-from medseg.report.tables import read_csv, write_csv
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.recipes import (

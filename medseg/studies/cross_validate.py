@@ -18,8 +18,8 @@ from medseg.data.reference import file_values
 from medseg.errors import UserError, require
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.report.spacings import distance_text
-from medseg.report.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
 from medseg.studies.recipes import (
     BOUND,

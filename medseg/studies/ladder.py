@@ -22,13 +22,13 @@ from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import check_writable, replace_text
+from medseg.io.tables import print_table, write_csv
 from medseg.memory.device import pick_device
 from medseg.memory.options import MemoryOptions, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
-from medseg.pictures.plots import Panel, draw_panels
 from medseg.planning.step import count_memory, input_shape, samples_per_rank
-from medseg.report.tables import print_table, write_csv
+from medseg.report.plots import Panel, draw_panels
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline

@@ -11,7 +11,7 @@ from medseg.config.overrides import text_of
 from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
-from medseg.report.tables import markdown_table, read_csv, write_csv
+from medseg.io.tables import markdown_table, read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_run
 from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process

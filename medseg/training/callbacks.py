@@ -15,8 +15,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from medseg.console import say
 from medseg.geometry.grid_rule import distortion
-from medseg.pictures.overlay import overlay_montage
-from medseg.report.tables import write_csv
+from medseg.io.tables import write_csv
+from medseg.report.overlay import overlay_montage
 from medseg.training.loggers import earlier_rows
 
 SCORE_COLUMNS = ("step", "case", "label", "dice", "picture", "patient")

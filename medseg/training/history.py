@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 
 from medseg.errors import NotFiniteError
-from medseg.report.tables import write_csv
+from medseg.io.tables import write_csv
 from medseg.training.loggers import earlier_rows
 from medseg.training.machine_load import MachineLoad, peak_bytes
 

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from medseg.console import say
 from medseg.errors import UserError, first_line, require
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 
 Rows = list[dict[str, Any]]
 

@@ -19,6 +19,7 @@ import medseg.io.nifti
 import medseg.io.simpleitk  # noqa: F401
 from medseg.errors import UserError
 from medseg.io.read import read_image
+from tests.io.io_volumes import finding_texts
 
 MAX_SECONDS = 60.0
 MAX_MEMORY_BYTES = 3 * 2**29
@@ -65,14 +66,14 @@ def _read(attack: Attack, answers: Connection) -> None:
         is_told = (
             attack.told_values is not None
             and np.array_equal(volume.array, attack.told_values)
-            and "left out" in str(volume.remarks)
+            and "left out" in str(finding_texts(volume))
         )
         fault = "" if is_right or is_told else "wrong values: "
         if attack.corners_xyz_mm is not None and not np.allclose(
             volume.grid.corners_xyz_mm(), attack.corners_xyz_mm, rtol=1e-6, atol=1e-3
         ):
             fault = "wrong place: "
-        answers.send((fault, f"read {volume.array.shape} {volume.array.dtype}, {'; '.join(volume.remarks)}"))
+        answers.send((fault, f"read {volume.array.shape} {volume.array.dtype}, {'; '.join(finding_texts(volume))}"))
 
 
 def run(attack: Attack) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from medseg.commands.watch import view
 from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
 from medseg.data.case_table import read_case_table
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 from medseg.runs.folder import changed_config, find_run, open_run, read_config, status_of_run
 from medseg.runs.past_runs import read_study, write_report
 from medseg.runs.signature import flat

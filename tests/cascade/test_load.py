@@ -91,7 +91,7 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     load_stage(path, "fine", CPU)
     load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(backend=Backend.openvino))
     assert used == ["fp32", "bf16"]
-    need_bytes = openvino_bytes(load_stage(path, "fine", CPU, backend="torch").network)
+    need_bytes = openvino_bytes(load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch)).network)
     load_stage(path, "fine", CPU, backend_room_bytes=need_bytes - 1)
     assert used == ["fp32", "bf16"], "no room: torch"
     load_stage(path, "fine", CPU, backend_room_bytes=need_bytes)

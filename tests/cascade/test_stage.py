@@ -63,7 +63,7 @@ def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time
     assert str(tiled.tiling_plan) == "tiles of 72×72×80"
     assert {shape[2:] for shape in network.shapes} == {SHAPE, (72, 72, 80)}
     torch.testing.assert_close(tiled.probs, whole.probs, rtol=0, atol=2.0**-11)
-    assert whole.remarks == tiled.remarks == []
+    assert whole.warnings == tiled.warnings == []
 
 
 @pytest.mark.parametrize(("tile_size", "needed"), [(None, "the crop of 96×128×80"), ((96, 96, 80), "one tile of 96×96×80")])
@@ -137,7 +137,7 @@ def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkey
     network, large = OutOfMemory(0, error), torch.rand(1, 160, 128, 96)
     result = on_meta(network, monkeypatch).predict_probs(large, InferenceOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
-    assert result.remarks == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
+    assert result.warnings == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
     assert str(result.tiling_plan) == "whole"
     expected = stage(Sloped(), "fine").predict_probs(large, InferenceOptions()).probs
     torch.testing.assert_close(result.probs, expected)
@@ -157,7 +157,7 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
     trained.tile_size = (64, 64, 64)
     result = trained.predict_probs(torch.rand(1, 160, 128, 96), InferenceOptions())
     assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
-    assert [remark.split("went on with ")[1] for remark in result.remarks] == ["one tile at a time", "the CPU"]
+    assert [remark.split("went on with ")[1] for remark in result.warnings] == ["one tile at a time", "the CPU"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()])
@@ -208,7 +208,7 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatc
 
     monkeypatch.setattr(StageNetwork, "forward", full)
     result = trained.predict_probs(image(), InferenceOptions())
-    assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    assert result.warnings == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
 
@@ -380,7 +380,7 @@ def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pyte
     trained = unet_stage()
     result = trained.predict_probs(image(), InferenceOptions(budget_gib=2.0))
     assert plans == [None, 2.0 * 2**28]
-    assert result.remarks == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    assert result.warnings == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
     plans.clear()
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
     trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))

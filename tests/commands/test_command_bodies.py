@@ -22,7 +22,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import ExportConfig, FindLrConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.inference.options import Backend, InferenceOptions
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE
 from medseg.runs.status import Status
 from medseg.training.options import TrainConfig

@@ -19,7 +19,7 @@ from medseg.config.schema import ImportConfig
 from medseg.data.case_table import read_case_table
 from medseg.data.importers.formats import import_dataset
 from medseg.errors import UserError
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 
 
 def run(*overrides: str) -> int:

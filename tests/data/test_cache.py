@@ -28,7 +28,7 @@ from medseg.data.samples import Samples
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError
-from medseg.findings import Severity
+from medseg.findings import Severity, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Region, Task
@@ -554,7 +554,11 @@ def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task,
 
     open_file = read._open
     monkeypatch.setattr(
-        read, "_open", lambda path, *given: dataclasses.replace(open_file(path, *given), remarks=(f"repaired {path.name}",))
+        read,
+        "_open",
+        lambda path, *given: dataclasses.replace(
+            open_file(path, *given), findings=tuple(warnings_of("reading", [f"repaired {path.name}"]))
+        ),
     )
     prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     monkeypatch.undo()

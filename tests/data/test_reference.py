@@ -17,6 +17,7 @@ from medseg.errors import UserError
 from medseg.io import volume
 from medseg.io.read import read_layer
 from medseg.task import LabelValues
+from tests.io.io_volumes import finding_texts
 
 LOBES: LabelValues = {
     "lung_upper_lobe_left": "left_lung",
@@ -31,7 +32,7 @@ def test_masks_are_merged_to_the_label_map_that_they_were_cut_from(tmp_path: Pat
     volume, values = read_reference(folder, LOBES)
     assert values == {1: "left_lung", 2: "right_lung"}
     assert np.array_equal(volume.array, blocks(1)[1])
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_is_absent(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_i
     assert values == {1: "left_lung", 2: "right_lung"}
     assert np.array_equal(volume.array == 1, labels == LEFT)
     assert set(np.unique(volume.array)) == {0, 1}
-    assert volume.remarks == ("right_lung: no such structure, taken as absent",)
+    assert finding_texts(volume) == ("right_lung: no such structure, taken as absent",)
 
 
 def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
     save(tmp_path / "left.nii.gz", (labels == LEFT).astype(np.uint8))
     volume, _ = read_reference(tmp_path, {"body": "body", "left": "left"})
     assert Counter(volume.array.ravel().tolist()) == {1: int((labels != LEFT).sum()), 2: int((labels == LEFT).sum())}
-    assert volume.remarks == (
+    assert finding_texts(volume) == (
         f"{(labels == LEFT).sum()} voxels belong to several labels and count for the last one of data.label_values",
     )
 
@@ -61,7 +62,7 @@ def test_structures_of_one_label_may_overlap(tmp_path: Path) -> None:
         save(tmp_path / f"{name}.nii.gz", (labels == LEFT).astype(np.uint8))
     volume, _ = read_reference(tmp_path, {"upper": "left_lung", "lower": "left_lung"})
     assert np.array_equal(volume.array == 1, labels == LEFT)
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 def test_a_label_map_keeps_its_values(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) 
         volume, names = read_reference(path, values, image, kept=["left_lung", "right_lung"])
         assert names == {1: "left_lung", 2: "right_lung"}, path
         assert np.array_equal(volume.array, labels), path
-        assert volume.remarks == (), path
+        assert finding_texts(volume) == (), path
         all_of_them, _ = read_reference(path, values, image)
         assert np.count_nonzero(all_of_them.array == 3) > 0, path
         assert np.count_nonzero(all_of_them.array == 2) < np.count_nonzero(labels == RIGHT), path

@@ -96,7 +96,7 @@ def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert {"medseg/weights/lungs_fine.safetensors", "medseg/conf/train.yaml"} <= names
     licences = {name.partition("dist-info/licenses/")[2] for name in names if "dist-info/licenses/" in name}
-    assert licences == {"LICENSE", "medseg/pictures/viewer/niivue.LICENSE.txt", "medseg/report/page/vega/LICENSE.txt"}
+    assert licences == {"LICENSE", "medseg/report/viewer/niivue.LICENSE.txt", "medseg/report/page/vega/LICENSE.txt"}
     assert "License-Expression: Apache-2.0 AND 0BSD AND BSD-2-Clause" in metadata
     assert all(f"License-File: {licence}\n" in metadata for licence in licences)
     assert "](docs/" not in metadata, "links of a page on the index must not be relative"

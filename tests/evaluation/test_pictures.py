@@ -15,8 +15,8 @@ import pytest
 
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.tables import write_csv
 from medseg.io.write import write_image, write_labels
-from medseg.report.tables import write_csv
 from medseg.task import Channel, Task
 
 TASK = Task("organ", {"organ": 1}, (), (Channel(window_hu=(-160.0, 240.0)),))

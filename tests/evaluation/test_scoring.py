@@ -22,8 +22,8 @@ from medseg.errors import UserError
 from medseg.evaluation.report_page import ALL, compare_rows
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.tables import read_csv, write_csv
 from medseg.io.write import write_image, write_labels
-from medseg.report.tables import read_csv, write_csv
 from medseg.task import Channel, Region, Task
 
 TASK = Task(

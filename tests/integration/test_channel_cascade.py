@@ -16,9 +16,9 @@ from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid, read_labels
+from medseg.io.tables import read_csv
 from medseg.io.write import write_image
 from medseg.prediction.options import PredictConfig
-from medseg.report.tables import read_csv
 
 from .conftest import COARSE, FINE, train
 

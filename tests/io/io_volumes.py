@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.volume import Volume
 
 SHAPE = (5, 7, 9)
 
@@ -110,3 +111,8 @@ def told(path: Path, read: Callable[[Path], object] | None = None) -> str:
         (read or read_image)(path)
     assert "\n" not in str(caught.value)
     return str(caught.value).replace(f"{path.parent}/", "")
+
+
+def finding_texts(volume: Volume) -> tuple[str, ...]:
+    """List the sentences of the findings of a reader."""
+    return tuple(map(str, volume.findings))

@@ -10,7 +10,7 @@ import imagecodecs
 import numpy as np
 import pytest
 from dicom_files import NATIVE, enhanced, header, place, save, save_by_gdcm, save_packed, save_stored
-from io_volumes import make_hu
+from io_volumes import finding_texts, make_hu
 from pydicom import dcmread
 from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import generate_frames
@@ -71,7 +71,7 @@ def test_encodings_without_compression(tmp_path: Path, name: str, is_signed: boo
     volume = read_image(save_stored(tmp_path / "d", stored, NATIVE[name], RescaleIntercept=intercept))
     assert np.array_equal(volume.array, image_hu)
     assert volume.array.dtype == np.int16
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 @pytest.mark.parametrize("shape", SIZES)
@@ -121,7 +121,7 @@ def test_lossy_encodings_are_read_as_itk_reads_them_and_said(
     for index in range(3):
         assert np.array_equal(sitk.GetArrayFromImage(sitk.ReadImage(str(tmp_path / f"{index}")))[0], volume.array[index])
     assert np.abs(volume.array + 1024 - smooth).max() <= error
-    assert volume.remarks == ("the slices were compressed with loss",)
+    assert finding_texts(volume) == ("the slices were compressed with loss",)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_loss_is_said_whatever_the_header_leaves_out(
         place(dataset, (0, 0, 2.5 * index))
         save_packed(dataset, tmp_path / f"{index}", [getattr(imagecodecs, encode)(values)], syntax)
     why = ": their encoding permits it, and the header does not say" if says == "may have been" else ""
-    assert read_image(tmp_path).remarks == ((f"the slices {says} compressed with loss{why}",) if says else ())
+    assert finding_texts(read_image(tmp_path)) == ((f"the slices {says} compressed with loss{why}",) if says else ())
 
 
 def test_high_throughput_jpeg_2000(tmp_path: Path) -> None:

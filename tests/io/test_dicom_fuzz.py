@@ -16,7 +16,7 @@ import pydicom
 import pytest
 from dicom_files import enhanced, header, pack_frames, place, save, save_packed, save_stack
 from dicom_reference import Slice, on_plane, slices_of
-from io_volumes import make_hu
+from io_volumes import finding_texts, make_hu
 from pydicom.uid import JPEGLosslessSV1
 
 from medseg.errors import UserError
@@ -110,7 +110,7 @@ def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
         slices: What the files say.
         num_strange: How many slices more the files hold, which pydicom cannot read either.
     """
-    said = "; ".join(volume.remarks)
+    said = "; ".join(finding_texts(volume))
     is_resampled = "resampled" in said or "interpolated" in said
     filled = set(range(volume.grid.shape[0]))
     num_lost = num_strange
@@ -141,7 +141,7 @@ def run(kind: str, tmp_path: Path, num_mutations: int, seed: int) -> None:
     whole = target.read_bytes()
     others = [one for file in folder.iterdir() if file != target for one in slices_of(file)]
     volume = read_image(folder)
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
     judge(volume, [*others, *slices_of(target)], 0)
     num_slices = SHAPE[0] - len(others)
     rng = np.random.default_rng(seed)

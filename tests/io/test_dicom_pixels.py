@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dicom_files import ALONG_Z, SPACING_MM, enhanced, header, pack_frames, place, save, save_stored
-from io_volumes import make_hu
+from io_volumes import finding_texts, make_hu
 from pydicom.dataset import Dataset
 from pydicom.uid import RLELossless
 
@@ -41,7 +41,7 @@ def test_each_slice_has_its_own_slope_and_intercept(tmp_path: Path) -> None:
 def test_without_rescale_the_values_are_taken_for_hu_and_that_is_said(tmp_path: Path) -> None:
     volume = read_image(save_stored(tmp_path / "d", make_hu(), RescaleSlope=None, RescaleIntercept=None))
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ("slices without rescale slope and intercept: their values are assumed to be HU",)
+    assert finding_texts(volume) == ("slices without rescale slope and intercept: their values are assumed to be HU",)
 
 
 @pytest.mark.parametrize("keyword", ["RescaleSlope", "RescaleIntercept"])
@@ -248,7 +248,7 @@ class TestEnhanced:
     def test_a_missing_frame_and_a_tilt(self, tmp_path: Path) -> None:
         places = [(0.0, 0.2 * 2.0 * index, 2.0 * index) for index in range(12) if index != 5]
         save(enhanced(make_hu((11, 7, 9)), places, [(1, 0)] * 11), tmp_path / "e.dcm")
-        remarks = read_image(tmp_path).remarks
+        remarks = finding_texts(read_image(tmp_path))
         assert remarks[0] == (
             "slices missing: 1 of 12, such as between 'e.dcm' frame 5 and 'e.dcm' frame 6; they were interpolated linearly"
         )
@@ -260,7 +260,7 @@ class TestEnhanced:
         save(dataset, tmp_path / "e.dcm")
         volume = read_image(tmp_path)
         assert np.array_equal(volume.array, make_hu()[1:])
-        assert volume.remarks == ("left out, because they are not slices of the scan: 1 x localiser (series 9)",)
+        assert finding_texts(volume) == ("left out, because they are not slices of the scan: 1 x localiser (series 9)",)
 
     def test_frames_without_groups_are_refused_by_name(self, tmp_path: Path) -> None:
         dataset = header(make_hu(), NumberOfFrames=5, SeriesNumber=9)

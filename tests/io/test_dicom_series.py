@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dicom_files import NATIVE, header, place, save, save_slice, save_stack, save_stored
-from io_volumes import make_grid, make_hu, save_itk
+from io_volumes import finding_texts, make_grid, make_hu, save_itk
 from pydicom.uid import MediaStorageDirectoryStorage
 
 from medseg.errors import UserError
+from medseg.findings import Severity
 from medseg.io.inputs import case_name, input_format, list_inputs
 from medseg.io.read import read_image, read_labels
 
@@ -51,7 +52,7 @@ def test_a_medium_with_nested_folders_and_foreign_files(tmp_path: Path) -> None:
     for path in (medium, medium / "DICOMDIR", medium / "DICOM" / "PA0"):
         volume = read_image(path)
         assert np.array_equal(volume.array, make_hu())
-        assert volume.remarks == ()
+        assert finding_texts(volume) == ()
     assert list_inputs(medium) == [("CD 1", medium)]
     assert list_inputs(medium / "DICOMDIR") == [("CD 1", medium / "DICOMDIR")]
     assert list_inputs(medium / "DICOM" / "PA0") == [(f"ST{i}", medium / "DICOM" / "PA0" / f"ST{i}") for i in range(2)]
@@ -90,18 +91,20 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
     other(folder / "mip", uid="1.2.3.12", SeriesNumber=504)
     volume = read_image(folder)
     assert np.array_equal(volume.array, make_hu())
-    (remark,) = volume.remarks
-    assert remark.startswith(LEFT_OUT)
-    assert set(remark.removeprefix(LEFT_OUT).split(", ")) == {
+    others, own_slice = volume.findings
+    assert (others.code, others.severity) == ("left_out", Severity.information)
+    assert others.message.startswith(LEFT_OUT)
+    assert set(others.message.removeprefix(LEFT_OUT).split(", ")) == {
         "2 x localiser (series 1 'Topogram')",
-        "1 x single slice without neighbours (series 3 'Thorax B40f')",
         "3 x single slice without neighbours (series 2)",
         "1 x secondary capture (series 501 'Dose')",
         "1 x colour image (series 502)",
         "1 x RTSTRUCT object (series 503)",
         "1 x image without a position and an orientation (series 504)",
     }
-    assert read_image(folder, "3").remarks == (LEFT_OUT + "1 x single slice without neighbours (series 3 'Thorax B40f')",)
+    assert own_slice.severity is Severity.warning, "it may have been a slice of the scan"
+    assert str(own_slice) == f"{LEFT_OUT}1 x single slice without neighbours (series 3 'Thorax B40f')"
+    assert read_image(folder, "3").findings == (own_slice,)
 
 
 @pytest.mark.parametrize("modality", ["MR", "PT", "US"])
@@ -141,7 +144,7 @@ def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
     for series in ("12", "1.2.3.5"):
         assert np.array_equal(read_image(folder, series).array, sharp)
     assert np.array_equal(read_image(files[0]).array, soft)
-    assert read_image(folder, "12").remarks == ()
+    assert finding_texts(read_image(folder, "12")) == ()
 
 
 def test_numbers_that_are_not_unique(tmp_path: Path) -> None:
@@ -191,7 +194,7 @@ def test_rotations_that_follow_each_other_are_one_scan(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, AcquisitionNumber=numbers, AcquisitionTime=times)
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 def test_stacks_of_other_size_or_direction(tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
     )
     save_stack(tmp_path / "f", make_hu(), HEIGHTS, SeriesNumber=3)
     other(tmp_path / "f" / "plan", uid="1.2.3.9", SeriesDescription=CLEAR, Modality="SR")
-    assert read_image(tmp_path / "f").remarks == (rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",)
+    assert finding_texts(read_image(tmp_path / "f")) == (rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",)
 
 
 @pytest.mark.filterwarnings("ignore:Invalid value for VR")
@@ -289,7 +292,7 @@ def test_a_series_of_another_modality_is_read_where_it_is_asked_for(tmp_path: Pa
     save_stored(tmp_path / "d", stored, RescaleSlope=None, RescaleIntercept=None, **fields)
     volume = read_image(tmp_path / "d", modality="mr")
     assert np.array_equal(volume.array, stored)
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
     assert said(tmp_path / "d") == ONLY.format("5 x MR image (series 7)")
     save_stored(
         tmp_path / "p",
@@ -324,7 +327,7 @@ def test_any_modality_but_no_object_without_an_image(tmp_path: Path) -> None:
     other(tmp_path / "d" / "dose", uid="1.2.3.9", SeriesNumber=9, Modality="RTDOSE")
     volume = read_image(tmp_path / "d", modality="other")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == (LEFT_OUT + "1 x RTDOSE object (series 9)",)
+    assert finding_texts(volume) == (LEFT_OUT + "1 x RTDOSE object (series 9)",)
     (tmp_path / "d" / "dose").rename(tmp_path / "dose")
     with pytest.raises(UserError, match="expected a scan series of at least two slices, but found only 1 x RTDOSE object"):
         read_image(tmp_path / "dose", modality="other")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dicom_files import SPACING_MM, save_grid, save_slice, save_stack
-from io_volumes import make_hu, rotation
+from io_volumes import finding_texts, make_hu, rotation
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
@@ -53,7 +53,7 @@ def test_every_voxel_keeps_its_place(tmp_path: Path, number: int, name: str) -> 
     save_grid(tmp_path / "CT", make_hu(shape), grid)
     volume = read_image(tmp_path / "CT")
     assert volume.array.dtype == np.int16
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
     indices = np.indices(shape).reshape(3, -1).T
     found = volume.grid.world_to_index_zyx(grid.index_to_world_xyz_mm(indices))
     assert np.abs(found - np.rint(found)).max() < 1e-4
@@ -80,7 +80,7 @@ def test_jitter_is_rounding(tmp_path: Path) -> None:
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu((8, 7, 9)))
     assert volume.grid.spacing_mm[0] == pytest.approx(2.5)
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 def test_a_missing_slice_is_filled_in_and_the_others_stay(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_missing_slice_is_filled_in_and_the_others_stay(tmp_path: Path) -> Non
     assert np.array_equal(volume.array, image_hu)
     assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
     says = f"slices missing: 1 of 12, such as between '{files[3].name}' and '{files[5].name}'; they were interpolated linearly"
-    assert volume.remarks == (says,)
+    assert finding_texts(volume) == (says,)
 
 
 def test_what_is_filled_in_is_the_mean_of_the_neighbours(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_uneven_slices_are_laid_on_an_even_grid(tmp_path: Path) -> None:
     expected = smooth(volume.grid.shape, volume.grid.index_to_world_xyz_mm(np.moveaxis(np.indices(volume.grid.shape), 0, -1)))
     assert np.abs(volume.array - expected).max() <= 1
     says = "the slices lie 0.70 to 1.30 mm apart: 3 of 10 were interpolated linearly onto an even grid of 1.00 mm"
-    assert volume.remarks == (says,)
+    assert finding_texts(volume) == (says,)
 
 
 def test_two_distances_in_one_stack_are_refused(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_equal_doubles_are_dropped(tmp_path: Path) -> None:
     copy = save_slice(tmp_path / "d" / "zcopy.dcm", image_hu[2], (-120.25, 33.5, 5.0))
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, image_hu)
-    assert volume.remarks == (f"duplicate slices were dropped: '{copy.name}'",)
+    assert finding_texts(volume) == (f"duplicate slices were dropped: '{copy.name}'",)
 
 
 def test_other_slices_at_the_same_place_are_refused(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_acquisitions_that_share_a_slice_are_joined(tmp_path: Path) -> None:
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, np.delete(image_hu, 5, 0))
     says = f"two acquisitions have a slice at the same position; the earlier one was kept, dropped: '{files[5].name}'"
-    assert volume.remarks == (says,)
+    assert finding_texts(volume) == (says,)
 
 
 @pytest.mark.parametrize("slant", [(0.0, np.tan(np.radians(20.0))), (0.0, -0.3), (0.15, 0.1)])
@@ -191,7 +191,7 @@ def test_a_tilted_gantry(tmp_path: Path, slant: tuple[float, float]) -> None:
     volume = read_image(tmp_path / "d")
     degrees = np.degrees(np.arctan(np.hypot(*slant)))
     says = f"the gantry was tilted by {degrees:.1f}°: the slices were resampled to a rectangular grid; results are on that grid"
-    assert volume.remarks == (says,)
+    assert finding_texts(volume) == (says,)
     assert np.allclose(volume.grid.direction, np.eye(3), atol=1e-9)
     assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
     drift_px = np.abs(np.array(slant)[::-1]) * heights[-1] / np.array(SPACING_MM)
@@ -229,7 +229,7 @@ def test_a_slant_within_rounding_stays(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), list(2.5 * np.arange(5)), (0.0, 0.0008))
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
     assert volume.grid.index_to_world_xyz_mm((4, 0, 0)) == pytest.approx((-120.25, 33.5 + 0.008, 10.0))
 
 
@@ -242,7 +242,7 @@ def test_slices_beside_each_other(tmp_path: Path) -> None:
     assert np.array_equal(volume.array[1, :, :9], image_hu[1])
     assert np.array_equal(volume.array[2, :, 2:], image_hu[2])
     assert (volume.array[0, :, 9:] == -1024).all()
-    assert volume.remarks == (
+    assert finding_texts(volume) == (
         "the slices are offset sideways by up to 1.3 mm: they were resampled to a rectangular grid; results are on that grid",
     )
 

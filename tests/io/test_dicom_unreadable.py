@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from dicom_files import header, place, save, save_by_gdcm, save_slice, save_stack
-from io_volumes import make_hu
+from io_volumes import finding_texts, make_hu
 
 from medseg.errors import UserError
 from medseg.io.read import read_image
@@ -66,7 +66,7 @@ def test_a_series_that_cannot_be_read_is_refused_where_it_is_chosen(tmp_path: Pa
     for path, series in ((folder, "3"), (folder, "1.2.3.4"), (chest[0], None), (chest[0], "3")):
         volume = read_image(path, series)
         assert np.array_equal(volume.array, make_hu())
-        assert volume.remarks == ()
+        assert finding_texts(volume) == ()
     for path, series in ((folder, "9"), (folder, "1.2.3.9"), (files[2], None)):
         assert said(path, series) == f"{files[0]} and 4 more: {sentence}"
 
@@ -79,7 +79,7 @@ def test_the_only_series_that_can_be_read_needs_no_choice(tmp_path: Path, kind: 
     volume = read_image(folder)
     assert np.array_equal(volume.array, make_hu())
     says = f"series 9 'Map' was left out, since it cannot be read: 'map0' and 4 more: {sentence}"
-    assert volume.remarks == (says,)
+    assert finding_texts(volume) == (says,)
 
 
 def test_alone_it_is_refused(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_foreign_files_are_passed_over(tmp_path: Path, style: str) -> None:
     write(tmp_path / "d", style)
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 @pytest.mark.parametrize("style", ["plain", "suffix", "letters", "uid", "hash"])
@@ -231,7 +231,7 @@ def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
     protocol = header(make_hu()[0], SOPClassUID="1.2.840.10008.5.1.4.1.1.200.2", Modality="CTPROTOCOL")
     del protocol.Rows, protocol.Columns, protocol.PixelData
     save(protocol, tmp_path / "protocol")
-    assert read_image(tmp_path).remarks == (
+    assert finding_texts(read_image(tmp_path)) == (
         "left out, because they are not slices of the scan: 1 x object without an image (series 1.2.3.4)",
     )
 
@@ -244,7 +244,7 @@ def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
     save(raw, tmp_path / "d" / "raw")
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert volume.remarks == ("left out, because they are not slices of the scan: 1 x object without an image (series 6)",)
+    assert finding_texts(volume) == ("left out, because they are not slices of the scan: 1 x object without an image (series 6)",)
 
 
 def test_a_file_of_unknown_series_may_belong_to_the_chosen_study(tmp_path: Path) -> None:

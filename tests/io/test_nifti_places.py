@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from io_volumes import load_itk, make_hu, make_labels, rotation, told
+from io_volumes import finding_texts, load_itk, make_hu, make_labels, rotation, told
 
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_labels
@@ -73,7 +73,7 @@ def ends_of(path: Path) -> np.ndarray:
 def test_sform_and_qform_that_agree_are_not_spoken_of(tmp_path: Path) -> None:
     turn = rotation(0.3, -0.2) @ np.diag([-1.0, -1.0, 1.0])
     path = save(tmp_path / "a.nii", TURNED, quaternion(turn))
-    assert read_image(path).remarks == ()
+    assert finding_texts(read_image(path)) == ()
     assert np.allclose(ends_of(path), corners(TURNED), atol=1e-3)
     assert np.allclose(load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), corners(TURNED)[1], atol=1e-3)
 
@@ -87,7 +87,7 @@ def test_of_two_places_the_one_that_itk_takes_wins_with_a_warning(tmp_path: Path
         sform_code=sform_code,
         offset=(17.0, 20.0, 30.0),
     )
-    assert read_image(path).remarks == (
+    assert finding_texts(read_image(path)) == (
         f"the sform and the qform of the header disagree by up to 10 voxels: the {taken} is used, as ITK does",
     )
     place = (17.0 if taken == "sform" else 10.0, 20.0, 30.0)
@@ -126,7 +126,7 @@ def test_an_sform_that_places_nothing_is_refused(tmp_path: Path, fault: str) -> 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_sform_that_places_nothing_gives_way_to_a_qform(tmp_path: Path, fault: str) -> None:
     path = save(tmp_path / "a.nii", FAULTS[fault], (0.0, 0.0, 0.0))
-    assert read_image(path).remarks == (f"the sform of the header {fault}: the qform is used",)
+    assert finding_texts(read_image(path)) == (f"the sform of the header {fault}: the qform is used",)
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
 
 
@@ -146,7 +146,7 @@ def test_a_qform_that_places_nothing_is_refused_or_gives_way(tmp_path: Path, fau
         "or export the scan again."
     )
     path = save(tmp_path / "b.nii", np.diag(STEPS), turn, pixdim=(1.0, *steps), sform_code=2)
-    assert read_image(path).remarks[0] == f"the qform of the header {fault}: the sform is used"
+    assert finding_texts(read_image(path))[0] == f"the qform of the header {fault}: the sform is used"
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
 
 
@@ -161,7 +161,7 @@ def test_without_both_places_the_spacing_must_be_right(tmp_path: Path, steps: tu
 
 def test_without_both_places_the_axes_are_assumed_aloud(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii")
-    assert read_image(path).remarks == (
+    assert finding_texts(read_image(path)) == (
         "the header has neither sform nor qform: its axes are assumed to be left, posterior, superior; check the sides",
     )
     assert np.allclose(ends_of(path), [[0, 0, 0], [8 * 0.7, 6 * 0.8, 4 * 2.5]], atol=1e-3)
@@ -169,7 +169,7 @@ def test_without_both_places_the_axes_are_assumed_aloud(tmp_path: Path) -> None:
 
 def test_a_spacing_that_the_sform_contradicts_is_told(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii", np.diag(STEPS), pixdim=(1.0, 1.0, 1.0, 1.0))
-    assert read_image(path).remarks == (
+    assert finding_texts(read_image(path)) == (
         "the header's pixdim is 1 x 1 x 1, but its sform gives a spacing of 0.7 x 0.8 x 2.5: the sform is used",
     )
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
@@ -178,7 +178,7 @@ def test_a_spacing_that_the_sform_contradicts_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("qfac", "sign"), [(-1.0, -1), (0.0, 1), (1.0, 1), (NAN, 1)])
 def test_only_a_negative_qfac_flips(tmp_path: Path, qfac: float, sign: int) -> None:
     path = save(tmp_path / "a.nii", None, (0.0, 0.0, 0.0), pixdim=(qfac, *STEPS))
-    assert read_image(path).remarks == ()
+    assert finding_texts(read_image(path)) == ()
     assert np.allclose(ends_of(path), corners(np.diag([0.7, 0.8, sign * 2.5])), atol=1e-3)
 
 

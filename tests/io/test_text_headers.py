@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from io_volumes import load_itk, make_hu, make_labels, told
+from io_volumes import finding_texts, load_itk, make_hu, make_labels, told
 
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_labels
@@ -90,7 +90,7 @@ NRRD_READ: dict[str, tuple[Changes, bytes]] = {
 def test_nrrd_is_read(tmp_path: Path, name: str) -> None:
     path = nrrd(tmp_path, *NRRD_READ[name])
     assert is_right(path, like_itk=name != "bzip2")
-    assert read_image(path).remarks == ()
+    assert finding_texts(read_image(path)) == ()
 
 
 META_READ: dict[str, tuple[Changes, bytes]] = {
@@ -105,7 +105,7 @@ META_READ: dict[str, tuple[Changes, bytes]] = {
 def test_metaimage_is_read(tmp_path: Path, name: str) -> None:
     path = meta(tmp_path, *META_READ[name])
     assert is_right(path, like_itk=name != "text")
-    assert read_image(path).remarks == ()
+    assert finding_texts(read_image(path)) == ()
 
 
 @pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
@@ -224,7 +224,7 @@ def test_what_a_header_does_not_say_is_assumed_aloud(tmp_path: Path, given: str)
     if field == "space+":
         path.write_bytes(path.read_bytes().replace(b"space: left-posterior-superior", b"space dimension: 3"))
     scan = read_image(path)
-    assert scan.remarks == (MISSING[given],)
+    assert finding_texts(scan) == (MISSING[given],)
     itk_array, itk_grid = load_itk(path)
     assert np.array_equal(scan.array, itk_array)
     assert scan.grid.is_close(itk_grid)

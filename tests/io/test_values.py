@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from io_volumes import load_itk, make_grid, make_hu, make_labels, save_itk, told
+from io_volumes import finding_texts, load_itk, make_grid, make_hu, make_labels, save_itk, told
 
 from medseg.errors import UserError
 from medseg.io.read import read_image, read_labels
@@ -183,7 +183,7 @@ def test_voxels_without_a_number_count_as_air_with_a_warning(tmp_path: Path, val
     want[2, 3, 4] = want[4, 0, 0] = -1024
     assert scan.array.dtype == np.int16, "what is left are whole numbers"
     assert np.array_equal(scan.array, want)
-    assert scan.remarks == ("2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",)
+    assert finding_texts(scan) == ("2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",)
     assert told(tmp_path / "scan.nii.gz", read_labels) == (
         f"scan.nii.gz: expected a label map of whole numbers, but the file holds values such as {value:g}; is it an image or a "
         "probability map?"
@@ -196,7 +196,7 @@ def test_a_number_beyond_float32_is_none(tmp_path: Path) -> None:
     save_itk(tmp_path / "scan.mha", values, make_grid(np.eye(3)))
     scan = read_image(tmp_path / "scan.mha")
     assert scan.array[0, 0, 0] == -1024
-    assert scan.remarks[0].startswith("1 of 315 voxels (0.32 %) hold no number")
+    assert finding_texts(scan)[0].startswith("1 of 315 voxels (0.32 %) hold no number")
 
 
 @pytest.mark.parametrize("suffix", [".nii.gz", ".nrrd", ".mha"])
@@ -209,7 +209,7 @@ def test_voxels_that_are_no_numbers_are_air_and_counted(tmp_path: Path, suffix: 
     expected[0, 0, :3] = -1024
     assert np.array_equal(scan.array, expected)
     said = "3 of 315 voxels (0.95 %) hold no number (NaN or infinity) and count as air, -1024 HU"
-    assert scan.remarks == (said,)
+    assert finding_texts(scan) == (said,)
 
 
 @pytest.mark.parametrize("suffix", [".nii.gz", ".nrrd", ".mha"])
@@ -217,7 +217,7 @@ def test_one_slice_is_read_with_a_warning(tmp_path: Path, suffix: str) -> None:
     save_itk(tmp_path / f"a{suffix}", make_hu((1, 7, 9)), make_grid(np.eye(3), (1, 7, 9)))
     scan = read_image(tmp_path / f"a{suffix}")
     assert np.array_equal(scan.array, make_hu((1, 7, 9)))
-    assert scan.remarks == ("the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",)
+    assert finding_texts(scan) == ("the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",)
 
 
 INTEGERS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
@@ -233,7 +233,7 @@ def test_every_number_type_is_read(tmp_path: Path, suffix: str, code: str) -> No
     assert labels.array.dtype == np.uint8
     assert np.array_equal(image.array, values)
     assert np.array_equal(labels.array, values)
-    assert image.remarks == labels.remarks == ()
+    assert finding_texts(image) == finding_texts(labels) == ()
 
 
 @pytest.mark.parametrize("code", [*INTEGERS[2:], "f4", "f8"])

@@ -22,8 +22,8 @@ from tiny import make_tiny_table
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import EXIT_USER_ERROR, UserError
+from medseg.io.tables import markdown_table
 from medseg.prediction.segmenter import Segmenter
-from medseg.report.tables import markdown_table
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
 from medseg.studies.recipes import merge_arguments

@@ -64,7 +64,7 @@ def test_another_backend_has_the_room_beside_the_largest_pass(
 
 
 def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = SimpleNamespace(backend_bytes=70, tile_size=None, task=SimpleNamespace(regions=True))
+    stage = SimpleNamespace(name="coarse", backend_bytes=70, tile_size=None, task=SimpleNamespace(regions=True))
     rooms: list[float] = []
 
     def load_stages(*arguments: Any) -> SimpleNamespace:

@@ -69,14 +69,15 @@ def is_right(path: Path) -> bool:
 
 @pytest.mark.parametrize("series", ["3", "1.2.3.4"])
 def test_predict_one_series_of_a_folder(study: Path, tmp_path: Path, series: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its remarks are on the error stream and in the report."""
+    """What was left out is in its report, and no warning."""
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'", f"series={series}"]
     assert predict_app.predict(compose("predict", *overrides)) == 0
     assert is_right(tmp_path / "o.nii.gz")
     report = json.loads((tmp_path / "o.json").read_text())
     assert report["series"] == series
-    assert report["warnings"][0] == TOPOGRAM
-    assert f"medseg: study 1: {TOPOGRAM}\n" in capsys.readouterr().err
+    assert {"code": "left_out", "severity": "information", "sentence": TOPOGRAM} in report["findings"]
+    assert TOPOGRAM not in report["warnings"]
+    assert TOPOGRAM not in capsys.readouterr().err
 
 
 def test_predict_says_what_there_is_to_choose(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +101,7 @@ def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: p
     config = compose("prepare", f"data.cases='{table}'", f"data.cache='{tmp_path / 'cache'}'", SMALL_LUNGS, *spacings)
     assert prepare_app.prepare(config) == 1
     said = capsys.readouterr().err
-    assert f"medseg: good: warning (reading): {TOPOGRAM}\n" in said
+    assert TOPOGRAM not in said, "it is no warning"
     assert "medseg: bad: " in said
     (sidecar,) = (tmp_path / "cache").rglob("case.json")
     record = json.loads(sidecar.read_text())
@@ -112,7 +113,11 @@ def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: p
     with (tmp_path / "scores" / "metrics.csv").open() as file:
         assert {row["case"] for row in csv.DictReader(file)} == {"good"}
     assert (tmp_path / "scores" / "overlays" / "good.png").is_file()
-    assert f"good: {TOPOGRAM}" in json.loads((tmp_path / "scores" / "summary.json").read_text())["warnings"]
+    assert f"good: {TOPOGRAM}" not in json.loads((tmp_path / "scores" / "summary.json").read_text())["warnings"]
+    with (out / "summary.csv").open() as file:
+        rows = {row["case"]: row for row in csv.DictReader(file)}
+    assert rows["good"]["information"].startswith(f"{TOPOGRAM} | ")
+    assert TOPOGRAM not in rows["good"]["warnings"]
 
     cases = read_case_table(table)
     assert [case.series for case in read_case_table(write_case_table(tmp_path / "other.csv", cases), None)] == ["3", None]

@@ -18,9 +18,9 @@ from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.io.read import read_labels
+from medseg.io.tables import read_csv
 from medseg.io.write import write_image, write_labels
 from medseg.prediction.options import PredictConfig
-from medseg.report.tables import read_csv
 
 
 def compose(name: str, *overrides: str) -> Any:

@@ -25,6 +25,7 @@ from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
+from medseg.io.tables import read_csv
 from medseg.io.write import write_image
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
@@ -34,7 +35,6 @@ from medseg.prediction.cascades import load_cascade
 from medseg.prediction.forecast import forecast
 from medseg.prediction.options import PredictConfig, RayOptions
 from medseg.prediction.scans import Scan
-from medseg.report.tables import read_csv
 from medseg.runs.signature import plain
 from medseg.training.assemble import make_metadata
 from medseg.training.network import make_network

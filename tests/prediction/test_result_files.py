@@ -22,12 +22,12 @@ from medseg.errors import UserError
 from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import open_slices
 from medseg.io.read import read_labels
+from medseg.io.tables import read_csv
 from medseg.io.write import write_image, write_labels
 from medseg.metrics.hu_statistics import HU_FIGURES
-from medseg.pictures.overlay import Canvas
 from medseg.prediction.options import PredictConfig
 from medseg.preprocess.orient import Orientation
-from medseg.report.tables import read_csv
+from medseg.report.overlay import Canvas
 
 LABELS = {"left_lung": 1, "right_lung": 2}
 

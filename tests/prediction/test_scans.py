@@ -19,9 +19,9 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.io.read import read_labels
+from medseg.io.tables import read_csv
 from medseg.io.write import write_image
 from medseg.prediction.options import PredictConfig
-from medseg.report.tables import read_csv
 
 
 @pytest.fixture(autouse=True)

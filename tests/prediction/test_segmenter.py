@@ -25,6 +25,7 @@ from medseg.phantom.spec import PhantomSpec
 from medseg.prediction.segmenter import _to_volume
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
+from tests.io.io_volumes import finding_texts
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_voxels_without_a_number_are_what_the_modality_has_outside(modality: str
     array = Volume(SimpleITK.GetArrayFromImage(image), VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0)))
     volumes = [_to_volume(given, modality) for given in (image, tmp_path / "a.mha", array)]
     assert [volume.array[0, 0, 0] for volume in volumes] == [air, air, air]
-    assert len({volume.remarks for volume in volumes}) == 1
+    assert len({finding_texts(volume) for volume in volumes}) == 1
     assert np.isnan(array.array[0, 0, 0]), "what was given is left as it is"
 
 

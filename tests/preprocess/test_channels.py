@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from medseg.errors import UserError
+from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_grid
 from medseg.io.volume import Volume
@@ -17,6 +18,7 @@ from medseg.io.write import write_image, write_labels
 from medseg.preprocess.channels import place_channel, read_channels, resample_to
 from medseg.preprocess.orient import Orientation
 from medseg.preprocess.scale import HuScale
+from tests.io.io_volumes import finding_texts
 
 GRID = VoxelGrid((14, 18, 22), (3.0, 1.5, 1.25), (-12.0, 4.0, 9.0))
 
@@ -79,7 +81,7 @@ def test_what_a_channel_does_not_show(tmp_path: Path) -> None:
     write_image(tmp_path / "half.nrrd", np.full(half.shape, 7, np.int16), half)
     channels, volume = read_channels([tmp_path / "a.nrrd", tmp_path / "half.nrrd"], [-1024, 3])
     assert np.array_equal(channels[1], np.where(np.arange(14) < 7, 7.0, 3.0)[:, None, None] + np.zeros(GRID.shape))
-    assert volume.remarks == ("50% of the scan is outside image_1 and counts as 3 there",)
+    assert finding_texts(volume) == ("50% of the scan is outside image_1 and counts as 3 there",)
     away = VoxelGrid(GRID.shape, GRID.spacing_mm, (500.0, 0.0, 0.0))
     write_image(tmp_path / "away.nrrd", np.zeros(GRID.shape, np.int16), away)
     with pytest.raises(
@@ -105,7 +107,7 @@ def test_voxels_without_a_number_are_air_of_their_modality(tmp_path: Path) -> No
     write_image(tmp_path / "a.nrrd", image, GRID)
     channels, volume = read_channels([tmp_path / "a.nrrd"] * 2, [-1024, 0], modalities=["ct", "mr"])
     assert channels[:, 0, 0, 0].tolist() == [-1024, 0]
-    assert [remark.rpartition(" and ")[2] for remark in volume.remarks] == ["count as air, -1024 HU", "count as 0"]
+    assert [remark.rpartition(" and ")[2] for remark in finding_texts(volume)] == ["count as air, -1024 HU", "count as 0"]
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
@@ -137,8 +139,8 @@ def test_a_channel_that_leaves_more_than_a_hundredth_uncovered_is_told(missing: 
     """300 planes; the last ones have no voxel of the channel."""
     target = VoxelGrid((300, 3, 4), (1.0, 2.0, 3.0))
     source = VoxelGrid((300 - missing, 3, 4), target.spacing_mm)
-    image, remarks = place_channel(np.ones(source.shape, np.float32), source, target, 5.0, "image_2")
-    assert remarks == ["1% of the scan is outside image_2 and counts as 5 there"] * is_told
+    image, findings = place_channel(np.ones(source.shape, np.float32), source, target, 5.0, "image_2")
+    assert list(map(str, findings)) == ["1% of the scan is outside image_2 and counts as 5 there"] * is_told
     assert (image[-missing:] == 5).all()
     assert (image[:-missing] == 1).all()
 
@@ -150,7 +152,7 @@ def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
 
     def read(*arguments: Any) -> Volume:
         calls.append(arguments)
-        return Volume(np.full(GRID.shape, 3, np.int16), GRID, remarks=(f"remark {len(calls)}",))
+        return Volume(np.full(GRID.shape, 3, np.int16), GRID, findings=tuple(warnings_of("reading", [f"remark {len(calls)}"])))
 
     monkeypatch.setattr("medseg.io.read.read_image", read)
     first, second = tmp_path / "a", tmp_path / "b.nii.gz"
@@ -168,6 +170,6 @@ def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
         (second, None, "ct", 1, 2, ()),
     ]
     assert stacked[:, 0, 0, 0].tolist() == [7, 7, 3]
-    assert volume.remarks == ("image: remark 1", "image_1: remark 2", "image_2: remark 3")
+    assert finding_texts(volume) == ("image: remark 1", "image_1: remark 2", "image_2: remark 3")
     calls.clear()
-    assert read_channels([first], [-1024])[1].remarks == ("remark 1",)
+    assert finding_texts(read_channels([first], [-1024])[1]) == ("remark 1",)

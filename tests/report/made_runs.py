@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from medseg.conf_folder import conf_dir
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.tables import write_csv
 from medseg.io.write import write_image, write_labels
-from medseg.pictures.overlay import overlay_montage
-from medseg.report.tables import write_csv
+from medseg.report.overlay import overlay_montage
 from medseg.task import Channel, Region, Task
 
 STEPS = 400

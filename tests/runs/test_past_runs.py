@@ -9,8 +9,8 @@ import pytest
 from medseg.commands.report import report
 from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
+from medseg.io.tables import read_csv
 from medseg.report.compare import CaseScore
-from medseg.report.tables import read_csv
 from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores
 from tests.report.made_runs import make_run
 

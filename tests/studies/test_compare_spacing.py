@@ -17,8 +17,8 @@ from medseg.config.check import to_config
 from medseg.config.schema import CompareSpacingConfig
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.tables import write_csv
 from medseg.report.spacings import Strategy
-from medseg.report.tables import write_csv
 from medseg.studies import compare_spacing as app
 from medseg.studies.recipes import failure_of
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,9 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import CompareSpacingConfig, DemoConfig, LadderConfig, TimeToDiceConfig
 from medseg.errors import EXIT_RESUME, UserError
+from medseg.io.tables import read_csv
 from medseg.memory.options import Precision
 from medseg.report.spacings import Strategy
-from medseg.report.tables import read_csv
 from medseg.studies import baselines, compare_spacing, ladder, recipes, time_to_dice
 from medseg.workers import WorkerDiedError
 
@@ -164,7 +165,7 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
         ladder.measure(folder, config, shape, steps, baseline, None)  # type: ignore[arg-type]
         assert len(calls) == before + 1
     for error, said in (
-        (WorkerDiedError(), "the system ended its process"),
+        (WorkerDiedError(-signal.SIGKILL), "its process was killed"),
         (UserError("no room"), "could not be measured: no room"),
     ):
         Worker.error = error

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.io.tables import read_csv
 from medseg.memory.tracker import MemoryTracker
-from medseg.report.tables import read_csv
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 from medseg.training.notes import notes

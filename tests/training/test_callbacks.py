@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 from medseg.training import callbacks
 from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores, View
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import NotFiniteError
-from medseg.report.tables import read_csv
+from medseg.io.tables import read_csv
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 from medseg.training import history as history_module

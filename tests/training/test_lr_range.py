@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from medseg.pictures.plots import draw_lr_range
+from medseg.report.plots import draw_lr_range
 from medseg.training.lr_range import LrRange, has_diverged, smoothed, suggest_lr
 
 RATES = np.geomspace(1e-6, 1.0, 121)

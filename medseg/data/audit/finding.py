@@ -33,7 +33,9 @@ _IGNORE_GRID = (
     "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
 )
 KINDS = {
-    "reading": Kind(WARNING, "{remark}"),
+    # Sentences of the readers.
+    "reading": Kind(WARNING, "{sentence}"),
+    "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are about {size} too {way} for HU",
@@ -55,7 +57,7 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: they may be HU divided by {slope:g} "
         "and clipped, or those of another window",
-        "if soft tissue lies near 0 and lung near -0.8, data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
+        "if soft tissue lies near 0 and fat near -0.1, data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
         "hu_slope of the case table; otherwise convert the scan again from its DICOM files",
     ),
     "hu_range:inverted": Kind(

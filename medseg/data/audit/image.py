@@ -38,6 +38,7 @@ DARK_SHARE = 0.01
 # An inverted image has this many times more voxels at the values of bone, where its air lies, than at those of air.
 INVERTED_CONTRAST = 5.0
 AIR_SHARE = 0.001
+BONE_SHARE = 0.001  # denser than soft tissue
 MAX_WINDOWED_RANGE = 256
 # Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
@@ -275,11 +276,15 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 
 
 def _is_inverted(tissue: np.ndarray) -> bool:
-    """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part."""
+    """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part.
+
+    Negated bone lies below soft tissue, where values with an offset and images of other modalities have nothing.
+    """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)
     sparse_bone = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
-    return bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    is_bright = bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= BONE_SHARE
 
 
 def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:

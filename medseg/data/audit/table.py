@@ -11,7 +11,7 @@ from medseg.data.audit.finding import CaseAudit, find
 from medseg.data.audit.tissue_profile import NEAR_PROFILE, Areas, areas_of, profile_distance
 from medseg.data.case_table import Case
 from medseg.findings import Finding, Severity
-from medseg.report.tables import csv_text
+from medseg.io.tables import csv_text
 
 DUPLICATE = "duplicate_image"
 READY, REFUSED, FAILED = "ready", "refused", "failed"

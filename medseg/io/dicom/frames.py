@@ -164,7 +164,7 @@ class Frame:
         intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
-        remarks: Sentences for the user.
+        warnings: Sentences for the user.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class Frame:
     intercept: float
     has_rescale: bool
     phases: tuple[str, ...]
-    remarks: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def air(self) -> int:
@@ -199,12 +199,14 @@ class NoSlice:
         series: Its series.
         reason: What it is instead; for an unreadable file the message that refuses it, without the path.
         is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only with its series.
+        is_image: Whether it is an image of the patient other than a localiser.
     """
 
     path: Path
     series: Series
     reason: str
     is_unreadable: bool = False
+    is_image: bool = False
 
 
 def plain(text: str) -> str:
@@ -285,7 +287,7 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
             places = [(group, *shared, header) for group in groups] or [(*shared, header)]
             if len(places) != _whole(header, "NumberOfFrames", 1):
-                return [NoSlice(path, series, "multi-frame image without a position for each frame")]
+                return [NoSlice(path, series, "multi-frame image without a position for each frame", is_image=True)]
             return [_slice(path, index, one, series, pixels, is_hu=modality == "CT") for index, one in enumerate(places)]
     except MemoryError:
         raise
@@ -356,7 +358,7 @@ def _slice(
     position = read_numbers(places, "ImagePositionPatient", 3)
     orientation = read_numbers(places, "ImageOrientationPatient", 6)
     if position is None or orientation is None:
-        return NoSlice(path, series, "image without a position and an orientation")
+        return NoSlice(path, series, "image without a position and an orientation", is_image=True)
     spacing_mm = read_numbers(places, "PixelSpacing", 2) or ()
     require(
         bool(spacing_mm) and min(spacing_mm) > 0,
@@ -385,7 +387,7 @@ def _slice(
         not what, f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
     )
     lossy = _text(header.get("LossyImageCompression"))
-    remarks = {
+    sentences = {
         "slices without rescale slope and intercept: their values are assumed to be HU": is_hu and None in (slope, intercept),
         "the slices were compressed with loss": lossy == "01"
         or pixels.transfer_syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
@@ -406,7 +408,7 @@ def _slice(
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
         tuple(_text(header.get(keyword)) or _text(field_of(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
-        tuple(remark for remark, applies in remarks.items() if applies),
+        tuple(sentence for sentence, applies in sentences.items() if applies),
     )
 
 

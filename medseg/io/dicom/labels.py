@@ -12,6 +12,7 @@ from pydicom import Dataset, FileDataset, config, dcmread
 from pydicom.uid import RTStructureSetStorage, SegmentationStorage
 
 from medseg.errors import UserError, first_line, require
+from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
 from medseg.io.dicom.frames import Frame, PixelFormat, field_of, plain, read_numbers
@@ -148,7 +149,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
         threshold: Least share or probability, (0, 1], of a pixel of a FRACTIONAL segment.
 
     Returns:
-        Label values (D, H, W) on `slices.grid`, with remarks on what was left out.
+        Label values (D, H, W) on `slices.grid`, with warnings of what was left out.
 
     Raises:
         UserError: If the file is of another series and frame of reference, or the frames or contours have no position among the
@@ -171,10 +172,10 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
             (len(slices.frames), *slices.frames[0].pixels.shape), np.min_scalar_type(max(values.values(), default=0))
         )
         if file.kind == "SEG":
-            remarks = _read_segments(file, slices, values, threshold, on_slices)
+            sentences = _read_segments(file, slices, values, threshold, on_slices)
         else:
-            remarks = _read_contours(file, slices, values, on_slices)
-    return Volume(labels_on_grid(on_slices, slices), slices.grid, remarks=tuple(remarks))
+            sentences = _read_contours(file, slices, values, on_slices)
+    return Volume(labels_on_grid(on_slices, slices), slices.grid, findings=tuple(warnings_of("reading", sentences)))
 
 
 @contextmanager
@@ -194,7 +195,7 @@ def _explained(path: Path) -> Iterator[None]:
 def _read_segments(
     file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float, on_slices: np.ndarray
 ) -> list[str]:
-    """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return remarks.
+    """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return warnings.
 
     A plane of frames serves the slices within half the distance of planes or of slices, whichever is larger.
     """
@@ -324,7 +325,7 @@ def _at_slice(
 
 
 def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int], on_slices: np.ndarray) -> list[str]:
-    """Label the pixels of slices inside the contours of an RTSTRUCT; return remarks.
+    """Label the pixels of slices inside the contours of an RTSTRUCT; return warnings.
 
     A slice takes the contours of the nearest plane, at most half the distance of slices away. Contours of a region of interest within
     each other are holes.
@@ -336,17 +337,17 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
     items: dict[int, list[Dataset]] = {}
     for item in file.dataset.get("ROIContourSequence") or []:
         items.setdefault(int(item.ReferencedROINumber), []).extend(item.get("ContourSequence") or [])
-    remarks, num_overlaps = [], 0
+    sentences, num_overlaps = [], 0
     for number, value in values.items():
         name = shown(file.names[number])
         found = items.get(number, [])
         closed = [one for one in found if one.get("ContourGeometricType") in CLOSED]
         if len(closed) < len(found):
-            remarks.append(f"{name}: {len(found) - len(closed)} points and open lines were left out")
+            sentences.append(f"{name}: {len(found) - len(closed)} points and open lines were left out")
         # A contour that is stored twice would cut itself out.
         contours = list({points.tobytes(): points for points in map(_points, closed) if len(points) > 2}.values())
         if not contours:
-            remarks.append(f"{name}: it has no closed contours")
+            sentences.append(f"{name}: it has no closed contours")
             continue
         spans_mm = np.array([(heights.min(), heights.max()) for heights in (points @ normal for points in contours)])
         require(
@@ -357,7 +358,7 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
         distances_mm = np.abs(spans_mm.mean(axis=1) - slice_heights_mm[:, None])
         near = distances_mm <= np.minimum(reach_mm, distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM)
         if lost := np.count_nonzero(~near.any(axis=0)):
-            remarks.append(f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them")
+            sentences.append(f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them")
         for index in np.flatnonzero(near.any(axis=1)):
             polygons = [pixels_of(frames[index], contours[one]) for one in np.flatnonzero(near[index])]
             mask, labels = fill(polygons, frames[index].pixels.shape), on_slices[index]
@@ -365,9 +366,9 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
             labels[mask] = value
         filled = np.flatnonzero(near.any(axis=1))
         if filled.size and (num_gaps := int(np.ptp(filled)) + 1 - filled.size):
-            remarks.append(f"{name}: {num_gaps} slices between its contours have no contour")
+            sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [
-        *remarks,
+        *sentences,
         *([f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"] if num_overlaps else []),
     ]
 

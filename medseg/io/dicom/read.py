@@ -20,6 +20,7 @@ import numpy as np
 from scipy.ndimage import shift
 
 from medseg.errors import UserError, require
+from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
@@ -53,7 +54,7 @@ class SourceSlices:
         shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >= 0.
         is_filled: Whether a plane lies between two slices.
         is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
-        remarks: Sentences for the user.
+        findings: What was left out, assumed or repaired.
     """
 
     path: Path
@@ -63,7 +64,7 @@ class SourceSlices:
     shifts_px: np.ndarray
     is_filled: bool
     is_shifted: bool
-    remarks: tuple[str, ...]
+    findings: tuple[Finding, ...]
 
 
 def open_slices(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> SourceSlices:
@@ -79,7 +80,7 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct", fil
     Raises:
         UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
     """
-    stack, remarks = choose_stack(path, series, "" if modality == "other" else modality.upper(), files)
+    stack, left_out = choose_stack(path, series, "" if modality == "other" else modality.upper(), files)
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
@@ -105,10 +106,9 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct", fil
     along = normal_of(first) + slant[0] * column + slant[1] * row
     columns = np.stack([row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1)
     grid = grid_from_columns(path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row))
-    losses = dict.fromkeys(remark for frame in frames for remark in frame.remarks)
-    return SourceSlices(
-        path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*remarks, *losses, *repairs, *filled, *tilt)
-    )
+    of_frames = dict.fromkeys(sentence for frame in frames for sentence in frame.warnings)
+    warnings = warnings_of("reading", (*of_frames, *repairs, *filled, *tilt))
+    return SourceSlices(path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*left_out, *warnings))
 
 
 def open_dicom(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> LazyVolume:
@@ -135,7 +135,7 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct", file
             # HU stay whole numbers where the slices have them.
             yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype).ravel()
 
-    return LazyVolume(path, slices.grid, dtype, runs, remarks=slices.remarks)
+    return LazyVolume(path, slices.grid, dtype, runs, findings=slices.findings)
 
 
 def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU) -> np.ndarray:
@@ -160,7 +160,7 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
     """Keep one slice at each position: of equal ones the first, of two acquisitions that of the earlier.
 
     Returns:
-        The slices, their heights in mm, remarks.
+        The slices, their heights in mm, warnings.
     """
     kept: list[tuple[Frame, float]] = []
     dropped: dict[str, list[Frame]] = {}
@@ -190,7 +190,7 @@ def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tupl
     """Lay evenly spaced planes across the normal.
 
     Returns:
-        For each plane the frame below and the weight of the next frame; the distance of the planes in mm; remarks.
+        For each plane the frame below and the weight of the next frame; the distance of the planes in mm; warnings.
     """
     length_mm, num_frames = float(heights_mm[-1] - heights_mm[0]), len(frames)
     step_mm = length_mm / (num_frames - 1)
@@ -218,16 +218,16 @@ def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tupl
     below = (np.searchsorted(heights_mm, planes_mm) - 1).clip(0, num_frames - 2)
     weights = np.where(is_slice, 0.0, (planes_mm - heights_mm[below]) / gaps_mm[below])
     num_filled = int(np.count_nonzero(weights))
-    remark = (
+    warning = (
         f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of {num_steps + 1} were interpolated "
         f"linearly onto an even grid of {step_mm:.2f} mm"
     )
     if num_filled == num_missing:
-        remark = (
+        warning = (
             f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} and {frames[worst + 1]}; they were "
             "interpolated linearly"
         )
-    return list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)), step_mm, [remark]
+    return list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)), step_mm, [warning]
 
 
 def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -235,7 +235,7 @@ def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> 
 
     Returns:
         The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the slant (y, x) of such a stack in mm
-        per mm, else 0; remarks.
+        per mm, else 0; warnings.
     """
     shifts_mm = np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm) @ frames[0].axes[::-1].T
     rise_mm = heights_mm - heights_mm[0]

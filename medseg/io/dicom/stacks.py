@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from medseg.errors import UserError, require
+from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
@@ -132,7 +133,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
         if num_positions(heights_mm[order]) > 1:
             found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
         else:
-            alone += [NoSlice(frame.path, frame.series, "single slice without neighbours") for frame in part]
+            alone += [NoSlice(frame.path, frame.series, "single slice without neighbours", is_image=True) for frame in part]
     return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
 
 
@@ -186,7 +187,7 @@ def _read_images(path: Path, modality: str, files: Sequence[Path], *, is_deep: b
     return [*images, *map(_refused_copy, sorted(broken))]
 
 
-def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()) -> tuple[Stack, list[str]]:
+def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
     Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
@@ -200,7 +201,7 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and remarks on what was left out.
+        The stack, and findings on what was left out: information, unless it may be a part of the scan.
 
     Raises:
         UserError: If there is none, or more than one, or a file of it cannot be read.
@@ -240,8 +241,8 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
     if broken:
         raise UserError(f"{first_few([image.path for image in broken], 1)}: {broken[0].reason}")
     is_any = not is_named and only_file is None
-    listed = Counter((str(image.series), image.reason) for image in left_out if is_any or image.series.uid in uids)
-    summary = first_few([f"{count} x {reason} ({series})" for (series, reason), count in listed.items()], MAX_LISTED)
+    listed = [image for image in left_out if is_any or image.series.uid in uids]
+    summary = _count_reasons(listed)
     require(
         bool(in_file),
         f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
@@ -254,11 +255,29 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
         f"{path}: expected a series of one patient, but its slices carry {num_patients} different Patient IDs; put the files of each patient "
         "into a folder of their own.",
     )
-    remarks = [f"left out, because they are not slices of the scan: {summary}"] if summary else []
+    # A slice of the chosen series may be missed; a topogram, a report or another series is not.
+    parts = [image for image in listed if image.is_image and image.series.uid in uids]
+    others = [image for image in listed if image not in parts]
+    findings = [
+        *information_of("left_out", _left_out(others)),
+        *warnings_of("reading", _left_out(parts)),
+    ]
     for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
         names = first_few([f"'{image.path.name}'" for image in lost], 1)
-        remarks.append(f"{series} was left out, since it cannot be read: {names}: {lost[0].reason.rstrip('.')}")
-    return chosen[0], remarks
+        why = lost[0].reason.rstrip(".")
+        findings += warnings_of("reading", [f"{series} was left out, since it cannot be read: {names}: {why}"])
+    return chosen[0], findings
+
+
+def _count_reasons(images: Iterable[NoSlice]) -> str:
+    """List how often each reason occurs in each series; "" without an image."""
+    counts = Counter((str(image.series), image.reason) for image in images)
+    return first_few([f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED)
+
+
+def _left_out(images: Sequence[NoSlice]) -> list[str]:
+    """Say in one sentence what is left out, if anything is."""
+    return [f"left out, because they are not slices of the scan: {_count_reasons(images)}"] if images else []
 
 
 def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:

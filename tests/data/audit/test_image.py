@@ -89,6 +89,14 @@ def test_bone_without_air_around_it_is_not_inverted() -> None:
     assert codes(image.astype(np.int16)) == [("no_air", "warning")]
 
 
+def test_values_without_negated_bone_are_not_inverted() -> None:
+    """A magnetic resonance image of 0 to 1000, or a CT with an offset of 1024."""
+    rng = np.random.default_rng(14)
+    image = rng.choice([100.0, 600.0, 900.0], p=[0.2, 0.3, 0.5], size=(12, 40, 50)) + rng.normal(200, 20, (12, 40, 50))
+    (finding,) = audit_image(measure_image(image.astype(np.int16)))
+    assert "inverted" not in finding.message
+
+
 @pytest.mark.parametrize("high", [1.0, 3.0])
 def test_hu_divided_by_1000_and_clipped_are_named(high: float) -> None:
     image_hu = ct(5)

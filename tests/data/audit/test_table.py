@@ -156,7 +156,7 @@ def test_mistaken_codes_are_told() -> None:
     assert check_ignored(["no_air", "clipped"], "x") == {"no_air", "clipped"}
     with pytest.raises(UserError, match=r"^line 3: there is no finding 'cliped'; did you mean clipped\?$"):
         check_ignored(["cliped"], "line 3")
-    with pytest.raises(UserError, match="there is no finding 'zzz'; there are reading, hu_offset"):
+    with pytest.raises(UserError, match="there is no finding 'zzz'; there are reading, left_out, hu_offset"):
         check_ignored(["zzz"], "x")
 
 

@@ -14,6 +14,7 @@ from medseg.data.importers.dicom import import_dicom
 from medseg.data.importers.formats import import_dataset
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
+from tests.io.io_volumes import finding_texts
 
 
 @pytest.mark.parametrize("kind", ["RTSTRUCT", "SEG"])
@@ -55,7 +56,7 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
     volume, names = read_reference(case.labels, values, case.image, case.series)
     assert np.array_equal(volume.array == 2, blocks(1)[1] == LEFT)
     assert names == {1: "Heart", 2: "left_lung", 3: "right_lung"}
-    assert volume.remarks == ("right_lung: no such structure, taken as absent",)
+    assert finding_texts(volume) == ("right_lung: no such structure, taken as absent",)
 
 
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure, points_of
+from tests.io.io_volumes import finding_texts
 
 
 @pytest.fixture
@@ -86,8 +87,8 @@ def test_of_segments_that_overlap_the_last_one_is_kept(tmp_path: Path, slices: S
         for number in order:
             expected[pixels[..., number - 1] == 1] = 3 * number
         assert np.array_equal(volume.array, expected)
-        assert volume.remarks == ("26 pixels of a.dcm are in several segments; the last one is kept",)
-    assert read_label_file(file, slices, {1: 1, 2: 1}).remarks == ()
+        assert finding_texts(volume) == ("26 pixels of a.dcm are in several segments; the last one is kept",)
+    assert finding_texts(read_label_file(file, slices, {1: 1, 2: 1})) == ()
 
 
 @pytest.mark.parametrize("name", ["sagittal", "flipped", "finer", "coarser"])
@@ -127,7 +128,7 @@ def test_holes(polygons: list[tuple[float, Any]], tmp_path: Path, slices: Source
     volume = read_label_file(file, slices, {1: 1})
     assert np.array_equal(volume.array[2], RING)
     assert volume.array.sum() == RING.sum()
-    assert volume.remarks == ()
+    assert finding_texts(volume) == ()
 
 
 def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceSlices) -> None:
@@ -139,13 +140,13 @@ def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceS
 
 def test_what_is_left_out_is_said(tmp_path: Path, slices: SourceSlices) -> None:
     path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE), (4, SQUARE), (20, SQUARE)])
-    assert read_label_file(open_label_file(path), slices, {1: 1}).remarks == (
+    assert finding_texts(read_label_file(open_label_file(path), slices, {1: 1})) == (
         "'part': 1 of 3 contours are beyond the slices or between them",
         "'part': 2 slices between its contours have no contour",
     )
     path = add_contours(tmp_path / "a.dcm", slices, [(1, SQUARE)], "OPEN_PLANAR")
     said = ("'part': 1 points and open lines were left out", "'part': it has no closed contours")
-    assert read_label_file(open_label_file(path), slices, {1: 1}).remarks == said
+    assert finding_texts(read_label_file(open_label_file(path), slices, {1: 1})) == said
 
 
 def read_all(path: Path, slices: SourceSlices) -> None:

@@ -18,7 +18,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 from medseg.io.nifti import packed_nifti
-from medseg.pictures.overlay import ERROR_COLOURS, grey_range
+from medseg.report.overlay import ERROR_COLOURS, grey_range
 
 SPACING_MM = 1.5
 """Wanted spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""
@@ -150,6 +150,7 @@ class ViewerWords:
         title: Name of the case.
         status: `ok`, `warnings` or `not_hu`.
         warnings: Sentences of the report.
+        information: Sentences that ask for nothing.
         columns: Headings of the table of labels.
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
@@ -161,6 +162,7 @@ class ViewerWords:
     title: str
     status: str
     warnings: Sequence[str]
+    information: Sequence[str]
     columns: Sequence[str]
     rows: Mapping[int, Sequence[str]]
     agreements: Mapping[str, float]

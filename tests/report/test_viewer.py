@@ -15,8 +15,8 @@ import pytest
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.pictures import viewer
-from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+from medseg.report import viewer
+from medseg.report.viewer import ViewerWords, pack_volumes, write_viewer
 
 TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("</script>", 2, "#fb923c")]
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
@@ -25,6 +25,7 @@ WORDS = ViewerWords(
     "Doe, <b>John",
     "warnings",
     ["look & see"],
+    ["a topogram was <left> out"],
     ["ml"],
     {1: ["12"], 2: ["0"]},
     {"left_lung": 0.8},
@@ -74,6 +75,7 @@ def test_words_are_escaped_and_the_page_needs_nothing_else(tmp_path: Path) -> No
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
     assert "Doe, &lt;b&gt;John" in page
     assert "look &amp; see" in page
+    assert "a topogram was &lt;left&gt; out" in page
     data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
     assert data["labels"][1]["name"] == "</script>"
     assert data["places"] == [{"name": "worst", "mm": [-1.0, -2.0, 3.0]}]

@@ -10,12 +10,12 @@ from medseg.anatomy.rules import USUAL_AGREEMENT
 from medseg.cascade.bound import StatedBound
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.pictures.overlay import colour_of
 from medseg.preprocess.orient import orient, orientation_of
+from medseg.report.overlay import colour_of
 from medseg.task import Task
 
 if TYPE_CHECKING:  # Jinja2 takes 10 MiB
-    from medseg.pictures.viewer import ViewerVolumes
+    from medseg.report.viewer import ViewerVolumes
 
 SUFFIX = ".html"
 
@@ -39,6 +39,7 @@ class CaseReport(NamedTuple):
 
     status: str = ""
     warnings: Sequence[str] = ()
+    information: Sequence[str] = ()
     agreements: Mapping[str, float] = {}
     most_disputed_xyz_mm: Sequence[float] | None = None
     dice_at_least: Mapping[str, StatedBound] = {}
@@ -57,7 +58,7 @@ def pack_case(
         task: Labels, and whether the values are HU.
         max_mb: Largest size of the page in 10⁶ bytes.
     """
-    from medseg.pictures.viewer import pack_volumes
+    from medseg.report.viewer import pack_volumes
 
     volumes = pack_volumes(image, labels, grid, reference, is_ct=task.is_ct, max_mb=max_mb)
     if reference is None:
@@ -97,7 +98,7 @@ def write_case_viewer(
     Raises:
         UserError: If the file cannot be written.
     """
-    from medseg.pictures.viewer import ViewerWords, write_viewer
+    from medseg.report.viewer import ViewerWords, write_viewer
 
     rows = {value: written_figures(statistics.get(name, {})) for name, value in task.labels.items()}
     for name, dice in packed.dice.items():
@@ -108,6 +109,7 @@ def write_case_viewer(
         path.name.removesuffix(SUFFIX),
         report.status,
         report.warnings,
+        report.information,
         columns,
         {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
         report.agreements,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from medseg.errors import UserError
-from medseg.report.tables import csv_text, markdown_table, print_table, read_csv, table_lines, write_csv
+from medseg.io.tables import csv_text, markdown_table, print_table, read_csv, table_lines, write_csv
 
 ROWS = [
     {"case": "Doe, [John] :smile: \"x\"", "n": 12, "dice": 0.98765, "note": "ü\nline 2"},

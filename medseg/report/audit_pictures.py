@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.pictures.overlay import TEXT, Canvas, colour_of, grey_range
-from medseg.pictures.plots import shortened, write_png
+from medseg.report.overlay import TEXT, Canvas, colour_of, grey_range
+from medseg.report.plots import shortened, write_png
 
 MAX_SLICE_PX = 256
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from medseg.io.label_table import Structure
-from medseg.pictures.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
-from medseg.pictures.plots import shortened, write_png
+from medseg.report.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
+from medseg.report.plots import shortened, write_png
 
 MAX_LONG = 6
 """Up to this number of labels, each has its own line; more labels are written three to a line."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.audit import MAX_SLICE_PX, CaseView, audit_pictures, cut_slices
+from medseg.report.audit_pictures import MAX_SLICE_PX, CaseView, audit_pictures, cut_slices
 
 NAMES = {1: "left_lung", 2: "right_lung"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from medseg.geometry.grid import VoxelBox
-from medseg.pictures.plots import shortened, write_png
+from medseg.report.plots import shortened, write_png
 
 BACKGROUND = "#0d1117"
 TEXT = "#e6edf3"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.plots import score_plot
+from medseg.report.plots import score_plot
 
 
 def score(case: str, region: str, trust: str, dice: float) -> dict[str, str | float]:

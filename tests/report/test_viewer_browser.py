@@ -20,7 +20,7 @@ from PIL import Image
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.label_table import Structure
-from medseg.pictures.viewer import ViewerWords, pack_volumes, write_viewer
+from medseg.report.viewer import ViewerWords, pack_volumes, write_viewer
 
 TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("right_lung", 2, "#fb923c")]
 GRID = VoxelGrid((60, 70, 80), (2.0, 2.0, 2.0), (-80.0, -70.0, 0.0))
@@ -37,7 +37,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reference = labels.copy()
     reference[40:56, 10:60, 6:35] = 2
     words = ViewerWords(
-        "Doe, John (ü)", "warnings", ["look at it"], ["ml", "mean HU"], {1: ["12", "-850"], 2: ["13", "-851"]},
+        "Doe, John (ü)", "warnings", ["look at it"], ["a topogram was left out"], ["ml", "mean HU"], {1: ["12", "-850"], 2: ["13", "-851"]},
         {"left_lung": 0.98, "right_lung": 0.71}, 0.85, {"left_lung": 0.93}, {"most differences": GRID.index_to_world_xyz_mm([48, 35, 8]).tolist()},
     )  # fmt: skip
     path = tmp_path_factory.mktemp("a viewer (1)") / "case ü.html"

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from medseg.io.label_table import Structure
-from medseg.pictures.preview import cut_slices, draw_preview
+from medseg.report.preview import cut_slices, draw_preview
 
 SPACING_MM = (5.0, 2.0, 2.5)
 BLUE = np.array([56, 189, 248])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.pictures.overlay import ERROR_COLOURS, Panel, overlay_montage
+from medseg.report.overlay import ERROR_COLOURS, Panel, overlay_montage
 
 SHAPE = (20, 50, 60)
 SPACING_MM = (6.0, 3.0, 4.0)
