@@ -2,19 +2,22 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-A network of many equal blocks, whose step takes more than three times as much memory without recomputation as with all of it.
-A set of switches is channels-last or not, with any subset of the blocks recomputed. Of these sets, which are too many to
-measure, a random sample is compared: as many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen
-set and its rivals, the sets of a larger sample that are predicted to be nearly as fast.
+A network of many equal blocks, whose step takes more than three times as much memory without
+recomputation as with all of it. A set of switches is channels-last or not, with any subset of the
+blocks recomputed. Of these sets, which are too many to measure, a random sample is compared: as
+many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen set and its
+rivals, the sets of a larger sample that are predicted to be nearly as fast.
 
-Every set takes steps in rounds, in a new order in each round, with its allocations counted (`allocations.c`, preloaded). Its
-time in a round is divided by the median of the round, so that a temporary slowdown of the processor does not change the
-ranking. For each budget the chosen set is compared with the set of the larger sample that `plan` predicts to be the fastest of
-all that fit, and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons a set fits
-if its peak plus the margin of `plan` is within the budget. The smallest of many noisy times is too optimistic: the sets that
-might be the fastest for a budget are measured again, and only the second measurement counts. Then `train` runs with each
-chosen set, in a process that is killed when its resident memory exceeds the budget. Seconds are processor time on one thread.
-Writes `budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
+Every set takes steps in rounds, in a new order in each round, with its allocations counted
+(`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a
+temporary slowdown of the processor does not change the ranking. For each budget the chosen set is
+compared with the set of the larger sample that `plan` predicts to be the fastest of all that fit,
+and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons
+a set fits if its peak plus the margin of `plan` is within the budget. The smallest of many noisy
+times is too optimistic: the sets that might be the fastest for a budget are measured again, and
+only the second measurement counts. Then `train` runs with each chosen set, in a process that is
+killed when its resident memory exceeds the budget. Seconds are processor time on one thread. Writes
+`budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
 """
 
 import ctypes
@@ -44,7 +47,15 @@ from medseg.io.tables import markdown_table, write_csv
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.precision import HALF
 from medseg.memory.switches import switch_on
-from medseg.planning.choose import MARGIN, Candidate, Option, blocks_of, choose_line, fastest_option, make_candidates
+from medseg.planning.choose import (
+    MARGIN,
+    Candidate,
+    Option,
+    blocks_of,
+    choose_line,
+    fastest_option,
+    make_candidates,
+)
 from medseg.planning.estimate import Machine
 from medseg.planning.step import input_shape
 from medseg.training.extensions import make_loss
@@ -61,7 +72,8 @@ TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS, FINAL_ROUNDS = 2, 12
 STEPS, TAKEN = 5, 3  # steps that count: in those before, the heap still takes its shape
 NEARLY_BEST = 1.1
-# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a choice.
+# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a
+# choice.
 NUM_PREDICTED, NUM_RIVALS = 2000, 3
 COLUMNS = {
     "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
@@ -89,7 +101,10 @@ def main() -> None:
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]), PlanConfig)
+        config = to_config(
+            hydra.compose("plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]),
+            PlanConfig,
+        )
     config = replace(config, validation_shape=validated_shape(config))
     shape, machine = input_shape(config), Machine(config)
     found = make_candidates(config, shape, machine)
@@ -97,7 +112,9 @@ def main() -> None:
     peaks = sorted({option.peak for _, option in sets})
     number = int(given.get("budgets", 20))
     # Budgets from the smallest to the largest peak, at equal distances.
-    budgets = [round(peaks[0] + index * (peaks[-1] - peaks[0]) / (number - 1)) for index in range(number)]
+    budgets = [
+        round(peaks[0] + index * (peaks[-1] - peaks[0]) / (number - 1)) for index in range(number)
+    ]
     choices = [fastest_option(found, budget, math.inf) for budget in budgets]
     compared = {line_of(choice): choice for choice in choices if choice is not None}
     for budget in budgets:
@@ -112,7 +129,9 @@ def main() -> None:
         flush=True,
     )
     # The counter sees all of each workspace, written or not.
-    machine.costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()}
+    machine.costs.costs = {
+        key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()
+    }
     whole = dict(zip(map(id, found), make_candidates(config, shape, machine), strict=True))
     unwritten = {}
     for line, (candidate, option) in compared.items():
@@ -123,8 +142,16 @@ def main() -> None:
     write_csv(output / "sets.csv", [describe(*one, measured) for one in compared_sets])
     finalists = {line_of(choice) for choice in choices if choice is not None}
     for budget in budgets:
-        seconds_of = {line_of(one): measured[line_of(one)].seconds for one in compared_sets if does_fit(one, budget, measured)}
-        finalists |= {line for line, seconds in seconds_of.items() if seconds <= NEARLY_BEST * min(seconds_of.values())}
+        seconds_of = {
+            line_of(one): measured[line_of(one)].seconds
+            for one in compared_sets
+            if does_fit(one, budget, measured)
+        }
+        finalists |= {
+            line
+            for line, seconds in seconds_of.items()
+            if seconds <= NEARLY_BEST * min(seconds_of.values())
+        }
     final = [one for one in compared_sets if line_of(one) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
@@ -137,14 +164,25 @@ def main() -> None:
         if peak is None:
             run_dir = output / f"run_{index}"
             shutil.rmtree(run_dir, ignore_errors=True)
-            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-            peak = train([*SETTINGS, *places, *TRAINING, *line.split()], run_dir, environment, limit)
+            environment = {
+                name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
+            }
+            peak = train(
+                [*SETTINGS, *places, *TRAINING, *line.split()], run_dir, environment, limit
+            )
         if peak <= limit:
             trained[line] = peak
         rows.append(
-            compare(best, budget, sets, final, final_measured) | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
+            compare(best, budget, sets, final, final_measured)
+            | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
         )
-        print(" ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in rows[-1].values()), flush=True)
+        print(
+            " ".join(
+                f"{value:.4g}" if isinstance(value, float) else str(value)
+                for value in rows[-1].values()
+            ),
+            flush=True,
+        )
     write(rows, compared_sets, measured, output)
 
 
@@ -164,7 +202,10 @@ def sample_sets(candidates: Sequence[Candidate], number: int) -> list[tuple[Cand
 
 
 def measure(
-    sets: Sequence[tuple[Candidate, Option]], shape: Shape, rounds: int, unwritten: Mapping[str, int]
+    sets: Sequence[tuple[Candidate, Option]],
+    shape: Shape,
+    rounds: int,
+    unwritten: Mapping[str, int],
 ) -> dict[str, Measured]:
     """Take steps with every set in rounds; return its median time and largest peak by the arguments of its switches.
 
@@ -172,7 +213,8 @@ def measure(
         sets: The sets.
         shape: Voxels of a sample, (D, H, W).
         rounds: How often each is visited.
-        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its switches; the counter sees them too.
+        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its
+            switches; the counter sees them too.
     """
     relative: dict[str, list[float]] = {line_of(one): [] for one in sets}
     peaks, middles_s = dict.fromkeys(relative, 0), []
@@ -180,15 +222,22 @@ def measure(
         print(f"round {number + 1} of {rounds}", flush=True)
         taken = {}
         for candidate, option in random.Random(number).sample(sets, len(sets)):
-            memory = replace(candidate.config.memory, checkpointing=option.switches["memory.checkpointing"])
-            taken[choose_line(option, {})] = take_steps(replace(candidate.config, memory=memory), shape)
-        middles_s.append(statistics.median(second for _, durations_s in taken.values() for second in durations_s))
+            memory = replace(
+                candidate.config.memory, checkpointing=option.switches["memory.checkpointing"]
+            )
+            taken[choose_line(option, {})] = take_steps(
+                replace(candidate.config, memory=memory), shape
+            )
+        middles_s.append(
+            statistics.median(second for _, durations_s in taken.values() for second in durations_s)
+        )
         for line, (peak, durations_s) in taken.items():
             peaks[line] = max(peaks[line], peak)
             relative[line] += [second / middles_s[-1] for second in durations_s]
     middle_s = statistics.median(middles_s)
     return {
-        line: Measured(peaks[line] - unwritten[line], statistics.median(found) * middle_s) for line, found in relative.items()
+        line: Measured(peaks[line] - unwritten[line], statistics.median(found) * middle_s)
+        for line, found in relative.items()
     }
 
 
@@ -251,7 +300,10 @@ def compare(
     best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)
     is_optimum = (round(option.seconds, 9), option.peak) <= (round(best[0], 9), best[1])
     own = measured[line_of(chosen)].seconds
-    best_s = min((measured[line_of(one)].seconds for one in final if does_fit(one, budget, measured)), default=math.nan)
+    best_s = min(
+        (measured[line_of(one)].seconds for one in final if does_fit(one, budget, measured)),
+        default=math.nan,
+    )
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
@@ -264,7 +316,9 @@ def compare(
     }
 
 
-def describe(candidate: Candidate, option: Option, measured: Mapping[str, Measured]) -> dict[str, Any]:
+def describe(
+    candidate: Candidate, option: Option, measured: Mapping[str, Measured]
+) -> dict[str, Any]:
     """Predicted and measured numbers of a set of switches."""
     line = choose_line(option, {})
     return {
@@ -277,7 +331,10 @@ def describe(candidate: Candidate, option: Option, measured: Mapping[str, Measur
 
 
 def write(
-    rows: Sequence[dict[str, Any]], sets: Sequence[tuple[Candidate, Option]], measured: Mapping[str, Measured], output: Path
+    rows: Sequence[dict[str, Any]],
+    sets: Sequence[tuple[Candidate, Option]],
+    measured: Mapping[str, Measured],
+    output: Path,
 ) -> None:
     """Write `budgets.csv`, and `budgets.md` with a summary above its table."""
     write_csv(output / "budgets.csv", list(rows))
@@ -285,8 +342,15 @@ def write(
     # What all sets have in common is left out.
     common = set.intersection(*(set(line_of(one).split()) for one in sets))
     shown = [
-        {key: f"{value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()}
-        | {"chosen": " ".join(word.removeprefix("memory.") for word in row["chosen"].split() if word not in common)}
+        {
+            key: f"{value:.3f}" if isinstance(value, float) else str(value)
+            for key, value in row.items()
+        }
+        | {
+            "chosen": " ".join(
+                word.removeprefix("memory.") for word in row["chosen"].split() if word not in common
+            )
+        }
         for row in rows
     ]
     summary = [
@@ -297,7 +361,9 @@ def write(
         f"* predicted over measured seconds of all {len(ratios)} sets: median {statistics.median(ratios):.3f}, "
         f"{min(ratios):.3f} to {max(ratios):.3f}",
     ]
-    replace_text(output / "budgets.md", "\n".join(summary) + "\n\n" + markdown_table(shown, COLUMNS))
+    replace_text(
+        output / "budgets.md", "\n".join(summary) + "\n\n" + markdown_table(shown, COLUMNS)
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die; throughput compared with plain processes.
 
-    pip install -e ".[dev,ray]"
-    python benchmarks/cohort.py 500 3       # scans, nodes of one processor each (simulated on this machine)
+    pip install -e ".[dev,ray]" python benchmarks/cohort.py 500 3       # scans, nodes of one
+    processor each (simulated on this machine)
 
-Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the weights are the
-included ones. The disturbed run loses two actors, then its driver, then a node; the command is started again. Targets: every scan
-has a result, none is computed again once its `<case>.json` is there, and labels are those of `engine=local`. The throughput is
-counted from the moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9 of the
-throughput of plain processes, one per node, with one thread each.
+Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the
+weights are the included ones. The disturbed run loses two actors, then its driver, then a node; the
+command is started again. Targets: every scan has a result, none is computed again once its
+`<case>.json` is there, and labels are those of `engine=local`. The throughput is counted from the
+moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9
+of the throughput of plain processes, one per node, with one thread each.
 """
 
 import os
@@ -46,7 +47,9 @@ def main() -> None:
         with SimulatedCluster(num_nodes) as cluster:
             on_ray = run_undisturbed(cluster, scans, folder / "ray")
         with SimulatedCluster(num_nodes) as cluster:
-            journalled, recomputed = run_disturbed(cluster, [f"input={scans}"], folder / "disturbed", num_scans, num_kills=2)
+            journalled, recomputed = run_disturbed(
+                cluster, [f"input={scans}"], folder / "disturbed", num_scans, num_kills=2
+            )
         wrong = [num_different(folder / "local", folder / other) for other in ("ray", "disturbed")]
     rows = [
         {"run": f"{num_nodes} plain processes", "scans per minute": plain},
@@ -56,7 +59,12 @@ def main() -> None:
             "of plain": on_ray / plain,
             "other labels": wrong[0],
         },
-        {"run": "disturbed", "results before": journalled, "computed again": recomputed, "other labels": wrong[1]},
+        {
+            "run": "disturbed",
+            "results before": journalled,
+            "computed again": recomputed,
+            "other labels": wrong[1],
+        },
     ]
     print_table(rows, formats={"scans per minute": ".1f", "of plain": ".2f"})
 
@@ -67,7 +75,9 @@ class SimulatedCluster:
     def __init__(self, num_nodes: int) -> None:
         from ray.cluster_utils import Cluster
 
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        self.cluster: Any = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
         self.nodes = [self.cluster.add_node(num_cpus=1, memory=4 * 2**30) for _ in range(num_nodes)]
 
     def __enter__(self) -> "SimulatedCluster":
@@ -93,13 +103,18 @@ def make_scans(folder: Path, num_scans: int) -> Path:
     image_hu, grid = phantom.image_hu[FIRST : FIRST + NUM_SLICES], phantom.grid.crop(slab)
     for number in range(num_scans):
         noise = np.random.default_rng(number).normal(0, 10, grid.shape)
-        write_image(folder / f"case{number:04d}.nii.gz", np.rint(image_hu + noise).astype(np.int16), grid)
+        write_image(
+            folder / f"case{number:04d}.nii.gz", np.rint(image_hu + noise).astype(np.int16), grid
+        )
     return folder
 
 
 def journal(output: Path) -> Journal:
     """List the reports of finished cases; a file that is being written has a name that begins with a dot."""
-    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in output.glob("[!.]*.json")}
+    return {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns)
+        for path in output.glob("[!.]*.json")
+    }
 
 
 def per_minute(*outputs: Path) -> float:
@@ -145,7 +160,8 @@ def run_disturbed(
         num_kills: Number of actors that are killed.
 
     Returns:
-        Number of results that were there when the driver was killed, and how many of them were computed again.
+        Number of results that were there when the driver was killed, and how many of them were
+        computed again.
     """
     command = [*given, f"output={output}", *cluster.arguments]
     driver = start(command)
@@ -170,7 +186,12 @@ def run_disturbed(
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start `predict` with one thread."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen([*PREDICT, *arguments], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [*PREDICT, *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def actors() -> list[psutil.Process]:
@@ -186,13 +207,18 @@ def wait(driver: subprocess.Popen[bytes], is_reached: Callable[[], bool]) -> Non
     """Wait for a state of a running prediction."""
     while not is_reached():
         if driver.poll() is not None:
-            raise RuntimeError(f"engine=ray ended with code {driver.returncode} before it was disturbed")
+            raise RuntimeError(
+                f"engine=ray ended with code {driver.returncode} before it was disturbed"
+            )
         time.sleep(0.02)
 
 
 def num_different(expected: Path, found: Path) -> int:
     """Count the label maps that differ in a voxel."""
-    pairs = ([read_labels(folder / path.name).array for folder in (expected, found)] for path in expected.glob("*.nii.gz"))
+    pairs = (
+        [read_labels(folder / path.name).array for folder in (expected, found)]
+        for path in expected.glob("*.nii.gz")
+    )
     return sum(not np.array_equal(one, other) for one, other in pairs)
 
 

@@ -2,7 +2,8 @@
 
     make gpu                                # or: python benchmarks/gpu.py <folder>
 
-Each part runs in processes of its own. Writes `gpu.md` into the folder, with one table per part; a failed part does not stop the others.
+Each part runs in processes of its own. Writes `gpu.md` into the folder, with one table per part; a
+failed part does not stop the others.
 """
 
 import subprocess
@@ -42,27 +43,52 @@ COLUMNS = {
 def main() -> None:
     """Run all parts and write the report."""
     if not torch.cuda.is_available():
-        say("make gpu: torch sees no NVIDIA GPU on this machine; run it on a machine with one, with a CUDA build of torch")
+        say(
+            "make gpu: torch sees no NVIDIA GPU on this machine; run it on a machine with one, with a CUDA build of torch"
+        )
         sys.exit(EXIT_USER_ERROR)
     output = Path(sys.argv[1] if len(sys.argv) > 1 else "gpu").absolute()
     medseg = ["-m", "medseg.commands.cli"]
-    networks = ", ".join(f"{name}: {text_of(arguments)}" for name, arguments in CONFIGURATIONS.items())
+    networks = ", ".join(
+        f"{name}: {text_of(arguments)}" for name, arguments in CONFIGURATIONS.items()
+    )
     parts = {
         "Tests": ["-m", "pytest", "-m", "gpu", "-q", str(ROOT / "tests")],
-        "Plan": [*medseg, "ladder", f"output={output / 'plan'}", "~rows", "+rows={}", f"networks={{{networks}}}"],
+        "Plan": [
+            *medseg,
+            "ladder",
+            f"output={output / 'plan'}",
+            "~rows",
+            "+rows={}",
+            f"networks={{{networks}}}",
+        ],
         "Ladder": [*medseg, "ladder", f"output={output / 'ladder'}", "peers=true"],
         "Inference": [str(ROOT / "benchmarks" / "inference.py"), f"output={output / 'inference'}"],
     }
     texts, has_failed = [f"# {torch.cuda.get_device_name()}, torch {torch.__version__}\n"], False
     for title, command in parts.items():
         print(f"\n$ python {' '.join(command)}", flush=True)
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=False)
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            check=False,
+        )
         print(done.stdout, end="", flush=True)
         has_failed |= done.returncode != 0
         lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
         table = output / title.lower() / "ladder.csv"
-        text = f"{lines[-1]}\n" if title == "Tests" else memory_table(table) if table.is_file() else "\n".join(lines)
-        texts.append(f"## {title}{'' if done.returncode == 0 else f' (exit code {done.returncode})'}\n\n{text}")
+        text = (
+            f"{lines[-1]}\n"
+            if title == "Tests"
+            else memory_table(table)
+            if table.is_file()
+            else "\n".join(lines)
+        )
+        texts.append(
+            f"## {title}{'' if done.returncode == 0 else f' (exit code {done.returncode})'}\n\n{text}"
+        )
         replace_text(output / "gpu.md", "\n".join(texts))
     print(f"\n{output / 'gpu.md'}")
     sys.exit(EXIT_FAILED if has_failed else 0)
@@ -71,7 +97,12 @@ def main() -> None:
 def memory_table(path: Path) -> str:
     """Format `ladder.csv` with the ratio of allocated to planned memory."""
     rows = [
-        {**row, "ratio": f"{float(row['peak_allocated_mib']) / float(row['peak_mib']):.3f}" if row["peak_allocated_mib"] else ""}
+        {
+            **row,
+            "ratio": f"{float(row['peak_allocated_mib']) / float(row['peak_mib']):.3f}"
+            if row["peak_allocated_mib"]
+            else "",
+        }
         for row in read_csv(path)
     ]
     return markdown_table(rows, COLUMNS)

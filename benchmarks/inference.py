@@ -2,9 +2,10 @@
 
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
-Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each baseline is measured in a process of
-its own, `python benchmarks/inference.py measure <name> <scan> <threads>`. A baseline that would take hours runs a part of its
-work; its row says which part, and how much the passes of this part differ.
+Writes `bench.csv` and `bench.md`; ratios refer to the first row, medseg from file to file. Each
+baseline is measured in a process of its own, `python benchmarks/inference.py measure <name> <scan>
+<threads>`. A baseline that would take hours runs a part of its work; its row says which part, and
+how much the passes of this part differ.
 """
 
 import json
@@ -102,7 +103,13 @@ NNUNET_PATCH: Shape = (128, 128, 128)
 NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
 LAUNCHER = Path(__file__).with_name("launch.py")
 ONE_MM = (1.0, 1.0, 1.0)
-FORMATS = {"wall_s": ".1f", "cpu_s": ".1f", "peak_gb": ".2f", "wall_ratio": ".1f", "cpu_ratio": ".1f"}
+FORMATS = {
+    "wall_s": ".1f",
+    "cpu_s": ".1f",
+    "peak_gb": ".2f",
+    "wall_ratio": ".1f",
+    "cpu_ratio": ".1f",
+}
 
 
 @dataclass
@@ -135,7 +142,11 @@ def main() -> None:
     except (OmegaConfBaseException, UserError) as error:
         keys = " ".join(f"{key}={value}" for key, value in vars(Options()).items())
         is_key = isinstance(error, OmegaConfBaseException)
-        say(f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}" if is_key else str(error))
+        say(
+            f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}"
+            if is_key
+            else str(error)
+        )
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -147,7 +158,9 @@ def run_benchmark(options: Options) -> None:
     """
     output = Path(options.output).absolute()
     scan = Path(options.input).absolute() if options.input else make_scan(output)
-    require(scan.exists(), f"input={options.input}: this file or folder does not exist; check the path")
+    require(
+        scan.exists(), f"input={options.input}: this file or folder does not exist; check the path"
+    )
     # First of all: a failed installation must not cost the measurements.
     packages = install_baselines(Path(options.peers_env).absolute()) if options.peers else None
     command = [
@@ -160,7 +173,10 @@ def run_benchmark(options: Options) -> None:
         command = [__file__, "measure", name, str(scan), str(options.threads)]
         row, printed = measure(title, command, options.threads, packages)
         rows += [scaled(row, **part) for part in json.loads(printed.splitlines()[-1])]
-    rows = [row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")} for row in rows]
+    rows = [
+        row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")}
+        for row in rows
+    ]
     text = markdown_table(rows, HEADINGS, FORMATS)
     table = [{key: row[key] for key in COLUMNS} for row in rows]
     write_csv(output / "bench.csv", table, COLUMNS, FORMATS)
@@ -175,7 +191,12 @@ def make_scan(folder: Path) -> Path:
         print(f"making {path}", flush=True)
         phantom = make_phantom(
             PhantomSpec(
-                seed=7, index=0, spacing_mm=(1.0, 0.75, 0.75), matrix=(512, 512), num_slices=300, model_spacing_mm=(1.5, 1.5, 1.5)
+                seed=7,
+                index=0,
+                spacing_mm=(1.0, 0.75, 0.75),
+                matrix=(512, 512),
+                num_slices=300,
+                model_spacing_mm=(1.5, 1.5, 1.5),
             )
         )
         write_image(path, phantom.image_hu, phantom.grid)
@@ -191,31 +212,46 @@ def our_precision() -> str:
     return " and ".join(formats)
 
 
-def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | None = None) -> tuple[Row, str]:
+def measure(
+    name: str, arguments: Sequence[str], threads: int, packages: Path | None = None
+) -> tuple[Row, str]:
     """Run a Python process to its end and read its costs from the operating system.
 
     Args:
         name: Name of the row.
         arguments: Arguments of Python.
         threads: OpenMP threads of the process.
-        packages: Folder of packages that come before those of this environment; None = no other packages.
+        packages: Folder of packages that come before those of this environment; None = no other
+            packages.
 
     Returns:
-        The row, with seconds from the start of the process to its end, CPU seconds of all its threads, and its largest resident memory
-        in GB; and what the process printed.
+        The row, with seconds from the start of the process to its end, CPU seconds of all its
+        threads, and its largest resident memory in GB; and what the process printed.
 
     Raises:
         UserError: If the process fails.
     """
     print(f"measuring {name}", flush=True)
-    paths = [str(packages or ""), str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    paths = [
+        str(packages or ""),
+        str(Path(__file__).resolve().parents[1]),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "cost.json"
         # `-I -S`: the launcher needs nothing from the environment, and stays small.
         launch = [sys.executable, "-I", "-S", str(LAUNCHER), str(report)]
         process = subprocess.run(
-            [*launch, sys.executable, *arguments], stdout=subprocess.PIPE, encoding="utf-8", env=environment, check=True
+            [*launch, sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=environment,
+            check=True,
         )
         cost = json.loads(report.read_text(encoding="utf-8"))
     code = cost["exit_code"]
@@ -230,7 +266,15 @@ def measure(name: str, arguments: Sequence[str], threads: int, packages: Path | 
     return row, process.stdout
 
 
-def scaled(row: Row, part_s: float, part_cpu_s: float, share: float, measured: str, precision: str, title: str = "") -> Row:
+def scaled(
+    row: Row,
+    part_s: float,
+    part_cpu_s: float,
+    share: float,
+    measured: str,
+    precision: str,
+    title: str = "",
+) -> Row:
     """Scale the part of the work that a process did to the whole; start-up and reading are counted once.
 
     Args:
@@ -299,14 +343,22 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
 
 def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     """The network of lungmask's R231, with random weights, on some of its batches of slices."""
-    # Run as a file: importing the package would import image libraries that the network does not need.
+    # Run as a file: importing the package would import image libraries that the network does not
+    # need.
     (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
     unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
-    network = unet(n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False).eval()
+    network = unet(
+        n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False
+    ).eval()
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
     num_batches = max(1, min(LUNGMASK_BATCHES, grid.shape[0] // num_slices))
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
-    return Part([lambda: network(slices)] * num_batches, [Way(grid.shape[0], "slices")], num_slices, f"a batch of {num_slices}")
+    return Part(
+        [lambda: network(slices)] * num_batches,
+        [Way(grid.shape[0], "slices")],
+        num_slices,
+        f"a batch of {num_slices}",
+    )
 
 
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
@@ -320,7 +372,11 @@ def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
 
     passes = "passes of 128×128×128"
     ways = [
-        Way(tiles * len(NNUNET_MIRRORS), f"{passes}, {len(NNUNET_MIRRORS)} a tile", "mirrored as by default"),
+        Way(
+            tiles * len(NNUNET_MIRRORS),
+            f"{passes}, {len(NNUNET_MIRRORS)} a tile",
+            "mirrored as by default",
+        ),
         Way(tiles, f"{passes}, 1 a tile", "without mirroring"),
     ]
     return Part([partial(run, axes) for axes in NNUNET_MIRRORS], ways)
@@ -333,7 +389,10 @@ def num_tiles(shape: Shape, patch: Shape) -> int:
         >>> num_tiles((300, 384, 128), (128, 128, 128))
         20
     """
-    return math.prod(math.ceil(max(0, size - side) / (side / 2)) + 1 for size, side in zip(shape, patch, strict=True))
+    return math.prod(
+        math.ceil(max(0, size - side) / (side / 2)) + 1
+        for size, side in zip(shape, patch, strict=True)
+    )
 
 
 def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
@@ -349,7 +408,9 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
             return cast(Tensor, stage.network(tiles))
 
     def run() -> None:
-        resampled = resample_image(image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS)
+        resampled = resample_image(
+            image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS
+        )
         image = normalise_hu(resampled, stage.task.window_hu)
         sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
 

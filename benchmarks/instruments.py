@@ -23,7 +23,9 @@ def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
     """Read the arguments of a benchmark; return its output folder, which is made, and the values of the other keys."""
     given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     if "output" not in given or given.keys() - {"output", *keys}:
-        say(f"{Path(sys.argv[0]).name}: expected output=<folder>, and optionally {', '.join(f'{key}=…' for key in keys)}")
+        say(
+            f"{Path(sys.argv[0]).name}: expected output=<folder>, and optionally {', '.join(f'{key}=…' for key in keys)}"
+        )
         sys.exit(EXIT_USER_ERROR)
     output = Path(given.pop("output")).absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -33,14 +35,27 @@ def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
 def allocation_counter(output: Path) -> Path:
     """Compile `allocations.c` into a folder."""
     library = output / "allocations.so"
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", ROOT / "benchmarks" / "allocations.c", "-o", library, "-ldl"], check=True)
+    subprocess.run(
+        [
+            "cc",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            ROOT / "benchmarks" / "allocations.c",
+            "-o",
+            library,
+            "-ldl",
+        ],
+        check=True,
+    )
     return library
 
 
 def begin_anew(**variables: str) -> None:
     """Restart this process once, with the heap settings and the instruction set of `train` and further environment variables.
 
-    The settings take effect only when a process starts: when a benchmark runs, its libraries have already made tensors.
+    The settings take effect only when a process starts: when a benchmark runs, its libraries have
+    already made tensors.
     """
     if BEGUN_ANEW not in os.environ:
         map_large_blocks()
@@ -48,16 +63,27 @@ def begin_anew(**variables: str) -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
 
 
-def train(arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf) -> int:
+def train(
+    arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf
+) -> int:
     """Train in a separate process; return its peak resident memory, read every 20 ms. A run that exceeds the limit is killed.
 
     Raises:
         RuntimeError: If the run fails, with the end of its output.
     """
-    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments, f"hydra.run.dir={run_dir}"]
+    command = [
+        sys.executable,
+        "-m",
+        "medseg.commands.cli",
+        "train",
+        *arguments,
+        f"hydra.run.dir={run_dir}",
+    ]
     peak, path = 0, run_dir.with_suffix(".log")
     with path.open("wb") as log:
-        process = psutil.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = psutil.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
+        )
         while process.poll() is None:
             peak = max(peak, resident_bytes(process))
             if peak > limit:
@@ -71,8 +97,9 @@ def train(arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str
 def resident_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and its children; a page that several of them share counts once.
 
-    Pages of files (libraries, mapped caches) are counted for the process only, since its children share them. The kernel's
-    proportional set size would divide them among all programs that map the files.
+    Pages of files (libraries, mapped caches) are counted for the process only, since its children
+    share them. The kernel's proportional set size would divide them among all programs that map the
+    files.
     """
     total = 0
     try:
@@ -95,5 +122,8 @@ def largest_resident_bytes(process: psutil.Process) -> int:
 
 def _kib(pid: int, name: str) -> dict[str, int]:
     """Sizes that a file of /proc gives."""
-    lines = [line.split() for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines()]
+    lines = [
+        line.split()
+        for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines()
+    ]
     return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}

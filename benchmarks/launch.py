@@ -1,8 +1,8 @@
 """Small program that starts another one and reports its cost: `launch.py <file> <program> <arguments>`.
 
-On Linux a process begins with the largest resident memory of the process that starts it, since the system keeps that
-number over `exec`. A benchmark that has imported torch, or made a phantom, must therefore not start what it measures.
-This program imports next to nothing and holds 10 MB.
+On Linux a process begins with the largest resident memory of the process that starts it, since the
+system keeps that number over `exec`. A benchmark that has imported torch, or made a phantom, must
+therefore not start what it measures. This program imports next to nothing and holds 10 MB.
 """
 
 import json

@@ -2,10 +2,11 @@
 
     python -m benchmarks.limits output=<folder> [scans=100] [cases=<table.csv>,…]
 
-Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its own under `inference.max_ram_gib=1`.
-The scans of the case tables are predicted with each of several `inference.budget_gib`, all scans of a table in one process.
-Peaks are the largest resident memory of the process by the system's own count. Labels are compared by the Dice of each region.
-Existing scans and predictions are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
+Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its
+own under `inference.max_ram_gib=1`. The scans of the case tables are predicted with each of several
+`inference.budget_gib`, all scans of a table in one process. Peaks are the largest resident memory
+of the process by the system's own count. Labels are compared by the Dice of each region. Existing
+scans and predictions are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
 """
 
 import json
@@ -61,11 +62,17 @@ def main() -> None:
             f"{sum(row['code'] == EXIT_FAILED for row in rows)} refused, largest peak {max(row['peak_mib'] for row in rows):.0f} MiB, least Dice to the "
             f"labels without the limit {min(row['dice'] for row in rows):.5f}; {sum(row['dice'] < EQUAL for row in rows)} below {EQUAL}."
         )
-        texts.append(summary + "\n\n" + markdown_table(rows, SCANS, {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"}))
+        texts.append(
+            summary
+            + "\n\n"
+            + markdown_table(rows, SCANS, {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"})
+        )
     if tables := given.get("cases"):
         rows = budgets(output / "budgets", [Path(one).absolute() for one in tables.split(",")])
         write_csv(output / "budgets.csv", rows)
-        texts.append(markdown_table(rows, BUDGETS, {"peak_mib": ".0f", "dice": ".5f", "seconds": ".0f"}))
+        texts.append(
+            markdown_table(rows, BUDGETS, {"peak_mib": ".0f", "dice": ".5f", "seconds": ".0f"})
+        )
     replace_text(output / "limits.md", "\n".join(texts))
     print("\n".join(texts), end="")
 
@@ -128,7 +135,12 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
         made = make_phantom(spec)
         image_hu = made.image_hu.repeat(repeats, 0).repeat(pixels, 1).repeat(pixels, 2)
         spacing_mm = (slice_mm, MODEL_MM / pixels, MODEL_MM / pixels)
-        grid = VoxelGrid(image_hu.shape, spacing_mm, made.grid.origin_xyz_mm, np.asarray(made.grid.direction).tolist())
+        grid = VoxelGrid(
+            image_hu.shape,
+            spacing_mm,
+            made.grid.origin_xyz_mm,
+            np.asarray(made.grid.direction).tolist(),
+        )
         write_image(path, image_hu, grid)
     return path
 
@@ -141,11 +153,19 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
         output, peak, start_s = folder / f"{budget_gib:g}", 0, time.perf_counter()
         for table in tables:
             log = output / f"{table.parent.name}.log"
-            arguments = [f"input={table}", f"output={output}", f"inference.budget_gib={budget_gib:g}"]
+            arguments = [
+                f"input={table}",
+                f"output={output}",
+                f"inference.budget_gib={budget_gib:g}",
+            ]
             peak = max(peak, predict(arguments, log)[1])
         seconds, best = time.perf_counter() - start_s, folder / f"{max(BUDGETS_GIB):g}"
         pairs = {name: [one / f"{name}.nii.gz" for one in (best, output)] for name in cases}
-        found = {name: least_dice(*pair) for name, pair in pairs.items() if all(path.is_file() for path in pair)}
+        found = {
+            name: least_dice(*pair)
+            for name, pair in pairs.items()
+            if all(path.is_file() for path in pair)
+        }
         worst = min(found, key=found.__getitem__)
         row = {
             "budget_gib": budget_gib,
@@ -166,7 +186,9 @@ def predict(arguments: Iterable[str], log: Path) -> tuple[int, int]:
     log.parent.mkdir(parents=True, exist_ok=True)
     peak = 0
     with log.open("wb") as stream:
-        process = psutil.Popen([*COMMAND, *arguments], stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = psutil.Popen(
+            [*COMMAND, *arguments], stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT
+        )
         while process.poll() is None:
             peak = max(peak, largest_resident_bytes(process))
             time.sleep(0.02)

@@ -2,10 +2,12 @@
 
     python -m benchmarks.memory output=<folder> [rows=20]
 
-Each row trains on synthetic scans in a process of its own; the same command goes on where it was interrupted. The instruments
-are not those of `plan`: the largest total of `posix_memalign` (`allocations.c`, preloaded), from which torch takes all tensors on
-a CPU, and the resident memory of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
-machine quiet, since programs on other processors lengthen it too. Writes `memory.csv` and `memory.md`.
+Each row trains on synthetic scans in a process of its own; the same command goes on where it was
+interrupted. The instruments are not those of `plan`: the largest total of `posix_memalign`
+(`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory
+of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
+machine quiet, since programs on other processors lengthen it too. Writes `memory.csv` and
+`memory.md`.
 """
 
 import itertools
@@ -40,7 +42,13 @@ NETWORKS = {
     "segresnet": ["model=segresnet", "model.init_filters=8"],
     "dynunet": ["model=dynunet", "model.filters=[16,32,32,64,64,64]"],
     "swin_unetr": ["model=swin_unetr"],
-    "conv stem": ["model=unet_lean", "model.stem=conv", "model.refine=0", "model.block=residual", "model.width=8"],
+    "conv stem": [
+        "model=unet_lean",
+        "model.stem=conv",
+        "model.refine=0",
+        "model.block=residual",
+        "model.width=8",
+    ],
 }
 SWITCHES = {
     "plain": [],
@@ -81,7 +89,9 @@ def rows() -> list[tuple[str, list[str]]]:
     found = {}
     groups = (NETWORKS, SWITCHES, SHAPES, LOADS, STAGES)
     for n, names in enumerate(itertools.product(*groups)):
-        network, switches, shape, loads, stage = (group[name] for group, name in zip(groups, names, strict=True))
+        network, switches, shape, loads, stage = (
+            group[name] for group, name in zip(groups, names, strict=True)
+        )
         # A stride that has no common divisor with the number of rows reaches all of them.
         found[n * STRIDE % math.prod(map(len, groups))] = (
             ", ".join(names),
@@ -102,7 +112,9 @@ def validated_shape(config: PlanConfig) -> Shape:
     data.prepare_data()
     data.setup("fit")
     samples = data.val_samples()
-    shapes = [collate([samples[n]], data.divisor)[0]["target"].shape[1:] for n in range(len(samples))]
+    shapes = [
+        collate([samples[n]], data.divisor)[0]["target"].shape[1:] for n in range(len(samples))
+    ]
     return max(map(tuple, shapes), key=math.prod)
 
 
@@ -123,12 +135,18 @@ def predict(arguments: list[str]) -> dict[str, float]:
 def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, float]:
     """Train a row in a process of its own and watch it."""
     counts = folder / "allocations"
-    peak = train(arguments, folder / "run", os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)})
+    peak = train(
+        arguments,
+        folder / "run",
+        os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)},
+    )
     lines = [line for line in read_csv(folder / "run" / "history.csv") if line["loss"]]
     busy_s = [float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100 for line in lines]
     return {
         # A helper process that is ending still has an empty file.
-        "measured_allocator_mib": max(int(path.read_text(encoding="ascii") or 0) for path in folder.glob("allocations.*"))
+        "measured_allocator_mib": max(
+            int(path.read_text(encoding="ascii") or 0) for path in folder.glob("allocations.*")
+        )
         / 2**20,
         "measured_resident_mib": peak / 2**20,
         "measured_seconds": statistics.median(busy_s[1:]),
@@ -140,7 +158,11 @@ def main() -> None:
     output, given = given_arguments(["rows"])
     begin_anew()
     library = allocation_counter(output)
-    places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}", "logger=none"]
+    places = [
+        f"data.phantoms.folder={output / 'phantoms'}",
+        f"data.cache={output / 'cache'}",
+        "logger=none",
+    ]
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 20))]):
@@ -159,7 +181,13 @@ def main() -> None:
             replace_text(found, json.dumps({"row": name, **numbers}))
         table.append(with_ratios(json.loads(found.read_text(encoding="utf-8"))))
         write(table, output)
-        print(" ".join(f"{value:.3g}" if isinstance(value, float) else value for value in table[-1].values()), flush=True)
+        print(
+            " ".join(
+                f"{value:.3g}" if isinstance(value, float) else value
+                for value in table[-1].values()
+            ),
+            flush=True,
+        )
 
 
 def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +207,14 @@ def write(table: list[dict[str, Any]], output: Path) -> None:
             f"* {name}: error {100 * statistics.median(sizes):.1f} % (median), {100 * sizes[int(0.95 * (len(sizes) - 1))]:.1f} % "
             f"(95th percentile), lowest {100 * errors[0]:+.1f} %, highest {100 * errors[-1]:+.1f} %"
         )
-    shown = [{key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()} for row in table]
-    replace_text(output / "memory.md", f"{len(table)} trainings\n\n" + "\n".join(lines) + "\n\n" + markdown_table(shown, COLUMNS))
+    shown = [
+        {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
+        for row in table
+    ]
+    replace_text(
+        output / "memory.md",
+        f"{len(table)} trainings\n\n" + "\n".join(lines) + "\n\n" + markdown_table(shown, COLUMNS),
+    )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     pip install -e ".[dev,bench]"           # scikit-image; without it its row is left out
     python benchmarks/resample.py
 
-A scan of 512×512×300 voxels is resampled to 1 mm and to 2 mm with two threads. Every filter runs in turn; the fastest of three rounds
-counts. Where the grid gets coarser, SimpleITK's filter and `linear` skip voxels, while `antialiased` and `cubic` use them all.
-scikit-image runs once, on one thread and in fp64, with the arguments of nnU-Net (order 3, edge, no anti-aliasing); the
-others give fp32. Targets: `linear` takes at most 1.2 times as long as SimpleITK, scikit-image at least 5 times as long
-as `antialiased`.
+A scan of 512×512×300 voxels is resampled to 1 mm and to 2 mm with two threads. Every filter runs in
+turn; the fastest of three rounds counts. Where the grid gets coarser, SimpleITK's filter and
+`linear` skip voxels, while `antialiased` and `cubic` use them all. scikit-image runs once, on one
+thread and in fp64, with the arguments of nnU-Net (order 3, edge, no anti-aliasing); the others give
+fp32. Targets: `linear` takes at most 1.2 times as long as SimpleITK, scikit-image at least 5 times
+as long as `antialiased`.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,8 @@ def main() -> None:
     for spacing_mm in (1.0, 2.0):
         target = GRID.resampled((spacing_mm,) * 3)
         filters: dict[str, Callable[[], Any]] = {
-            resampling: partial(resample_image, image, GRID, target, -1000.0, resampling=resampling) for resampling in RESAMPLINGS
+            resampling: partial(resample_image, image, GRID, target, -1000.0, resampling=resampling)
+            for resampling in RESAMPLINGS
         }
         filters[SIMPLE_ITK] = partial(
             SimpleITK.Resample,
@@ -52,13 +54,23 @@ def main() -> None:
             outputPixelType=SimpleITK.sitkFloat32,
         )
         times = dict.fromkeys(filters, float("inf"))
-        for _ in range(ROUNDS):  # in turn, so that other work on the machine affects all of them alike
+        for _ in range(
+            ROUNDS
+        ):  # in turn, so that other work on the machine affects all of them alike
             times = {name: min(times[name], timeit(run, number=1)) for name, run in filters.items()}
         if find_spec("skimage"):
             from skimage.transform import resize
 
-            options = {"order": 3, "mode": "edge", "anti_aliasing": False, "clip": True, "preserve_range": True}
-            times[SCIKIT_IMAGE] = timeit(partial(resize, image.astype(np.float64), target.shape, **options), number=1)
+            options = {
+                "order": 3,
+                "mode": "edge",
+                "anti_aliasing": False,
+                "clip": True,
+                "preserve_range": True,
+            }
+            times[SCIKIT_IMAGE] = timeit(
+                partial(resize, image.astype(np.float64), target.shape, **options), number=1
+            )
         rows = [{f"to {spacing_mm:g} mm": name, "seconds": taken_s, "of antialiased": taken_s / times["antialiased"],
                  "of SimpleITK": taken_s / times[SIMPLE_ITK]} for name, taken_s in times.items()]  # fmt: skip
         print_table(rows, formats=FORMATS)

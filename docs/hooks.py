@@ -30,7 +30,10 @@ PAGES = {
         for path in sorted(ROOT.glob("medseg/**/README.md"))
         if (package := path.parent.relative_to(ROOT / "medseg").as_posix()) != "weights"
     },
-    **{f"examples/{path.name}": f"notebooks/{path.stem}.md" for path in sorted(ROOT.glob("examples/*.py"))},
+    **{
+        f"examples/{path.name}": f"notebooks/{path.stem}.md"
+        for path in sorted(ROOT.glob("examples/*.py"))
+    },
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
@@ -48,9 +51,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         notebook = jupytext.read(ROOT / source, fmt="py:percent")
         name = Path(page).stem
         files.append(
-            File.generated(config, page, content=f"{notebook_page(notebook)}\n\n[Download as a notebook]({name}.ipynb)\n")
+            File.generated(
+                config,
+                page,
+                content=f"{notebook_page(notebook)}\n\n[Download as a notebook]({name}.ipynb)\n",
+            )
         )
-        files.append(File.generated(config, f"notebooks/{name}.ipynb", content=jupytext.writes(notebook, fmt="ipynb")))
+        files.append(
+            File.generated(
+                config, f"notebooks/{name}.ipynb", content=jupytext.writes(notebook, fmt="ipynb")
+            )
+        )
     files.append(File.generated(config, "keys.md", content=keys_page()))
     return files
 
@@ -77,7 +88,9 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Let long names in tables break after their signs, so that columns stay narrow; code blocks stay as written."""
     parts = PRE.split(html)
-    parts[::2] = [INLINE_CODE.sub(_breakable, part) for part in parts[::2]]  # the odd ones are code blocks
+    parts[::2] = [
+        INLINE_CODE.sub(_breakable, part) for part in parts[::2]
+    ]  # the odd ones are code blocks
     return "".join(parts)
 
 
@@ -106,9 +119,17 @@ def keys_page() -> str:
     ]
     for command, (schema, _, sentence) in COMMANDS.items():
         entries = list(list_keys(schema, *compose(command)))
-        lines += ["", f"## medseg {command} {{ #{command} }}", "", f"{sentence[0].upper()}{sentence[1:]}."]
+        lines += [
+            "",
+            f"## medseg {command} {{ #{command} }}",
+            "",
+            f"{sentence[0].upper()}{sentence[1:]}.",
+        ]
         if issubclass(schema, TrainConfig) and schema is not TrainConfig:
-            lines += ["", "It takes [every key of `train`](#train) too; these are its own, or have another default:"]
+            lines += [
+                "",
+                "It takes [every key of `train`](#train) too; these are its own, or have another default:",
+            ]
             entries = [entry for entry in entries if shared.get(entry.name) != _row_cells(entry)]
         lines += ["", *_key_tables(command, entries)]
     return "\n".join(lines)
@@ -140,7 +161,11 @@ def _row_cells(entry: Key | Group) -> tuple[str, ...]:
     """Write default, type and meaning of a key; the sentence of a group."""
     if isinstance(entry, Group):
         return (entry.sentence, *entry.choices)
-    return escape(value_text(entry.value)), escape(entry.type_text()), _prose(entry.knob.sentence) + _choices(entry)
+    return (
+        escape(value_text(entry.value)),
+        escape(entry.type_text()),
+        _prose(entry.knob.sentence) + _choices(entry),
+    )
 
 
 def _prose(text: str) -> str:
@@ -150,4 +175,8 @@ def _prose(text: str) -> str:
 
 def _choices(entry: Key | Group) -> str:
     """List the files that may be chosen."""
-    return f" One of {', '.join(f'<code>{name}</code>' for name in entry.choices)}." if entry.choices else ""
+    return (
+        f" One of {', '.join(f'<code>{name}</code>' for name in entry.choices)}."
+        if entry.choices
+        else ""
+    )

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # First segmentation
 #
-# Both lungs of a CT from Python: segment, read the figures, look at the result, score it. The scan is synthetic; give the path of a chest CT of your own instead. The cells take
-# about half a minute on two processor cores.
+# Both lungs of a CT from Python: segment, read the figures, look at the result, score it. The scan
+# is synthetic; give the path of a chest CT of your own instead. The cells take about half a minute
+# on two processor cores.
 
 # %%
 import subprocess
@@ -13,11 +14,13 @@ import matplotlib.pyplot as plt
 from medseg import LungSegmenter
 from medseg.io.read import read_image, read_labels
 
-subprocess.run(["medseg", "phantom", "output=scans", "num_train=1", "num_val=1", "num_test=0"], check=True)
+subprocess.run(
+    ["medseg", "phantom", "output=scans", "num_train=1", "num_val=1", "num_test=0"], check=True
+)
 scan = Path("scans/phantom_000/ct.nii.gz")
 
-# %% [markdown]
-# The segmenter is loaded once and takes any number of scans: paths of files, folders of DICOM series, or SimpleITK images.
+# %% [markdown] The segmenter is loaded once and takes any number of scans: paths of files, folders
+# of DICOM series, or SimpleITK images.
 
 # %%
 segmenter = LungSegmenter()
@@ -25,7 +28,10 @@ result = segmenter.segment(scan)
 for label, volume_ml in result.volumes_ml.items():
     print(f"{label}: {volume_ml:.0f} ml, mean {result.statistics[label]['mean_hu']:.0f} HU")
 print("warnings:", result.warnings or "none")
-print("agreement of the two stages:", {region: round(dice, 3) for region, dice in result.agreements.items()})
+print(
+    "agreement of the two stages:",
+    {region: round(dice, 3) for region, dice in result.agreements.items()},
+)
 
 # %% [markdown]
 #     left_lung: 1827 ml, mean -820 HU
@@ -33,7 +39,8 @@ print("agreement of the two stages:", {region: round(dice, 3) for region, dice i
 #     warnings: none
 #     agreement of the two stages: {'left_lung': 0.972, 'right_lung': 0.976}
 #
-# The label map lies on the grid of the scan: 1 is the patient's left lung, 2 the right one. Arrays are (z, y, x).
+# The label map lies on the grid of the scan: 1 is the patient's left lung, 2 the right one. Arrays
+# are (z, y, x).
 
 # %%
 image, labels = read_image(scan), result.labels
@@ -47,7 +54,8 @@ figure.savefig("lungs.png", bbox_inches="tight", dpi=120)
 # %% [markdown]
 # ![Axial slice of a synthetic chest CT with the outlines of both lungs](../docs/notebook_lungs.jpg)
 #
-# A phantom has exact labels, so its Dice can be computed. `medseg evaluate` does this for whole folders, with surface distances.
+# A phantom has exact labels, so its Dice can be computed. `medseg evaluate` does this for whole
+# folders, with surface distances.
 
 # %%
 reference = read_labels(scan.with_name("lungs.nii.gz")).array

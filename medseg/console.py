@@ -14,8 +14,9 @@ SHOWN_AS_CODE = "backslashreplace"
 def prepare_streams() -> None:
     """Let nothing that is printed end this process, or a Python process that it starts, with an error.
 
-    A letter that the terminal cannot show is written as its code. A stream that was closed before the start writes to nowhere; its
-    number would otherwise go to the next file that is opened, and what libraries print would end up in that file.
+    A letter that the terminal cannot show is written as its code. A stream that was closed before
+    the start writes to nowhere; its number would otherwise go to the next file that is opened, and
+    what libraries print would end up in that file.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
@@ -39,7 +40,9 @@ def _open_nowhere(number: int) -> TextIO:
         os.dup2(nowhere, number)
         os.close(nowhere)
         nowhere = number
-    return io.TextIOWrapper(io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True)
+    return io.TextIOWrapper(
+        io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True
+    )
 
 
 def drop_output(stream: TextIO) -> None:
@@ -52,10 +55,13 @@ def drop_output(stream: TextIO) -> None:
 def say(message: str) -> None:
     """Tell the user something on the error stream, so that results can be piped.
 
-    A control character, as a file name may contain, is written as its code and cannot act on the terminal. Where nobody reads the
-    error stream any more, the message is dropped.
+    A control character, as a file name may contain, is written as its code and cannot act on the
+    terminal. Where nobody reads the error stream any more, the message is dropped.
     """
-    plain = "".join(letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in message)
+    plain = "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1]
+        for letter in message
+    )
     try:
         print(f"medseg: {plain}", file=sys.stderr, flush=True)
     except BrokenPipeError:

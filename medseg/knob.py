@@ -10,8 +10,8 @@ class Knob(NamedTuple):
         sentence: What the key does.
         within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
         unit: Unit or order of its numbers.
-        neutral: Whether the key cannot change the result of a run (folders, saving intervals, devices), so that a
-            run may resume with another value.
+        neutral: Whether the key cannot change the result of a run (folders, saving intervals,
+            devices), so that a run may resume with another value.
     """
 
     sentence: str

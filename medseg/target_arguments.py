@@ -111,7 +111,8 @@ CLASS_RANGES: dict[str, dict[str, str]] = {
     "torch.nn.CosineEmbeddingLoss": {"margin": "[-1, 1]"},
     "torch.optim.lr_scheduler.ExponentialLR": {"gamma": "(0, inf)"},
 }
-# Packages whose arguments are known by name. Another class may mean something else by the same name; it is tried instead.
+# Packages whose arguments are known by name. Another class may mean something else by the same
+# name; it is tried instead.
 KNOWN_PACKAGES = ("medseg.", "monai.losses.", "pytorch_optimizer.", "torch.nn.", "torch.optim.")
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 

@@ -1,20 +1,26 @@
 """Extension points: configuration nodes that name a class by its `_target_`, with the arguments beside it.
 
-A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and nothing else:
+A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and
+nothing else:
 
-* `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command line replaces the node, so only the
-  keys written beside it are passed; keys need no `+`. `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
-* `check_target` compares the name with the white list of the extension point, without importing anything. The check of a configuration
-  (`medseg.config.check`) calls it for each node of `list_nodes`.
-* `bind_target` checks the name again, imports the class and binds the arguments to its signature. It does not build the object.
-  `import_target` and `bind_arguments` are its two halves, for builders that add arguments of their own (channels, one-hot).
+* `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command
+  line replaces the node, so only the keys written beside it are passed; keys need no `+`.
+  `EXTENSION_KEYS` lists the keys of the configuration that are such nodes.
+* `check_target` compares the name with the white list of the extension point, without importing
+  anything. The check of a configuration (`medseg.config.check`) calls it for each node of
+  `list_nodes`.
+* `bind_target` checks the name again, imports the class and binds the arguments to its signature.
+  It does not build the object. `import_target` and `bind_arguments` are its two halves, for
+  builders that add arguments of their own (channels, one-hot).
 
-`trusted_targets` are prefixes beyond the white list. They come from the command line or from the user's own configuration files, never
-from a checkpoint or a run folder: code that reads either passes the prefixes of the current command.
+`trusted_targets` are prefixes beyond the white list. They come from the command line or from the
+user's own configuration files, never from a checkpoint or a run folder: code that reads either
+passes the prefixes of the current command.
 
-`medseg.training.check` builds every object of a run once before data is read: networks on the meta device, optimisers and schedules on a
-small convolution. To add an extension point, add its row to `EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`,
-and its object to `medseg.training.check`.
+`medseg.training.check` builds every object of a run once before data is read: networks on the meta
+device, optimisers and schedules on a small convolution. To add an extension point, add its row to
+`EXTENSION_POINTS`, its key to `EXTENSION_KEYS` if the node is a group of `train`, and its object to
+`medseg.training.check`.
 """
 
 import difflib
@@ -48,14 +54,24 @@ class ExtensionPoint(NamedTuple):
 
 
 EXTENSION_POINTS = {
-    "model": ExtensionPoint(("medseg.models.", "monai.networks.nets.", "torch.nn."), "torch.nn.Module"),
+    "model": ExtensionPoint(
+        ("medseg.models.", "monai.networks.nets.", "torch.nn."), "torch.nn.Module"
+    ),
     "loss": ExtensionPoint(("medseg.losses.", "monai.losses.", "torch.nn."), "torch.nn.Module"),
-    "transform": ExtensionPoint(("medseg.data.augment.", "medseg.data.transforms.", "monai.transforms."), is_open=True),
+    "transform": ExtensionPoint(
+        ("medseg.data.augment.", "medseg.data.transforms.", "monai.transforms."), is_open=True
+    ),
     "metric": ExtensionPoint(("monai.metrics.", "torchmetrics."), is_open=True),
-    "callback": ExtensionPoint(("lightning.pytorch.callbacks.",), "lightning.pytorch.Callback", is_open=True),
-    "logger": ExtensionPoint(("lightning.pytorch.loggers.",), "lightning.pytorch.loggers.Logger", is_open=True),
+    "callback": ExtensionPoint(
+        ("lightning.pytorch.callbacks.",), "lightning.pytorch.Callback", is_open=True
+    ),
+    "logger": ExtensionPoint(
+        ("lightning.pytorch.loggers.",), "lightning.pytorch.loggers.Logger", is_open=True
+    ),
     "optimizer": ExtensionPoint(("torch.optim.", "pytorch_optimizer."), "torch.optim.Optimizer"),
-    "schedule": ExtensionPoint(("torch.optim.lr_scheduler.",), "torch.optim.lr_scheduler.LRScheduler"),
+    "schedule": ExtensionPoint(
+        ("torch.optim.lr_scheduler.",), "torch.optim.lr_scheduler.LRScheduler"
+    ),
 }
 # Keys of the configuration of `train` that are one node each, named like their extension point.
 EXTENSION_KEYS = ("model", "loss", "optimizer", "schedule", "logger")
@@ -68,7 +84,8 @@ EXTRAS = {"pytorch_optimizer": "optimizers"}
 class ExtensionNode(DictConfig):
     """Node of an extension point while Hydra composes: a `_target_` that is merged or set replaces the whole node.
 
-    Hydra merges the files of a configuration in order and then sets the keys of the command line one by one.
+    Hydra merges the files of a configuration in order and then sets the keys of the command line
+    one by one.
     """
 
     def __init__(self) -> None:
@@ -102,7 +119,9 @@ def targets_first(arguments: Sequence[str]) -> list[str]:
         >>> targets_first(["model.width=8", "seed=1", "model._target_=a.B"])
         ['model._target_=a.B', 'model.width=8', 'seed=1']
     """
-    return sorted(arguments, key=lambda argument: not argument.partition("=")[0].endswith(f".{TARGET}"))
+    return sorted(
+        arguments, key=lambda argument: not argument.partition("=")[0].endswith(f".{TARGET}")
+    )
 
 
 def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -121,9 +140,16 @@ def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         nodes = _part(values, key, dict)
         if TARGET not in nodes:
             yield from ((point, f"{key}.{name}", node) for name, node in nodes.items())
-    yield from (("loss", f"loss.terms[{n}]", node) for n, node in enumerate(_part(values, "loss.terms", list)))
+    yield from (
+        ("loss", f"loss.terms[{n}]", node)
+        for n, node in enumerate(_part(values, "loss.terms", list))
+    )
     transforms = enumerate(_part(values, "augment.transforms", list))
-    yield from (("transform", f"augment.transforms[{n}]", node) for n, node in transforms if node != "effects")
+    yield from (
+        ("transform", f"augment.transforms[{n}]", node)
+        for n, node in transforms
+        if node != "effects"
+    )
 
 
 def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
@@ -134,7 +160,11 @@ def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[li
     """
     group, _, name = key.rpartition(".")
     node = (_part(values, group, dict) if group else values).get(name)
-    needed = "a list of classes with their arguments is" if kind is list else "keys with their values are"
+    needed = (
+        "a list of classes with their arguments is"
+        if kind is list
+        else "keys with their values are"
+    )
     require(node is None or isinstance(node, kind), f"{key}: {needed} needed, but got {node!r}")
     return node or kind()
 
@@ -151,12 +181,19 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     Raises:
         UserError: With the value and the cure.
     """
-    target, prefixes = node.get(TARGET) if isinstance(node, dict) else None, EXTENSION_POINTS[point].prefixes
+    target, prefixes = (
+        node.get(TARGET) if isinstance(node, dict) else None,
+        EXTENSION_POINTS[point].prefixes,
+    )
     if not isinstance(target, str):
         raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
     words = target.split(".")
-    is_public = all(word.isidentifier() and not word.startswith("_") for word in words) and len(words) > 1
-    is_listed = is_public and target.startswith((*prefixes, *(f"{prefix.removesuffix('.')}." for prefix in trusted if prefix)))
+    is_public = (
+        all(word.isidentifier() and not word.startswith("_") for word in words) and len(words) > 1
+    )
+    is_listed = is_public and target.startswith(
+        (*prefixes, *(f"{prefix.removesuffix('.')}." for prefix in trusted if prefix))
+    )
     require(
         is_listed,
         f"{key}.{TARGET}: {target} is not on the white list ({', '.join(f'{prefix}*' for prefix in prefixes)}); if you trust its "
@@ -164,10 +201,15 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     )
     for name, value in node.items():
         is_nested = isinstance(value, dict) and TARGET in value
-        require(not is_nested, f"{key}.{name}.{TARGET}: nested targets are not allowed, give plain values")
+        require(
+            not is_nested,
+            f"{key}.{name}.{TARGET}: nested targets are not allowed, give plain values",
+        )
 
 
-def bind_target(point: str, key: str, node: dict[str, Any], *leading: Any, trusted: Iterable[str] = ()) -> Callable[..., Any]:
+def bind_target(
+    point: str, key: str, node: dict[str, Any], *leading: Any, trusted: Iterable[str] = ()
+) -> Callable[..., Any]:
     """Import the class of a node, and bind the arguments of the node to its signature.
 
     Args:
@@ -184,10 +226,14 @@ def bind_target(point: str, key: str, node: dict[str, Any], *leading: Any, trust
         UserError: If the class is not trusted, does not exist or does not take the arguments.
     """
     found = import_target(point, key, node, trusted)
-    return bind_arguments(point, key, found, {name: value for name, value in node.items() if name != TARGET}, *leading)
+    return bind_arguments(
+        point, key, found, {name: value for name, value in node.items() if name != TARGET}, *leading
+    )
 
 
-def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any], *leading: Any) -> Callable[..., Any]:
+def bind_arguments(
+    point: str, key: str, found: type, arguments: dict[str, Any], *leading: Any
+) -> Callable[..., Any]:
     """Bind arguments to the signature of a class of `import_target`; for builders that add arguments of their own first.
 
     Raises:
@@ -198,12 +244,16 @@ def bind_arguments(point: str, key: str, found: type, arguments: dict[str, Any],
     unknown = sorted(arguments.keys() - set(known))
     try:
         signature.bind(*leading, **arguments)
-        if unknown and not EXTENSION_POINTS[point].is_open:  # `**kwargs` would swallow a misspelled name
+        if (
+            unknown and not EXTENSION_POINTS[point].is_open
+        ):  # `**kwargs` would swallow a misspelled name
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
         near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
         guess = f"did you mean {near[0]}? Its arguments are" if near else "its arguments are"
-        raise UserError(f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}") from error
+        raise UserError(
+            f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}"
+        ) from error
     annotated = _evaluated_signature(found, signature)
     for name, value in arguments.items():
         if expected := misfit(annotated, name, value):
@@ -223,7 +273,8 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
     """Import the class of a node after `check_target`.
 
     Raises:
-        UserError: If the class is not trusted, does not exist, or is no class of the extension point.
+        UserError: If the class is not trusted, does not exist, or is no class of the extension
+            point.
     """
     check_target(point, key, node, trusted)
     module_name, _, name = node[TARGET].rpartition(".")
@@ -233,10 +284,18 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
     except ImportError as error:
         package = module_name.partition(".")[0]
         if package in EXTRAS:
-            raise UserError(f"{given} needs pip install 'medseg[{EXTRAS[package]}]' ({error})") from error
-        raise UserError(f"{given} cannot be imported ({error}); install the package, or correct the name") from error
+            raise UserError(
+                f"{given} needs pip install 'medseg[{EXTRAS[package]}]' ({error})"
+            ) from error
+        raise UserError(
+            f"{given} cannot be imported ({error}); install the package, or correct the name"
+        ) from error
     found = getattr(module, name, None)
-    classes = [other for other, value in vars(module).items() if inspect.isclass(value) and not other.startswith("_")]
+    classes = [
+        other
+        for other, value in vars(module).items()
+        if inspect.isclass(value) and not other.startswith("_")
+    ]
     near = difflib.get_close_matches(name, classes, n=2)
     guess = f"; did you mean {' or '.join(f'{module_name}.{one}' for one in near)}?" if near else ""
     require(found is not None, f"{given} does not exist in the installed version{guess}")
@@ -245,5 +304,8 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
     if base is not None:
         base_module, _, base_name = base.rpartition(".")
         is_kind = issubclass(found, getattr(importlib.import_module(base_module), base_name))
-        require(is_kind, f"{given} is no {base}, which {key} needs; choose a class that inherits from it")
+        require(
+            is_kind,
+            f"{given} is no {base}, which {key} needs; choose a class that inherits from it",
+        )
     return found

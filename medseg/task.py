@@ -23,7 +23,8 @@ class Region:
 
     Attributes:
         name: Name in the scores, e.g. `left_kidney`.
-        labels: Names of the labels that make the region, in the order of the fine network's classes 1, 2, ….
+        labels: Names of the labels that make the region, in the order of the fine network's classes
+            1, 2, ….
         side: Side of the patient on which it must lie (`left`, `right`); None if it has no side.
     """
 
@@ -38,7 +39,8 @@ class Channel:
 
     Attributes:
         modality: `ct` (values in HU, which the audit checks), `mr` or `other`.
-        window_hu: Lower and upper HU that are mapped to [-1, 1]; None with another normalisation than `window`.
+        window_hu: Lower and upper HU that are mapped to [-1, 1]; None with another normalisation
+            than `window`.
         normalise: `window`, or by the values of each case: `zscore` or `percentile`.
     """
 
@@ -58,13 +60,20 @@ class Task:
 
     Attributes:
         name: Name of the task, e.g. `kidneys`.
-        labels: Label name to value in every label map that medseg writes; values are 1, 2, … without a gap.
-        regions: Regions of interest, one fine crop each; empty for a task of one stage, which segments all labels at once.
-        channels: Channels of the input, at least one, in the order of the columns `image`, `image_1`, ….
-        least_hu: A connected component with a lower median HU is no organ; None accepts every component.
-        ignore_label: Value of ignored voxels in label maps and targets; None where no voxel is ignored.
-        volume_ml: Name of a region or label to its smallest and largest plausible volume; names may be absent.
-        codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or `right`; names may be absent.
+        labels: Label name to value in every label map that medseg writes; values are 1, 2, …
+            without a gap.
+        regions: Regions of interest, one fine crop each; empty for a task of one stage, which
+            segments all labels at once.
+        channels: Channels of the input, at least one, in the order of the columns `image`,
+            `image_1`, ….
+        least_hu: A connected component with a lower median HU is no organ; None accepts every
+            component.
+        ignore_label: Value of ignored voxels in label maps and targets; None where no voxel is
+            ignored.
+        volume_ml: Name of a region or label to its smallest and largest plausible volume; names may
+            be absent.
+        codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or
+            `right`; names may be absent.
         colours: Label name to its colour in results, `#rrggbb`; names may be absent.
     """
 
@@ -96,8 +105,12 @@ class Task:
     @property
     def has_sides(self) -> bool:
         """Whether left and right differ: by the side of a region, or by the word `left` or `right` in the name of a label."""
-        words = {word for label in self.labels for word in label.lower().replace("-", "_").split("_")}
-        return any(region.side for region in self.regions) or not words.isdisjoint(("left", "right"))
+        words = {
+            word for label in self.labels for word in label.lower().replace("-", "_").split("_")
+        }
+        return any(region.side for region in self.regions) or not words.isdisjoint(
+            ("left", "right")
+        )
 
     @property
     def is_ct(self) -> bool:
@@ -142,7 +155,10 @@ class Task:
             data["name"],
             dict(data["labels"]),
             regions,
-            tuple(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}) for channel in channels),
+            tuple(
+                Channel(**{**channel, "window_hu": _pair(channel["window_hu"])})
+                for channel in channels
+            ),
             None if data.get("least_hu") is None else float(data["least_hu"]),
             data.get("ignore_label"),
             {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
@@ -161,5 +177,7 @@ def _pair(values: Any) -> Any:
 
 def is_side_pair(one: Region, other: Region) -> bool:
     """Whether two regions are the left and the right of one organ: same name apart from the side."""
-    names = {region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)}
+    names = {
+        region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)
+    }
     return {one.side, other.side} == {"left", "right"} and len(names) == 1

@@ -11,7 +11,9 @@ from medseg.task import Channel, Region, Task
 
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
-Normalise = StrEnum("Normalise", ["window", "zscore", "percentile"])  # see `medseg.preprocess.intensity`
+Normalise = StrEnum(
+    "Normalise", ["window", "zscore", "percentile"]
+)  # see `medseg.preprocess.intensity`
 
 # Label maps are bytes, and one value is left for the ignore label.
 MAX_LABELS = 254
@@ -21,7 +23,9 @@ MAX_LABELS = 254
 class RegionOptions:
     """One region of interest of a task."""
 
-    labels: Annotated[list[str], Knob("Labels of the region, in the order of the fine network's classes.")]
+    labels: Annotated[
+        list[str], Knob("Labels of the region, in the order of the fine network's classes.")
+    ]
     side: Annotated[Side | None, Knob("Side of the patient; null: crops are never mirrored.")]
 
 
@@ -29,10 +33,17 @@ class RegionOptions:
 class ChannelOptions:
     """One channel of the input: the column `image` of a case table, then `image_1`, `image_2` and so on."""
 
-    modality: Annotated[Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")] = Modality.ct
-    window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1]; with normalise=window.", unit="HU")] = None
+    modality: Annotated[
+        Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")
+    ] = Modality.ct
+    window_hu: Annotated[
+        Pair | None, Knob("Window that is mapped to [-1, 1]; with normalise=window.", unit="HU")
+    ] = None
     normalise: Annotated[
-        Normalise, Knob("Intensity normalisation. window: by window_hu; zscore, percentile: by the values of the case itself.")
+        Normalise,
+        Knob(
+            "Intensity normalisation. window: by window_hu; zscore, percentile: by the values of the case itself."
+        ),
     ] = Normalise.window
 
 
@@ -42,23 +53,37 @@ class TaskOptions:
 
     name: Annotated[str, Knob("Name of the task.")]
     labels: Annotated[
-        dict[str, int], Knob("Label names and their values in every label map that medseg writes: 1, 2, … without a gap.")
+        dict[str, int],
+        Knob(
+            "Label names and their values in every label map that medseg writes: 1, 2, … without a gap."
+        ),
     ]
     regions: Annotated[
         dict[str, RegionOptions] | None,
-        Knob("Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."),
+        Knob(
+            "Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."
+        ),
     ] = None
     channels: Annotated[
         list[ChannelOptions] | None,
-        Knob("Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."),
+        Knob(
+            "Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."
+        ),
     ] = None
-    window_hu: Annotated[Pair | None, Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU")] = None
+    window_hu: Annotated[
+        Pair | None,
+        Knob("Window that is mapped to [-1, 1], of a task with one CT channel.", unit="HU"),
+    ] = None
     least_hu: Annotated[
-        float | None, Knob("Connected components with a lower median are removed as gas; null: none.", unit="HU")
+        float | None,
+        Knob("Connected components with a lower median are removed as gas; null: none.", unit="HU"),
     ] = None
     ignore_label: Annotated[
         int | None,
-        Knob("Value of voxels that the loss, the sampling and the scores ignore; null: none.", "[1, 255]"),
+        Knob(
+            "Value of voxels that the loss, the sampling and the scores ignore; null: none.",
+            "[1, 255]",
+        ),
     ] = None
     volume_ml: Annotated[
         dict[str, Any] | None,
@@ -70,10 +95,14 @@ class TaskOptions:
     ] = None
     codes: Annotated[
         dict[str, Any] | None,
-        Knob("Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for DICOM results.", neutral=True),
+        Knob(
+            "Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for DICOM results.",
+            neutral=True,
+        ),
     ] = None
     colours: Annotated[
-        dict[str, str] | None, Knob("Label: its colour in results, '#rrggbb'; others get one of a palette.", neutral=True)
+        dict[str, str] | None,
+        Knob("Label: its colour in results, '#rrggbb'; others get one of a palette.", neutral=True),
     ] = None
 
     @property
@@ -100,7 +129,9 @@ class TaskOptions:
         if len(values) > MAX_LABELS:
             yield f"task.labels: at most {MAX_LABELS} labels are possible, but got {len(values)}"
         if self.ignore_label is not None and self.ignore_label <= len(values):
-            yield (f"task.ignore_label={self.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255")
+            yield (
+                f"task.ignore_label={self.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255"
+            )
 
     def _channel_clashes(self) -> Iterator[str]:
         if (self.window_hu is None) == (not self.channels):
@@ -186,7 +217,10 @@ def make_task(config: TaskOptions) -> Task:
         Region(name, tuple(region.labels), region.side.value if region.side else None)
         for name, region in (config.regions or {}).items()
     )
-    channels = [Channel(one.modality.value, one.window_hu, one.normalise.value) for one in config.channels or ()]
+    channels = [
+        Channel(one.modality.value, one.window_hu, one.normalise.value)
+        for one in config.channels or ()
+    ]
     return Task(
         config.name,
         dict(config.labels),

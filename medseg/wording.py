@@ -30,8 +30,8 @@ def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> 
 def quote_for_shell(argument: str) -> str:
     r"""Quote an argument of a printed command.
 
-    Bytes of a name that is not UTF-8, control characters, and letters that the terminal lacks are written as their codes
-    in `$'…'`, which bash, zsh and ksh read.
+    Bytes of a name that is not UTF-8, control characters, and letters that the terminal lacks are
+    written as their codes in `$'…'`, which bash, zsh and ksh read.
 
     Example:
         >>> print(quote_for_shell("a b"), quote_for_shell("data.cases=M\udcfcller's"))

@@ -36,9 +36,9 @@ class NotSentError(Exception):
 class Worker:
     """A process of its own that calls one function at a time.
 
-    It is spawned, since a forked child of a process with threads may hang. It talks through a pipe: the queues of an
-    executor need named semaphores, which nobody removes when this process is killed. The worker ends when this
-    process ends, in whatever way.
+    It is spawned, since a forked child of a process with threads may hang. It talks through a pipe:
+    the queues of an executor need named semaphores, which nobody removes when this process is
+    killed. The worker ends when this process ends, in whatever way.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,20 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function of a module in the worker, and wait for its result.
 
         Raises:
-            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of memory.
+            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
+                memory.
             NotSentError: If the arguments, the result or the error cannot pass between processes.
             Exception: What the function raises.
         """
@@ -106,7 +112,11 @@ def _answer(request: bytes) -> memoryview:
     try:
         return ForkingPickler.dumps((result, None))
     except Exception as error:
-        return _packed_error(NotSentError(f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"))
+        return _packed_error(
+            NotSentError(
+                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"
+            )
+        )
 
 
 def _packed_error(error: Exception) -> memoryview:

@@ -1,7 +1,8 @@
 """Update of the bundled JavaScript (needs npm): `python scripts/update_bundled.py niivue 0.69.0`, or `vega 6.4.0 6.4.3 7.3.0`.
 
-niivue (BSD-2-Clause) draws the case viewer; Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) draw the charts of the pages. Their published scripts
-are kept as they are, so that their checksums can be compared with npm's. Beside them lie the licences and the checksums.
+niivue (BSD-2-Clause) draws the case viewer; Vega, Vega-Lite and Vega-Embed (BSD-3-Clause) draw the
+charts of the pages. Their published scripts are kept as they are, so that their checksums can be
+compared with npm's. Beside them lie the licences and the checksums.
 """
 
 import hashlib
@@ -13,7 +14,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "medseg"
 # Name to the folder, the file of licences, and each npm package with its script.
 BUNDLES = {
-    "niivue": (PACKAGE / "report" / "viewer", "niivue.LICENSE.txt", {"@niivue/niivue": "dist/niivue.umd.js"}),
+    "niivue": (
+        PACKAGE / "report" / "viewer",
+        "niivue.LICENSE.txt",
+        {"@niivue/niivue": "dist/niivue.umd.js"},
+    ),
     "vega": (
         PACKAGE / "report" / "page" / "vega",
         "LICENSE.txt",
@@ -30,18 +35,43 @@ def main(bundle: str, *versions: str) -> None:
     checksums = []
     licences: dict[str, list[str]] = {}  # many packages share one text
     with tempfile.TemporaryDirectory() as install_dir:
-        # The tarballs are checked by npm against the registry's checksums; no script of a package runs.
-        subprocess.run(["npm", "install", "--ignore-scripts", "--omit=optional", "--prefix", install_dir, *wanted], check=True)
+        # The tarballs are checked by npm against the registry's checksums; no script of a package
+        # runs.
+        subprocess.run(
+            [
+                "npm",
+                "install",
+                "--ignore-scripts",
+                "--omit=optional",
+                "--prefix",
+                install_dir,
+                *wanted,
+            ],
+            check=True,
+        )
         packages = Path(install_dir) / "node_modules"
         for package, script in scripts.items():
             content = (packages / package / script).read_bytes()
             name = Path(script).name
             (folder / name).write_bytes(content)
             checksums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
-        for path in sorted(path for path in packages.glob("**/*") if path.stem.lower() == "license" and path.is_file()):
-            licences.setdefault(path.read_text(encoding="utf-8").strip(), []).append(str(path.parent.relative_to(packages)))
-    # A package without a licence file on npm (niivue) has that of its repository in the first part, which is kept.
-    own = (folder / licence_file).read_text(encoding="utf-8").split(SEPARATOR)[0].partition("\n")[2].rstrip()
+        for path in sorted(
+            path
+            for path in packages.glob("**/*")
+            if path.stem.lower() == "license" and path.is_file()
+        ):
+            licences.setdefault(path.read_text(encoding="utf-8").strip(), []).append(
+                str(path.parent.relative_to(packages))
+            )
+    # A package without a licence file on npm (niivue) has that of its repository in the first part,
+    # which is kept.
+    own = (
+        (folder / licence_file)
+        .read_text(encoding="utf-8")
+        .split(SEPARATOR)[0]
+        .partition("\n")[2]
+        .rstrip()
+    )
     parts = [
         f"{', '.join(wanted)} and the packages inside\n{own}".rstrip(),
         *(f"{', '.join(names)}\n\n{text}" for text, names in licences.items()),

@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 
-# Tests are imported by path, not as packages: makers of volumes and networks with known answers are found here.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "cascade", "data", "io", "matrix", "prediction")]
+# Tests are imported by path, not as packages: makers of volumes and networks with known answers are
+# found here.
+sys.path[:0] = [
+    str(Path(__file__).parent / folder)
+    for folder in (".", "cascade", "data", "io", "matrix", "prediction")
+]
 
-# A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what tests start and interrupt.
+# A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what
+# tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -38,8 +43,8 @@ def shared_ct() -> Path:
 def fit(tmp_path: Path) -> Callable[..., Any]:
     """A function that trains as a worker does, on batches that are given, with nothing around it.
 
-    Called as `fit(overrides, batches)`, optionally with Lightning's callbacks and a function that changes the module before;
-    returns the trained module.
+    Called as `fit(overrides, batches)`, optionally with Lightning's callbacks and a function that
+    changes the module before; returns the trained module.
     """
 
     def run(
@@ -66,7 +71,9 @@ def fit(tmp_path: Path) -> Callable[..., Any]:
         module = make_module(config, network, {})
         if change is not None:
             change(module)
-        trainer.fit(module, torch.utils.data.DataLoader([[stack] for stack in batches], batch_size=None))
+        trainer.fit(
+            module, torch.utils.data.DataLoader([[stack] for stack in batches], batch_size=None)
+        )
         return module
 
     return run
@@ -90,7 +97,9 @@ def tiny_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Chromium without a window, with the driver of its own version, WebGL by software, and no way out: every name resolves to a closed port."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     driver_program = shutil.which("chromedriver")
     if program is None or driver_program is None:
         pytest.skip("no Chromium with its chromedriver here (Debian: chromium, chromium-driver)")

@@ -1,7 +1,8 @@
 """Processes of commands that start in a moment: forked from a server that has imported everything and computed nothing.
 
-A new Python takes up to six seconds of processor time for the imports of a training. Tests of the start itself, of signals to a
-training and its process group, of memory, and of modules in the working folder keep new processes.
+A new Python takes up to six seconds of processor time for the imports of a training. Tests of the
+start itself, of signals to a training and its process group, of memory, and of modules in the
+working folder keep new processes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from unittest.mock import patch
 
 IMPORTED = [
     *(f"medseg.training.{name}" for name in ("assemble", "extensions", "network", "versions")),
-    *(f"medseg.training.{name}" for name in ("callbacks", "checkpoints", "data_module", "history", "loggers", "machine")),
-    *("lightning.pytorch", "medseg.commands.entry", "medseg.commands.predict", "medseg.commands.train", "medseg.weights.files"),
+    *(
+        f"medseg.training.{name}"
+        for name in ("callbacks", "checkpoints", "data_module", "history", "loggers", "machine")
+    ),
+    *(
+        "lightning.pytorch",
+        "medseg.commands.entry",
+        "medseg.commands.predict",
+        "medseg.commands.train",
+        "medseg.weights.files",
+    ),
 ]
 # A server beside that of `multiprocessing`, whose processes start as they do for a user.
 SERVER = forkserver.ForkServer()
@@ -35,7 +45,9 @@ def served() -> Any:
     return patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process)
 
 
-def _run(arguments: Sequence[str], cwd: str, environment: Mapping[str, str], files: Sequence[str]) -> None:
+def _run(
+    arguments: Sequence[str], cwd: str, environment: Mapping[str, str], files: Sequence[str]
+) -> None:
     """Become the command `[python, -m, module, …]`, `[python, -c, code, …]` or `[python, script, …]`."""
     import torch
 
@@ -49,7 +61,9 @@ def _run(arguments: Sequence[str], cwd: str, environment: Mapping[str, str], fil
     spawning = sys.modules["torch.multiprocessing.spawn"]
     start = spawning.start_processes
     for module in (spawning, torch.multiprocessing):
-        module.start_processes = lambda *given, start_method, **named: start(*given, start_method="fork", **named)  # type: ignore[attr-defined]
+        module.start_processes = lambda *given, start_method, **named: start(
+            *given, start_method="fork", **named
+        )  # type: ignore[attr-defined]
     _, first, *rest = arguments
     try:
         if first == "-m":
@@ -76,7 +90,12 @@ class Popen:
         env: Environment; None = that of this process.
     """
 
-    def __init__(self, arguments: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.args = arguments
         self.folder = tempfile.TemporaryDirectory()
         self.files = [Path(self.folder.name) / name for name in ("out", "err")]

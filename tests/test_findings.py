@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from medseg.findings import Finding, Severity, information_in, information_of, sentences_of, warnings_of
+from medseg.findings import (
+    Finding,
+    Severity,
+    information_in,
+    information_of,
+    sentences_of,
+    warnings_of,
+)
 
 
 def test_information_is_no_warning() -> None:
-    findings = [*information_of("padding", ["a constant"]), *warnings_of("cut_region", ["the scan cuts a"])]
+    findings = [
+        *information_of("padding", ["a constant"]),
+        *warnings_of("cut_region", ["the scan cuts a"]),
+    ]
     assert sentences_of(findings) == ["the scan cuts a"]
     assert information_in(findings) == ["a constant"]
 

@@ -43,7 +43,12 @@ TASK = Task(
     (Channel(window_hu=(-1000.0, 400.0)),),
 )
 UNET = {"width": 8, "depth": 2}
-SEGRESNET = {"_target_": "monai.networks.nets.SegResNet", "init_filters": 4, "blocks_down": (1, 2), "blocks_up": (1,)}
+SEGRESNET = {
+    "_target_": "monai.networks.nets.SegResNet",
+    "init_filters": 4,
+    "blocks_down": (1, 2),
+    "blocks_up": (1,),
+}
 NETWORKS: dict[str, dict[str, Any]] = {
     "unet-instance": {**UNET, "norm": "instance"},
     "unet-group": {**UNET, "norm": "group", "block": "plain", "stem": "conv"},
@@ -75,7 +80,9 @@ def step(network: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits of two samples, and gradients by name."""
     logits = network(images())
     (logits.float() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    return logits.detach(), {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None}
+    return logits.detach(), {
+        name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None
+    }
 
 
 def assert_same_step(plain: nn.Module, other: nn.Module) -> None:
@@ -90,7 +97,8 @@ def assert_same_step(plain: nn.Module, other: nn.Module) -> None:
     assert all(torch.equal(state[name], other_state[name]) for name in state)
 
 
-# --- checkpointing, offload, in-place activations, gradients set to none, fused forms: the same bits ---------------------
+# --- checkpointing, offload, in-place activations, gradients set to none, fused forms: the same
+# bits ---------------------
 
 
 @pytest.mark.parametrize("policy", ["sqrt", "all", "names"])
@@ -98,9 +106,15 @@ def assert_same_step(plain: nn.Module, other: nn.Module) -> None:
 def test_checkpointing_gives_the_same_bits(name: str, policy: str) -> None:
     plain = make(NETWORKS[name])
     blocks = list(plain.blocks())
-    lean = apply_switches(copy.deepcopy(plain), checkpointing=(blocks[0], blocks[-1]) if policy == "names" else policy)
+    lean = apply_switches(
+        copy.deepcopy(plain), checkpointing=(blocks[0], blocks[-1]) if policy == "names" else policy
+    )
     assert_same_step(plain, lean)
-    counts = {int(value) for key, value in lean.state_dict().items() if key.endswith("num_batches_tracked")}
+    counts = {
+        int(value)
+        for key, value in lean.state_dict().items()
+        if key.endswith("num_batches_tracked")
+    }
     assert counts == ({1} if name.endswith("batch") else set()), "statistics are updated once"
 
 
@@ -122,7 +136,10 @@ def test_offloaded_activations_give_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize(
     "node",
-    [*NETWORKS.values(), *({**UNET, "block": block, "stem": stem} for block, stem in product(BLOCKS, STEMS))],
+    [
+        *NETWORKS.values(),
+        *({**UNET, "block": block, "stem": stem} for block, stem in product(BLOCKS, STEMS)),
+    ],
     ids=lambda node: "-".join(str(node.get(key)) for key in ("norm", "block", "stem")),
 )
 def test_in_place_activation_changes_no_gradient(node: dict[str, Any]) -> None:
@@ -144,7 +161,10 @@ def test_gradients_set_to_none_or_to_zero_make_the_same_steps(name: str) -> None
             optimizer.zero_grad(set_to_none=set_to_none)
             step(network)
             optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(*(network.parameters() for network in networks), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(*(network.parameters() for network in networks), strict=True)
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -152,7 +172,12 @@ def test_gradients_set_to_none_or_to_zero_make_the_same_steps(name: str) -> None
     "model",
     [
         ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"],
-        ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1]", "model.blocks_up=[1]"],
+        [
+            "model=segresnet",
+            "model.init_filters=8",
+            "model.blocks_down=[1,1]",
+            "model.blocks_up=[1]",
+        ],
     ],
     ids=["unet", "segresnet"],
 )
@@ -170,14 +195,20 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(
         }
         for _ in range(2)
     ]
-    plain, fused = (fit([*settings, f"optimizer.fused={is_fused}"], batches) for is_fused in ("false", "true"))
+    plain, fused = (
+        fit([*settings, f"optimizer.fused={is_fused}"], batches) for is_fused in ("false", "true")
+    )
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# --- accumulation, ranks, composition of a batch: the same weights after a step in fp64 ----------------------------------
+# --- accumulation, ranks, composition of a batch: the same weights after a step in fp64
+# ----------------------------------
 
-SHAPES = {"crops": [(8, 20, 16), (16, 8, 16), (9, 14, 17), (16, 16, 9)], "patches": [(8, 16, 12)] * 4}
+SHAPES = {
+    "crops": [(8, 20, 16), (16, 8, 16), (9, 14, 17), (16, 16, 9)],
+    "patches": [(8, 16, 12)] * 4,
+}
 
 
 def samples(kind: str) -> list[Sample]:
@@ -196,7 +227,9 @@ def samples(kind: str) -> list[Sample]:
     ]
 
 
-def weights_after_a_step(network: StageNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int) -> Tensor:
+def weights_after_a_step(
+    network: StageNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int
+) -> Tensor:
     """One step of SGD; ranks take consecutive parts of a micro-batch, and their gradients are averaged."""
     network = copy.deepcopy(network)
     module = SegmentationModule(
@@ -218,14 +251,19 @@ def weights_after_a_step(network: StageNetwork, given: list[Sample], num_micro_b
 def test_a_step_does_not_depend_on_how_its_samples_are_batched(name: str, kind: str) -> None:
     network, given = make(NETWORKS[name]).double(), samples(kind)
     together = weights_after_a_step(network, given, 1, 1)
-    assert not torch.equal(together, torch.cat([weight.detach().flatten() for weight in network.parameters()]))
+    assert not torch.equal(
+        together, torch.cat([weight.detach().flatten() for weight in network.parameters()])
+    )
     for num_micro_batches, num_ranks in ((2, 1), (2, 2)):
         other = weights_after_a_step(network, given, num_micro_batches, num_ranks)
         torch.testing.assert_close(other, together, rtol=0, atol=1e-9)
-    torch.testing.assert_close(weights_after_a_step(network, given[::-1], 1, 1), together, rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        weights_after_a_step(network, given[::-1], 1, 1), together, rtol=0, atol=1e-9
+    )
 
 
-# --- memory budget of the prediction: nothing ----------------------------------------------------------------------------
+# --- memory budget of the prediction: nothing
+# ----------------------------------------------------------------------------
 
 
 def stage_of(network: nn.Module, **changes: Any) -> TrainedStage:
@@ -246,17 +284,23 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     told = []
     for share in (1.0, 0.7, 0.5, 0.3):
         try:
-            found = trained.predict_probs(image, InferenceOptions(budget_gib=share * needed_gib)).probs
+            found = trained.predict_probs(
+                image, InferenceOptions(budget_gib=share * needed_gib)
+            ).probs
         except UserError as error:
             told.append(str(error))
         else:
             torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-11)
     # Our UNet goes on in slabs; other networks are refused rather than tiled.
     assert len(told) == 3 if name.startswith("segresnet") else len(told) <= 1
-    assert all("inference.budget_gib=" in sentence and "is too small for the fine stage" in sentence for sentence in told)
+    assert all(
+        "inference.budget_gib=" in sentence and "is too small for the fine stage" in sentence
+        for sentence in told
+    )
 
 
-# --- bf16: nearly nothing ------------------------------------------------------------------------------------------------
+# --- bf16: nearly nothing
+# ------------------------------------------------------------------------------------------------
 
 
 @every_network
@@ -276,29 +320,37 @@ def test_half_precision_costs_no_dice(case: str, shared_ct: Path) -> None:
     """The included weights in bf16 beside fp32."""
     reference = read_labels(shared_ct / case / "lungs.nii.gz").array
     fast, exact = (
-        LungSegmenter(accelerator="cpu", precision=precision).segment(shared_ct / case / "ct.nii.gz").labels.array
+        LungSegmenter(accelerator="cpu", precision=precision)
+        .segment(shared_ct / case / "ct.nii.gz")
+        .labels.array
         for precision in ("bf16", "fp32")
     )
     assert not np.array_equal(fast, exact), "two ways"
     for value in (1, 2):
         masks = [labels == value for labels in (fast, exact, reference)]
         fast_dice, exact_dice, both_dice = (
-            2 * (one & other).sum() / (one.sum() + other.sum()) for one, other in (masks[::2], masks[1:], masks[:2])
+            2 * (one & other).sum() / (one.sum() + other.sum())
+            for one, other in (masks[::2], masks[1:], masks[:2])
         )
         assert abs(fast_dice - exact_dice) < 0.001
         assert both_dice > 0.999
 
 
-# --- layout, compilation: the rounding of fp32 ---------------------------------------------------------------------------
+# --- layout, compilation: the rounding of fp32
+# ---------------------------------------------------------------------------
 
 
 def assert_near(plain: nn.Module, other: nn.Module, of_logits: float, of_grads: float) -> None:
     """Whether logits and gradients differ by these parts of their largest value at most; names stay."""
     assert list(plain.state_dict()) == list(other.state_dict())
     (logits, grads), (other_logits, other_grads) = step(plain), step(other)
-    torch.testing.assert_close(other_logits, logits, rtol=0, atol=of_logits * logits.abs().max().item())
+    torch.testing.assert_close(
+        other_logits, logits, rtol=0, atol=of_logits * logits.abs().max().item()
+    )
     for name, grad in grads.items():
-        torch.testing.assert_close(other_grads[name], grad, rtol=0, atol=of_grads * grad.abs().max().item(), msg=name)
+        torch.testing.assert_close(
+            other_grads[name], grad, rtol=0, atol=of_grads * grad.abs().max().item(), msg=name
+        )
 
 
 @every_network
@@ -310,19 +362,32 @@ def test_channels_last_stays_within_rounding(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler here")
-@pytest.mark.parametrize(("name", "checkpointing"), [("unet-instance", "sqrt"), ("segresnet-group", "none")])
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler here"
+)
+@pytest.mark.parametrize(
+    ("name", "checkpointing"), [("unet-instance", "sqrt"), ("segresnet-group", "none")]
+)
 def test_compiled_network_computes_the_same(name: str, checkpointing: str) -> None:
     plain = make(NETWORKS[name])
-    fast = apply_switches(copy.deepcopy(plain), checkpointing=checkpointing, channels_last=True, compile=True)
+    fast = apply_switches(
+        copy.deepcopy(plain), checkpointing=checkpointing, channels_last=True, compile=True
+    )
     assert_near(plain, fast, 1e-3, 1e-2)
 
 
-# --- loader workers, interruptions, order of files: nothing --------------------------------------------------------------
+# --- loader workers, interruptions, order of files: nothing
+# --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", [{"stage": "coarse"}, {"stage": "fine"}, {"stage": "patches"}], ids=lambda row: row["stage"])
-def test_neither_loader_workers_nor_the_step_of_a_resume_change_a_batch(row: Row, tiny_table: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "row",
+    [{"stage": "coarse"}, {"stage": "fine"}, {"stage": "patches"}],
+    ids=lambda row: row["stage"],
+)
+def test_neither_loader_workers_nor_the_step_of_a_resume_change_a_batch(
+    row: Row, tiny_table: Path, tmp_path: Path
+) -> None:
     data = make_data_module(compose(tiny_table, row, tmp_path))
     data.prepare_data()
     data.setup("fit")
@@ -332,12 +397,16 @@ def test_neither_loader_workers_nor_the_step_of_a_resume_change_a_batch(row: Row
     assert len(whole) == 2
     for one, other in zip(whole[1], resumed, strict=True):
         assert one["case"] == other["case"]
-        assert all(torch.equal(one[key], other[key]) for key in ("image", "target", "inside", "region"))
+        assert all(
+            torch.equal(one[key], other[key]) for key in ("image", "target", "inside", "region")
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["unet", "segresnet"])
-def test_neither_loader_workers_nor_an_interruption_change_a_bit(network: str, tiny_table: Path, tmp_path: Path) -> None:
+def test_neither_loader_workers_nor_an_interruption_change_a_bit(
+    network: str, tiny_table: Path, tmp_path: Path
+) -> None:
     row = {"network": network, "stage": "fine", "accumulate": "2", "average": "ema"}
     alone = train_and_resume(tiny_table, row, tmp_path)
     config = compose(tiny_table, row, tmp_path / "workers")

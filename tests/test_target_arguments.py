@@ -19,5 +19,7 @@ from medseg.target_arguments import range_of
         ("optimizer", "pytorch_optimizer.Lamb", "lr", "(0, inf)"),
     ],
 )
-def test_a_range_is_that_of_a_known_class(point: str, target: str, name: str, interval: str) -> None:
+def test_a_range_is_that_of_a_known_class(
+    point: str, target: str, name: str, interval: str
+) -> None:
     assert range_of(point, target, name) == interval

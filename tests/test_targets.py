@@ -20,18 +20,26 @@ from medseg.training.options import TrainConfig
 def compose(*overrides: str, folder: Path | None = None) -> TrainConfig:
     search = [f"hydra.searchpath=[file://{folder}]"] if folder else []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", targets_first([*overrides, *search, "run_dir=none"])), TrainConfig)
+        return to_config(
+            hydra.compose("train", targets_first([*overrides, *search, "run_dir=none"])),
+            TrainConfig,
+        )
 
 
 def test_a_target_on_the_command_line_replaces_the_preset_and_its_keys_need_no_plus() -> None:
     given = ["optimizer.momentum=0.9", "optimizer._target_=torch.optim.SGD", "optimizer.lr=0.1"]
     assert compose(*given).optimizer == {"_target_": "torch.optim.SGD", "momentum": 0.9, "lr": 0.1}
-    assert compose("optimizer=sgd", *given[1:]).optimizer == {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert compose("optimizer=sgd", *given[1:]).optimizer == {
+        "_target_": "torch.optim.SGD",
+        "lr": 0.1,
+    }
 
 
 def test_a_target_in_a_file_replaces_what_earlier_files_say(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
-    text = "# @package _global_\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}\nmodel: {width: 4}\n"
+    text = (
+        "# @package _global_\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}\nmodel: {width: 4}\n"
+    )
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
     config = compose("experiment=mine", "optimizer.nesterov=true", folder=tmp_path)
     assert config.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5, "nesterov": True}
@@ -39,9 +47,20 @@ def test_a_target_in_a_file_replaces_what_earlier_files_say(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "target", ["os.system", "torch.nn", "torch.nn._reduction", "torch.nn.Module.__init__", "torchx.nn.Conv3d", "", 3]
+    "target",
+    [
+        "os.system",
+        "torch.nn",
+        "torch.nn._reduction",
+        "torch.nn.Module.__init__",
+        "torchx.nn.Conv3d",
+        "",
+        3,
+    ],
 )
-def test_a_name_beyond_the_white_list_is_refused_without_an_import(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_beyond_the_white_list_is_refused_without_an_import(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
     with pytest.raises(UserError, match=r"model\._target_"):
         bind_target("model", "model", {"_target_": target})
@@ -53,12 +72,18 @@ def test_a_trusted_package_may_be_named_and_a_longer_name_of_another_may_not() -
         check_target("model", "model", {"_target_": "mine2.Net"}, ["mine"])
 
 
-def test_a_file_that_a_command_reads_can_trust_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_a_command_reads_can_trust_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medseg.runs.folder import load_config, open_run
 
     (tmp_path / "hostile_package.py").write_text("import nothing_that_exists\n")
     monkeypatch.syspath_prepend(tmp_path)
-    given = ["model._target_=hostile_package.Net", "trusted_targets=[hostile_package.]", "data.cases=null"]
+    given = [
+        "model._target_=hostile_package.Net",
+        "trusted_targets=[hostile_package.]",
+        "data.cases=null",
+    ]
     config = compose(*given)
     config.run_dir = str(tmp_path / "run")
     run_dir = open_run(config)
@@ -79,7 +104,9 @@ def test_a_file_that_a_command_reads_can_trust_nothing(tmp_path: Path, monkeypat
         ("optimizer", {"_target_": "torch.optim.SGD", "momentun": 1}, "did you mean momentum"),
     ],
 )  # fmt: skip
-def test_a_class_that_does_not_fit_is_one_sentence(point: str, node: dict[str, Any], said: str) -> None:
+def test_a_class_that_does_not_fit_is_one_sentence(
+    point: str, node: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said) as caught:
         bind_target(point, point, node, *([None] if point == "optimizer" else []))
     assert "\n" not in str(caught.value)

@@ -23,16 +23,29 @@ from medseg.wording import first_few, quote_for_shell, shell_line
         (4, 2, "; ", "0; 1; and 2 more"),
     ],
 )
-def test_a_list_is_cut_and_its_rest_counted(number: int, most: int, separator: str, text: str) -> None:
+def test_a_list_is_cut_and_its_rest_counted(
+    number: int, most: int, separator: str, text: str
+) -> None:
     assert first_few(range(number), most, separator) == text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
 @pytest.mark.parametrize(
     "argument",
-    ["a b", "Größe", "M\udcf6ller/a", "M\udcf6ller's \\x41 $HOME", "two\nlines\x1b", "data.cases='x y'", "", "…\udcf6ab"],
+    [
+        "a b",
+        "Größe",
+        "M\udcf6ller/a",
+        "M\udcf6ller's \\x41 $HOME",
+        "two\nlines\x1b",
+        "data.cases='x y'",
+        "",
+        "…\udcf6ab",
+    ],
 )
-def test_a_shell_takes_a_printed_command_as_it_is(encoding: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_takes_a_printed_command_as_it_is(
+    encoding: str, argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes of the terminal are those that the shell gets."""
     terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
     monkeypatch.setattr(sys, "stdout", terminal)
@@ -46,7 +59,9 @@ def test_a_shell_takes_a_printed_command_as_it_is(encoding: str, argument: str, 
 
 def test_no_module_cuts_lists_on_its_own() -> None:
     root = Path(__file__).parents[1] / "medseg"
-    cutting = [path.name for path in root.rglob("*.py") if "} more" in path.read_text(encoding="utf-8")]
+    cutting = [
+        path.name for path in root.rglob("*.py") if "} more" in path.read_text(encoding="utf-8")
+    ]
     # A picture has one line for each warning.
     assert sorted(cutting) == ["preview.py", "wording.py"]
 

@@ -54,7 +54,10 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
     with Worker() as worker:
         number = worker.call(os.getpid)
         os.kill(number, signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match=r"^its process was killed, as the system does when memory is full$") as died:
+        with pytest.raises(
+            WorkerDiedError,
+            match=r"^its process was killed, as the system does when memory is full$",
+        ) as died:
             worker.call(os.getpid)
     assert died.value.is_killed
 
@@ -66,7 +69,9 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
         (signal.raise_signal, signal.SIGSEGV, "its process was ended by SIGSEGV"),
     ],
 )
-def test_a_worker_that_ends_otherwise_says_how(function: Callable[[int], Any], argument: int, said: str) -> None:
+def test_a_worker_that_ends_otherwise_says_how(
+    function: Callable[[int], Any], argument: int, said: str
+) -> None:
     with Worker() as worker, pytest.raises(WorkerDiedError, match=f"^{said}$") as died:
         worker.call(function, argument)
     assert not died.value.is_killed
@@ -82,7 +87,9 @@ def test_what_cannot_pass_between_processes_is_told_and_the_worker_goes_on() -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
-def test_a_busy_worker_ends_with_its_parent_and_leaks_nothing(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_busy_worker_ends_with_its_parent_and_leaks_nothing(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """Python's resource tracker would print the semaphores that nobody removed."""
     script = tmp_path / "busy.py"
     script.write_text(BUSY_PARENT)
@@ -97,6 +104,8 @@ def test_a_busy_worker_ends_with_its_parent_and_leaks_nothing(number: signal.Sig
     worker = psutil.Process(int(parent.stdout.readline()))
     time.sleep(0.2)
     parent.send_signal(number)
-    _, said = parent.communicate(timeout=30)  # ends when the worker and the tracker have closed the stream
+    _, said = parent.communicate(
+        timeout=30
+    )  # ends when the worker and the tracker have closed the stream
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
     assert "leaked" not in said

@@ -29,14 +29,16 @@ def add_coarse_parts(
 ) -> dict[str, np.ndarray]:
     """Raise the fine probabilities where only the coarse stage finds a region, in place.
 
-    What the fine stage gives to another region stays there. A part is not added if most of it lies beside the patient, and is removed
-    from `labels`, in place: it says nothing about the agreement of the stages.
+    What the fine stage gives to another region stays there. A part is not added if most of it lies
+    beside the patient, and is removed from `labels`, in place: it says nothing about the agreement
+    of the stages.
 
     Args:
         labels: Label map (D, H, W) of the coarse stage.
         grid: Its grid.
         beyond: Voxels of that grid beside the patient, (D, H, W); None where they are not known.
-        fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of their crops.
+        fine: Regions with the probabilities (L, D, H, W) of their labels, float16, and the grids of
+            their crops.
         task: Labels and regions.
         least_mm: A part is added only if a ball of this diameter fits into it.
         warnings: Gets a sentence about each region with parts beside the patient.
@@ -57,14 +59,17 @@ def add_coarse_parts(
         parts = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
         mask = additions[region.name] = parts.copy()
         if beyond is not None:
-            removed = remove_components(mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)])[0]
+            removed = remove_components(
+                mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)]
+            )[0]
             if (volume_ml := removed * voxel_ml(grid)) >= MIN_REPORTED_ML:
                 warnings.append(
                     f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "
                     "of the table and blankets do"
                 )
             labels[parts & ~mask] = 0
-        # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage finds and what is added.
+        # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage
+        # finds and what is added.
         wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region & ~(parts & ~mask)
         if mask.any():
             for prob, value in zip(probs, values, strict=True):
@@ -72,7 +77,9 @@ def add_coarse_parts(
     return additions
 
 
-def thick_parts(mask: np.ndarray, spacing_mm: tuple[float, float, float], least_mm: float) -> np.ndarray:
+def thick_parts(
+    mask: np.ndarray, spacing_mm: tuple[float, float, float], least_mm: float
+) -> np.ndarray:
     """Keep the parts of a mask into which a ball fits. The border of the volume makes no part thin.
 
     A layer of one voxel is thin, whatever the spacing: an outline.
@@ -104,4 +111,8 @@ def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid
     for start in range(0, depth, SLAB_PLANES):
         slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
         part = prob[slab.slices()]
-        torch.maximum(part, resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype), out=part)
+        torch.maximum(
+            part,
+            resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype),
+            out=part,
+        )

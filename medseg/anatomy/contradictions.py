@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from medseg.anatomy.rules import MAX_DOUBTFUL_GAS_SHARE, MIN_AGREEMENT, MIN_DOUBTFUL_SHARE, USUAL_AGREEMENT
+from medseg.anatomy.rules import (
+    MAX_DOUBTFUL_GAS_SHARE,
+    MIN_AGREEMENT,
+    MIN_DOUBTFUL_SHARE,
+    USUAL_AGREEMENT,
+)
 from medseg.task import Task
 
 
@@ -18,7 +23,8 @@ def remove_contradictions(
 ) -> tuple[list[str], list[str]]:
     """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
 
-    Without a reference each stage is the check of the other. A label stays if one of its regions is trusted.
+    Without a reference each stage is the check of the other. A label stays if one of its regions is
+    trusted.
 
     Args:
         labels: Final label map (D, H, W) in LPS order.
@@ -26,40 +32,60 @@ def remove_contradictions(
         task: Labels and regions.
         label_volumes_ml: Volume of each label; updated.
         agreements: Region name to the Dice coefficient of the two stages.
-        added_ml: Region name to the volume that the coarse stage alone finds; loses the regions that are removed.
+        added_ml: Region name to the volume that the coarse stage alone finds; loses the regions
+            that are removed.
 
     Returns:
-        Names of the regions that were removed, and a sentence for each region that is empty, removed or doubtful.
+        Names of the regions that were removed, and a sentence for each region that is empty,
+        removed or doubtful.
     """
     absent: list[str] = []
     warnings: list[str] = []
     regions = [region for region in task.regions if region.name in agreements]
     values = {region.name: task.region_values(region) for region in regions}
-    volumes_ml = {region.name: sum(label_volumes_ml[name] for name in region.labels) for region in regions}
+    volumes_ml = {
+        region.name: sum(label_volumes_ml[name] for name in region.labels) for region in regions
+    }
     doubtful = {name for name in volumes_ml if agreements[name] < USUAL_AGREEMENT}
     contradicted = {
         name
         for name, volume_ml in volumes_ml.items()
         if agreements[name] < MIN_AGREEMENT
-        or (name in doubtful and (_is_tiny(volume_ml, name, task) or _is_gas(labels, image_hu, values[name], task.least_hu)))
+        or (
+            name in doubtful
+            and (
+                _is_tiny(volume_ml, name, task)
+                or _is_gas(labels, image_hu, values[name], task.least_hu)
+            )
+        )
     }
-    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows another one.
-    found = {name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted}
+    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
+    # another one.
+    found = {
+        name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted
+    }
     contradicted |= {
-        name for name in doubtful & found if found == {name} and _is_tiny(volumes_ml[name] - added_ml.get(name, 0.0), name, task)
+        name
+        for name in doubtful & found
+        if found == {name} and _is_tiny(volumes_ml[name] - added_ml.get(name, 0.0), name, task)
     }
-    trusted = {name for region in regions if region.name not in contradicted for name in region.labels}
+    trusted = {
+        name for region in regions if region.name not in contradicted for name in region.labels
+    }
     for region in regions:
         volume_ml, agreed = volumes_ml[region.name], agreements[region.name]
         if not volume_ml:
-            warnings.append(f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks")
+            warnings.append(
+                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
+            )
         elif region.name in contradicted:
             removed = [name for name in region.labels if name not in trusted]
             for plane in labels:
                 plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
             label_volumes_ml |= dict.fromkeys(removed, 0.0)
             absent.append(region.name)
-            # What was added is counted in coarse voxels, so it may be a little more than the final volume.
+            # What was added is counted in coarse voxels, so it may be a little more than the final
+            # volume.
             volume_ml = max(0.0, volume_ml - added_ml.pop(region.name, 0.0))
             warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
@@ -79,7 +105,9 @@ def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
 
 
-def _is_gas(labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None) -> bool:
+def _is_gas(
+    labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None
+) -> bool:
     """Whether more than a third of a region lies below the bound of gas, as air below a blanket does."""
     if least_hu is None:
         return False

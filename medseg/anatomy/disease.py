@@ -1,10 +1,12 @@
 """Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
 
-Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et
-al., Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
+Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities
+follow the terms of the Fleischner Society (Hansell et al., Radiology 246 (2008) 697): ground glass
+leaves the vessels visible, consolidation hides them.
 
-Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the lung, but painted fluid and painted collapse
-differ by some 30 HU only: with examples of both, networks left both out.
+Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the
+lung, but painted fluid and painted collapse differ by some 30 HU only: with examples of both,
+networks left both out.
 """
 
 import math
@@ -57,19 +59,28 @@ class Place(NamedTuple):
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
         """Depth in a rough ball about a random voxel of the organ."""
         voxels = self.organ.flatten().nonzero()[:, 0]
-        chosen = np.unravel_index(int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape))
+        chosen = np.unravel_index(
+            int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape)
+        )
         low, high = map(math.log, radius_mm)
         radius = math.exp(self.rng.uniform(low, high))
-        squares = [(axis - axis.flatten()[int(at)]) ** 2 for axis, at in zip(self.points_mm, chosen, strict=True)]
+        squares = [
+            (axis - axis.flatten()[int(at)]) ** 2
+            for axis, at in zip(self.points_mm, chosen, strict=True)
+        ]
         return radius - (squares[0] + squares[1] + squares[2]).sqrt() + rough_mm * self.rough
 
     def lowest(self, share: tuple[float, float], tilt: float, rough_mm: float) -> Tensor:
         """Depth below a plane that cuts off a share of the organ at its back, and in a tilted plane also at its base or apex."""
         z, x = self.rng.uniform(-tilt, tilt, size=2)
-        height = (self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]) / math.sqrt(1 + z * z + x * x)
+        height = (self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]) / math.sqrt(
+            1 + z * z + x * x
+        )
         heights = height.expand(self.organ.shape)[self.organ]
         # A sample of the voxels is enough for a quantile.
-        level = float(torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - self.rng.uniform(*share)))
+        level = float(
+            torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - self.rng.uniform(*share))
+        )
         return height - level + rough_mm * self.rough
 
 
@@ -98,15 +109,16 @@ KINDS: dict[str, Callable[[Place], Lesion]] = {
 class Disease(Effect):
     """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
-    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse. Only the first channel is painted, and
-    only a label whose median is below `MAX_LUNG_HU`.
+    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
+    Only the first channel is painted, and only a label whose median is below `MAX_LUNG_HU`.
 
     Attributes:
         probability: Probability that a sample is painted.
         kinds: Keys of `KINDS`, of which each lesion is one.
         window_hu: HU of -1 and 1 in the image.
         ignore_label: Label of voxels that are ignored, and stay; None where there are none.
-        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise one random lung of the sample is.
+        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
+            one random lung of the sample is.
 
     Raises:
         ValueError: If a kind is unknown, or HU of the image are not known.
@@ -120,7 +132,9 @@ class Disease(Effect):
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - KINDS.keys():
-            raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}")
+            raise ValueError(
+                f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}"
+            )
         if self.probability and not self.kinds:
             raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
         if self.probability and not self.window_hu:
@@ -128,7 +142,9 @@ class Disease(Effect):
                 f"disease_probability={self.probability:g} needs HU, but the first channel of the task has no window; give 0"
             )
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
         if self.probability and self.window_hu is not None:
@@ -142,7 +158,9 @@ class Disease(Effect):
 
     def _draw_lungs(self, labels: Tensor, rng: np.random.Generator) -> Iterator[int]:
         """Draw the values of the lungs that are painted, each just before it is painted."""
-        values = [value for value in labels.unique().tolist() if value not in (0, self.ignore_label)]
+        values = [
+            value for value in labels.unique().tolist() if value not in (0, self.ignore_label)
+        ]
         if self.each_lung:
             yield from (value for value in values if rng.random() < self.probability)
         elif rng.random() < self.probability and values:
@@ -150,7 +168,12 @@ class Disease(Effect):
 
 
 def paint_disease(
-    image_hu: Tensor, labels: Tensor, value: int, kinds: Sequence[str], rng: np.random.Generator, spacing_mm: Spacing
+    image_hu: Tensor,
+    labels: Tensor,
+    value: int,
+    kinds: Sequence[str],
+    rng: np.random.Generator,
+    spacing_mm: Spacing,
 ) -> None:
     """Paint one to three lesions into a lung, in place. No lung: nothing.
 
@@ -173,10 +196,17 @@ def paint_disease(
     z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
     for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
         kind = kinds[int(rng.integers(len(kinds)))]
-        place = Place((z[:, None, None], y[:, None], x), organ, _smooth_noise(organ.shape, spacing_mm, rng), rng)
+        place = Place(
+            (z[:, None, None], y[:, None], x),
+            organ,
+            _smooth_noise(organ.shape, spacing_mm, rng),
+            rng,
+        )
         lesion = KINDS[kind](place)
         share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0).mul_(_grown(organ, rim))
-        grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(rng.uniform(5.0, 25.0))
+        grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(
+            rng.uniform(5.0, 25.0)
+        )
         denser = grain.add_(lesion.hu).add_(place.rough, alpha=8.0).sub_(image_hu).clamp_(min=0.0)
         image_hu.add_(share.mul_(denser))
 
@@ -192,8 +222,12 @@ def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
 
 def _smooth_noise(shape: Sequence[int], spacing_mm: Spacing, rng: np.random.Generator) -> Tensor:
     """Draw noise of unit variance whose grain is `GRAIN_MM`, (D, H, W)."""
-    coarse = [2 + math.ceil(size * mm / GRAIN_MM) for size, mm in zip(shape, spacing_mm, strict=True)]
+    coarse = [
+        2 + math.ceil(size * mm / GRAIN_MM) for size, mm in zip(shape, spacing_mm, strict=True)
+    ]
     values = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32))
-    noise = F.interpolate(values[None, None], size=tuple(shape), mode="trilinear", align_corners=True)[0, 0]
+    noise = F.interpolate(
+        values[None, None], size=tuple(shape), mode="trilinear", align_corners=True
+    )[0, 0]
     # Linear interpolation lowers the variance between the points of the grid.
     return noise / noise.std().clamp(min=1e-3)

@@ -15,20 +15,27 @@ def remove_impossible(
     """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
 
     Returns:
-        Warnings of the larger ones, and the voxels beside the patient (None for other images than CT).
+        Warnings of the larger ones, and the voxels beside the patient (None for other images than
+        CT).
     """
     reasons, beyond = [], None
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
-        reasons.append((is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas"))
+        reasons.append(
+            (is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas")
+        )
     if task.is_ct:
         beyond = beyond_patient(image_hu, grid.spacing_mm)
         is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
-        reasons.append((is_beyond, "they lie beside the patient, as foam of the table and blankets do"))
+        reasons.append(
+            (is_beyond, "they lie beside the patient, as foam of the table and blankets do")
+        )
     warnings = []
     for rejection, reason in reasons:
         for name, value in task.labels.items():
             volume_ml = remove_components(labels, value, [rejection])[0] * voxel_ml(grid)
             if volume_ml >= MIN_REPORTED_ML:
-                warnings.append(f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}")
+                warnings.append(
+                    f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}"
+                )
     return warnings, beyond

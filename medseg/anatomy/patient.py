@@ -10,10 +10,11 @@ from medseg.anatomy.rules import EROSION_MM, LEAST_PIECE_SHARE, READ_SPACING_MM,
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Find the voxels beyond the convex outline, slice by slice, of the thick pieces of soft tissue.
 
-    Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge of the image, which cuts the patient
-    off, the outline contains this edge as far as the tissue extends along it. Between two cut sides it also contains all that lies in front,
-    since the image may show a part of the chest without its front wall. Nothing counts as outside in a slice without soft tissue, or with
-    soft tissue at any other two edges.
+    Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge
+    of the image, which cuts the patient off, the outline contains this edge as far as the tissue
+    extends along it. Between two cut sides it also contains all that lies in front, since the image
+    may show a part of the chest without its front wall. Nothing counts as outside in a slice
+    without soft tissue, or with soft tissue at any other two edges.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.
@@ -26,8 +27,11 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     _, y_mm, x_mm = (stride * mm for stride, mm in zip(strides, spacing_mm, strict=True))
     is_soft = image_hu[:: strides[0], :: strides[1], :: strides[2]] > SOFT_TISSUE_HU
     sizes = (1, *(1 + 2 * round(EROSION_MM / mm) for mm in (y_mm, x_mm)))
-    # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by corners.
-    pieces, _ = ndimage.label(ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3)))
+    # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by
+    # corners.
+    pieces, _ = ndimage.label(
+        ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3))
+    )
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
     for plane in pieces:
         counts += np.bincount(plane.reshape(-1), minlength=len(counts))
@@ -51,7 +55,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
             if is_cut
         ]
         if len(cut) > 1:
-            if bottom == last_y or left > 0 or right < last_x:  # the corner hides how far the patient extends
+            if (
+                bottom == last_y or left > 0 or right < last_x
+            ):  # the corner hides how far the patient extends
                 continue
             cut.append([(0, 0), (0, last_x)])
         try:
@@ -65,7 +71,9 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
         np.ix_(
             *(
                 np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1)
-                for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True)
+                for size, stride, num_read in zip(
+                    image_hu.shape, strides, is_soft.shape, strict=True
+                )
             )
         )
     ]

@@ -31,7 +31,9 @@ def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRe
     # The extent is taken on the line along x through the centre.
     points = np.array([[z, y, x], [z, y, box.start[2]], [z, y, box.stop[2] - 1]])
     centre_x_mm, *ends = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
-    return FoundRegion(region, box, float(mask.sum()) * voxel_ml(grid), centre_x_mm, (min(ends), max(ends)))
+    return FoundRegion(
+        region, box, float(mask.sum()) * voxel_ml(grid), centre_x_mm, (min(ends), max(ends))
+    )
 
 
 def border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
@@ -39,7 +41,9 @@ def border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
     touched = [
         names[end]
         for axis, names in enumerate(FACES)
-        for end, touches in enumerate((found.box.start[axis] <= 0, found.box.stop[axis] >= grid.shape[axis]))
+        for end, touches in enumerate(
+            (found.box.start[axis] <= 0, found.box.stop[axis] >= grid.shape[axis])
+        )
         if touches
     ]
     sentence = f"{found.region.name} touches the {' and '.join(touched)} border of the scan: a part of it may be missing"
@@ -58,7 +62,9 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
             f"the right one's at x = {right.centre_x_mm:.0f} mm, and x points to the patient's left"
         )
     elif left.x_range_mm[0] < right.centre_x_mm or right.x_range_mm[1] > left.centre_x_mm:
-        warnings.append(f"one of {names} extends beyond the centre of the other: the coarse stage may have mixed up the sides")
+        warnings.append(
+            f"one of {names} extends beyond the centre of the other: the coarse stage may have mixed up the sides"
+        )
     if large > MAX_VOLUME_RATIO * small:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"
@@ -82,7 +88,11 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
                 continue
             own, other = (
                 sum(
-                    float(np.sum(probs[value][box.slices()], where=mask[box.slices()], dtype=np.float64))
+                    float(
+                        np.sum(
+                            probs[value][box.slices()], where=mask[box.slices()], dtype=np.float64
+                        )
+                    )
                     for value in task.region_values(side)
                 )
                 for side in (region, partner)
@@ -96,7 +106,11 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
 
 
 def position_warnings(
-    image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
+    image_hu: np.ndarray,
+    labels: np.ndarray,
+    boxes: Mapping[str, VoxelBox],
+    grid: VoxelGrid,
+    task: Task,
 ) -> list[str]:
     """Warn if the position of the patient seems to contradict the header, which exchanges left and right.
 
@@ -127,11 +141,18 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         labels: Final label map (D, H, W), any orientation.
         task: Labels, regions and `volume_ml`.
     """
-    members = {name: (name,) for name in task.labels} | {region.name: region.labels for region in task.regions}
+    members = {name: (name,) for name in task.labels} | {
+        region.name: region.labels for region in task.regions
+    }
     warnings = []
     for name, (low_ml, high_ml) in task.volume_ml.items():
-        volume_ml, values = sum(volumes_ml[one] for one in members[name]), [task.labels[one] for one in members[name]]
-        faces = (face for axis in range(3) for face in (labels.take(0, axis), labels.take(-1, axis)))
+        volume_ml, values = (
+            sum(volumes_ml[one] for one in members[name]),
+            [task.labels[one] for one in members[name]],
+        )
+        faces = (
+            face for axis in range(3) for face in (labels.take(0, axis), labels.take(-1, axis))
+        )
         is_small = 0 < volume_ml < low_ml and not any(np.isin(face, values).any() for face in faces)
         if is_small or volume_ml > high_ml:
             warnings.append(

@@ -1,7 +1,7 @@
 """Position of the patient: signs in the image that contradict the header.
 
-The audit and the prediction use the same tests: for a body turned about its long axis (front and back exchanged), and for one upside down.
-In either case left and right are exchanged.
+The audit and the prediction use the same tests: for a body turned about its long axis (front and
+back exchanged), and for one upside down. In either case left and right are exchanged.
 """
 
 import math
@@ -27,11 +27,14 @@ def side_pairs(task: Task) -> list[tuple[Region, Region]]:
     ]
 
 
-def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> list[tuple[Region, Region]]:
+def turned_pairs(
+    image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
+) -> list[tuple[Region, Region]]:
     """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
 
-    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart with contrast
-    agent is as dense and in the front half of some slices. A pair is reported if few slices are denser at the back.
+    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart
+    with contrast agent is as dense and in the front half of some slices. A pair is reported if few
+    slices are denser at the back.
 
     Args:
         image_hu: Image (D, H, W) in HU, best at about 2 mm.
@@ -59,12 +62,19 @@ def turned_pairs(image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: Voxe
     return found
 
 
-def apex_excess(image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task) -> float:
+def apex_excess(
+    image_hu: np.ndarray,
+    labels: np.ndarray,
+    boxes: Mapping[str, VoxelBox],
+    grid: VoxelGrid,
+    task: Task,
+) -> float:
     """Measure by how much the upper ends of the lungs look more like apices than the lower ends; negative where they are upside down.
 
-    At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim around the dome of the diaphragm and
-    leaves the rectangle nearly empty. The two ends fill 0.60 to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however
-    the patient leans. Only regions that the scan does not cut are checked, and only those full of air are lungs.
+    At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim
+    around the dome of the diaphragm and leaves the rectangle nearly empty. The two ends fill 0.60
+    to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however the patient leans.
+    Only regions that the scan does not cut are checked, and only those full of air are lungs.
 
     Args:
         image_hu: Image (D, H, W) in HU.
@@ -92,4 +102,7 @@ def apex_excess(image_hu: np.ndarray, labels: np.ndarray, boxes: Mapping[str, Vo
 def _filled_share(mask: np.ndarray) -> float:
     """Share of the bounding rectangles of its slices that a mask (D, H, W) fills; 0 for an empty mask."""
     boxes = (VoxelBox.from_mask(plane[None]) for plane in mask)
-    return float(np.count_nonzero(mask) / max(1, sum(math.prod(box.shape) for box in boxes if box is not None)))
+    return float(
+        np.count_nonzero(mask)
+        / max(1, sum(math.prod(box.shape) for box in boxes if box is not None))
+    )

@@ -1,7 +1,7 @@
 """Rules: one table of all thresholds about patients and organs, from which the table of the documentation is made.
 
-The modules of this package import the values by name; `RULES` lists them with their units and sources.
-`python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
+The modules of this package import the values by name; `RULES` lists them with their units and
+sources. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
 """
 
 from dataclasses import dataclass
@@ -186,10 +186,15 @@ RULES = (
 
 def markdown_table() -> str:
     """Write the table of the documentation, one row for each rule."""
-    rows = ["| code | value | unit | what it decides | source | scans |", "|---|--:|---|---|---|--:|"]
+    rows = [
+        "| code | value | unit | what it decides | source | scans |",
+        "|---|--:|---|---|---|--:|",
+    ]
     for rule in RULES:
         scans = "–" if rule.num_scans is None else str(rule.num_scans)
-        rows.append(f"| `{rule.code}` | {_shown(rule.value)} | {rule.unit} | {rule.meaning} | {rule.source} | {scans} |")
+        rows.append(
+            f"| `{rule.code}` | {_shown(rule.value)} | {rule.unit} | {rule.meaning} | {rule.source} | {scans} |"
+        )
     return "\n".join(rows) + "\n"
 
 

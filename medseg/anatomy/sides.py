@@ -12,11 +12,13 @@ from medseg.preprocess.intensity import BODY_HU
 from medseg.task import Region, Task
 
 
-def lone_side_warnings(boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
+def lone_side_warnings(
+    boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid: VoxelGrid, task: Task
+) -> list[str]:
     """Warn of a lone region of a pair whose side contradicts the cut of the scan.
 
-    A scan of half a chest is cut towards the midline and shows the skin on its other side. The network does not
-    see where a scan ends.
+    A scan of half a chest is cut towards the midline and shows the skin on its other side. The
+    network does not see where a scan ends.
 
     Args:
         boxes: Tight boxes of the regions that were found.
@@ -58,14 +60,17 @@ def lone_side_warnings(boxes: Mapping[str, VoxelBox], image_hu: np.ndarray, grid
 
 def _matching_pairs(task: Task) -> list[tuple[Region, Region]]:
     """List the (left, right) regions whose labels correspond one to one, so that one side can be relabelled as the other; lobes do not."""
-    return [(left, right) for left, right in side_pairs(task) if len(left.labels) == len(right.labels)]
+    return [
+        (left, right) for left, right in side_pairs(task) if len(left.labels) == len(right.labels)
+    ]
 
 
 def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
     """Assign a component that mixes both sides of an organ to the side with most of its voxels, in place.
 
-    Sides that only touch keep their border; they count as mixed where one reaches across the other's centre. On a scan of one
-    side alone, a network that does not see the midline may label half of the organ as the other side.
+    Sides that only touch keep their border; they count as mixed where one reaches across the
+    other's centre. On a scan of one side alone, a network that does not see the midline may label
+    half of the organ as the other side.
 
     Returns:
         Warnings of what was changed.
@@ -93,5 +98,9 @@ def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
 def _reach_across(left: np.ndarray, right: np.ndarray) -> bool:
     """Whether the left mask reaches beyond the right one's centre, or the other way round; array x points to the left."""
     left_n, right_n = (mask.sum((0, 1)) for mask in (left, right))
-    left_centre, right_centre = (float(np.average(np.arange(len(n)), weights=n)) for n in (left_n, right_n))
-    return bool(np.flatnonzero(left_n)[0] < right_centre or np.flatnonzero(right_n)[-1] > left_centre)
+    left_centre, right_centre = (
+        float(np.average(np.arange(len(n)), weights=n)) for n in (left_n, right_n)
+    )
+    return bool(
+        np.flatnonzero(left_n)[0] < right_centre or np.flatnonzero(right_n)[-1] > left_centre
+    )

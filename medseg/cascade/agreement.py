@@ -30,7 +30,8 @@ def agreement(
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
         regions: Label values of each region that the coarse stage found.
-        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse grid: the fine stage did not find it.
+        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse
+            grid: the fine stage did not find it.
 
     Returns:
         Region name to a number in [0, 1].
@@ -96,7 +97,10 @@ def added_volumes(
     if not added:
         return {}
     final = _at_centres(labels, grid, coarse_grid)
-    volumes_ml = {name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid) for name, mask in added.items()}
+    volumes_ml = {
+        name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid)
+        for name, mask in added.items()
+    }
     return {name: volume_ml for name, volume_ml in volumes_ml.items() if volume_ml}
 
 
@@ -104,7 +108,9 @@ def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:
     """Find the voxel of a grid that is nearest to each voxel of another one with the same axes: indices along z, y and x."""
     return [
         np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
-        for (scale, offset), size, length in zip(other.axis_map_to(grid), other.shape, grid.shape, strict=True)
+        for (scale, offset), size, length in zip(
+            other.axis_map_to(grid), other.shape, grid.shape, strict=True
+        )
     ]
 
 
@@ -124,7 +130,8 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
     if ratio <= MAX_DISTORTION:
         return []
     voxels, extent = (
-        "×".join(f"{number:.0f}" for number in numbers) for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
+        "×".join(f"{number:.0f}" for number in numbers)
+        for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
     )
     return [
         f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; above {MAX_DISTORTION:g} the network "

@@ -1,14 +1,16 @@
 """Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
 
-Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical Association 113 (2018) 1094).
-Suppose that the same network segments the patients of the calibration and a new patient of the same population. Then, with at
-least the stated probability, every region of the new patient reaches its bound at the same time. This probability refers to a
-random choice of the calibration patients as well as of the new patient. Here each patient of the calibration was segmented by the
-networks of the cross-validation that were trained without that patient, while new patients are segmented by networks that were
-trained on all patients of the calibration: the bound holds if these networks are no worse. It covers only regions that the scan
-really shows, and says nothing about missed or false regions. Nor does it cover a region to which parts of
-the coarse stage were added: what one stage alone says has no second stage to agree with. Scans of one patient are not
-independent, so a patient counts once, with the worst of its regions.
+Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical
+Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
+and a new patient of the same population. Then, with at least the stated probability, every region
+of the new patient reaches its bound at the same time. This probability refers to a random choice of
+the calibration patients as well as of the new patient. Here each patient of the calibration was
+segmented by the networks of the cross-validation that were trained without that patient, while new
+patients are segmented by networks that were trained on all patients of the calibration: the bound
+holds if these networks are no worse. It covers only regions that the scan really shows, and says
+nothing about missed or false regions. Nor does it cover a region to which parts of the coarse stage
+were added: what one stage alone says has no second stage to agree with. Scans of one patient are
+not independent, so a patient counts once, with the worst of its regions.
 """
 
 import math
@@ -16,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Full agreement leaves this much room for an error, so that the bound does not rest on the last thousandth of it.
+# Full agreement leaves this much room for an error, so that the bound does not rest on the last
+# thousandth of it.
 OFFSET = 0.02
 
 
@@ -40,8 +43,15 @@ class DiceBound:
     offset: float = OFFSET
 
     def __post_init__(self) -> None:
-        if not (0 <= self.factor < math.inf and 0 < self.level < 1 and self.num_patients >= 1 and 0 < self.offset < math.inf):
-            raise ValueError(f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}")
+        if not (
+            0 <= self.factor < math.inf
+            and 0 < self.level < 1
+            and self.num_patients >= 1
+            and 0 < self.offset < math.inf
+        ):
+            raise ValueError(
+                f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}"
+            )
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
@@ -104,13 +114,17 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     """Fit the bound to held-out patients.
 
     Args:
-        scores: Of patients that were segmented by networks which had not seen them; each has a region at least.
+        scores: Of patients that were segmented by networks which had not seen them; each has a
+            region at least.
         level: Share of patients for which the bound shall hold, in (0, 1).
 
     Returns:
         The bound; None if there are too few patients for the level: 9 are needed for 0.9.
     """
-    largest = sorted(max((1.0 - dice) / (1.0 - agreement + OFFSET) for agreement, dice in regions) for regions in scores.values())
+    largest = sorted(
+        max((1.0 - dice) / (1.0 - agreement + OFFSET) for agreement, dice in regions)
+        for regions in scores.values()
+    )
     rank = math.ceil((len(largest) + 1) * level - 1e-9)
     return DiceBound(largest[rank - 1], level, len(largest)) if 1 <= rank <= len(largest) else None
 
@@ -118,16 +132,24 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
 def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     """Count the patients whose regions all reach the bound that is calibrated on the patients of the other groups.
 
-    Groups must differ by more than chance, as folds with networks of their own do. If patients were left out one by one, the
-    number of covered patients would follow from the level alone, whatever the scores are.
+    Groups must differ by more than chance, as folds with networks of their own do. If patients were
+    left out one by one, the number of covered patients would follow from the level alone, whatever
+    the scores are.
 
     Returns:
         The number; None if the others of some group are too few.
     """
     covered = 0
     for index, scores in enumerate(groups):
-        others = {patient: found for other in (*groups[:index], *groups[index + 1 :]) for patient, found in other.items()}
+        others = {
+            patient: found
+            for other in (*groups[:index], *groups[index + 1 :])
+            for patient, found in other.items()
+        }
         if (bound := calibrate(others, level)) is None:
             return None
-        covered += sum(all(dice >= bound.at(agreement) for agreement, dice in regions) for regions in scores.values())
+        covered += sum(
+            all(dice >= bound.at(agreement) for agreement, dice in regions)
+            for regions in scores.values()
+        )
     return covered

@@ -14,7 +14,12 @@ from medseg.anatomy.additions import add_coarse_parts
 from medseg.anatomy.contradictions import remove_contradictions
 from medseg.anatomy.plausibility import volume_warnings
 from medseg.anatomy.rules import MIN_REPORTED_ML
-from medseg.cascade.agreement import added_volumes, agreement, distortion_warnings, most_disputed_xyz_mm
+from medseg.cascade.agreement import (
+    added_volumes,
+    agreement,
+    distortion_warnings,
+    most_disputed_xyz_mm,
+)
 from medseg.cascade.bound import DiceBound, StatedBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
@@ -35,7 +40,8 @@ from medseg.task import Region, Task
 
 # A region with a lower Dice coefficient of the two stages counts as absent.
 MIN_AGREEMENT = 0.1
-# A region below the usual agreement and below this share of its least plausible volume (`task.volume_ml`) counts as absent.
+# A region below the usual agreement and below this share of its least plausible volume
+# (`task.volume_ml`) counts as absent.
 MIN_DOUBTFUL_SHARE = 0.03
 Timed = Callable[[str], AbstractContextManager[None]]
 
@@ -45,7 +51,8 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero where the crop has its own grid.
+        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero
+            where the crop has its own grid.
         grid: Grid of the crop in the world.
     """
 
@@ -66,23 +73,33 @@ class Segmentation:
     """Result of a cascade on one scan.
 
     Attributes:
-        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns it on its grid.
+        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns
+            it on its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
         findings: What was found about the scan and the result.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
-        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles, by step.
-        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty where crops keep the shape.
-        agreements: Dice coefficient of the two stages by region, for regions that were refined, see `agreement`.
-        added_ml: Volume by region that only the coarse stage finds and that was added, see `medseg.anatomy.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`. Absent
-            are regions to which anything was added, and all where the stages were not calibrated together.
-        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are not HU and the labels are doubtful.
-        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None where they do not.
-        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone leaves it empty.
-        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before the clean-up; only if asked for.
-        disagreement: With several fine checkpoints or flips, the standard deviation of the probabilities in percent, uint8,
-            in the order of `labels`; else None.
+        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
+            by step.
+        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
+            where crops keep the shape.
+        agreements: Dice coefficient of the two stages by region, for regions that were refined, see
+            `agreement`.
+        added_ml: Volume by region that only the coarse stage finds and that was added, see
+            `medseg.anatomy.additions`; without zeros.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`.
+            Absent are regions to which anything was added, and all where the stages were not
+            calibrated together.
+        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
+            not HU and the labels are doubtful.
+        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
+            where they do not.
+        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone
+            leaves it empty.
+        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
+            the clean-up; only if asked for.
+        disagreement: With several fine checkpoints or flips, the standard deviation of the
+            probabilities in percent, uint8, in the order of `labels`; else None.
     """
 
     labels: Any
@@ -134,12 +151,17 @@ class Cascade:
         require(
             bool(task.regions) == (self.fine is not None),
             f"the task {task.name} of the coarse checkpoint has "
-            + ("regions, which a fine stage refines; give fine=<checkpoint>" if task.regions else "no regions; leave fine out"),
+            + (
+                "regions, which a fine stage refines; give fine=<checkpoint>"
+                if task.regions
+                else "no regions; leave fine out"
+            ),
         )
         require(
             task.labels == fine.labels
             and task.regions == fine.regions
-            and [channel.modality for channel in task.channels] == [channel.modality for channel in fine.channels],
+            and [channel.modality for channel in task.channels]
+            == [channel.modality for channel in fine.channels],
             f"the coarse checkpoint was trained for the task {task.name} with the labels {task.labels}, "
             f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
         )
@@ -163,7 +185,11 @@ class Cascade:
     def dice_bound(self) -> DiceBound | None:
         """Bound that was calibrated for these two stages together; None for other pairs, several checkpoints and flips."""
         is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
-        return self.coarse.dice_bound if is_pair and not any(stage.has_views(self.options) for stage in self.stages) else None
+        return (
+            self.coarse.dice_bound
+            if is_pair and not any(stage.has_views(self.options) for stage in self.stages)
+            else None
+        )
 
     @property
     def steps(self) -> list[str]:
@@ -208,30 +234,47 @@ class Cascade:
             with timed("localise"):
                 found = localise(images, grid, self.coarse, options)
             result.findings += found.findings
-            _note_crop(result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid)
+            _note_crop(
+                result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid
+            )
             parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
         not_added: list[str] = []
         apart: list[str] = []
         with timed("join"):
             if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(found.labels, found.grid, found.beyond, parts, task, self.coarse.add_parts_mm, not_added)
+                added = add_coarse_parts(
+                    found.labels,
+                    found.grid,
+                    found.beyond,
+                    parts,
+                    task,
+                    self.coarse.add_parts_mm,
+                    not_added,
+                )
             labels = join(parts, grid, task, first, found, apart)
             # Plane by plane: the mask of a whole label would be a second volume.
             result.volumes_ml = {
-                name: voxel_ml(grid) * sum(int(np.count_nonzero(plane == value)) for plane in labels)
+                name: voxel_ml(grid)
+                * sum(int(np.count_nonzero(plane == value)) for plane in labels)
                 for name, value in task.labels.items()
             }
             if found is not None:
                 regions = {region.name: task.region_values(region) for region, _, _ in parts}
-                result.agreements = agreement(found.labels, found.grid, labels, grid, regions, added)
-                result.most_disputed_xyz_mm = most_disputed_xyz_mm(found.labels, found.grid, labels, grid, added)
+                result.agreements = agreement(
+                    found.labels, found.grid, labels, grid, regions, added
+                )
+                result.most_disputed_xyz_mm = most_disputed_xyz_mm(
+                    found.labels, found.grid, labels, grid, added
+                )
                 result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
         # Read now: the next step forgets what was added to the regions that it removes.
         changed_labels: set[str] = set()
         for region in task.regions:
             if region.name in result.added_ml:
                 changed_labels.update(region.labels)
-        absent, contradictions = remove_contradictions(labels, first, task, result.volumes_ml, result.agreements, result.added_ml)
+        absent, contradictions = remove_contradictions(
+            labels, first, task, result.volumes_ml, result.agreements, result.added_ml
+        )
         result.findings += warnings_of("beside_patient", not_added)
         result.findings += warnings_of("apart", apart)
         result.findings += warnings_of("little_agreement", contradictions)
@@ -247,7 +290,9 @@ class Cascade:
         if not self.coarse.task.regions and not any(result.volumes_ml.values()):
             sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
             result.findings += warnings_of("empty_result", [sentence])
-        result.findings += warnings_of("implausible_volume", volume_warnings(result.volumes_ml, labels, task))
+        result.findings += warnings_of(
+            "implausible_volume", volume_warnings(result.volumes_ml, labels, task)
+        )
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             for region, probs, crop_grid in parts:
@@ -257,7 +302,9 @@ class Cascade:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
 
-    def _stated_bounds(self, result: Segmentation, changed_labels: set[str]) -> dict[str, StatedBound]:
+    def _stated_bounds(
+        self, result: Segmentation, changed_labels: set[str]
+    ) -> dict[str, StatedBound]:
         """State the bound of each region that was found and to which nothing was added.
 
         Args:
@@ -279,7 +326,9 @@ class Cascade:
 
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""
-        return replace(self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib)))
+        return replace(
+            self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
+        )
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan whose planes exceed the budget, by its header alone.
@@ -345,7 +394,8 @@ def _segment_whole(
         timed: Records a step.
 
     Returns:
-        The probabilities for `join`, as of one region with all labels, and their standard deviation for `paste_percent`.
+        The probabilities for `join`, as of one region with all labels, and their standard deviation
+        for `paste_percent`.
     """
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
@@ -377,7 +427,8 @@ def _refine_regions(
         timed: Records a step.
 
     Returns:
-        The probabilities of the regions for `join`, and their standard deviations for `paste_percent`.
+        The probabilities of the regions for `join`, and their standard deviations for
+        `paste_percent`.
     """
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
@@ -388,7 +439,14 @@ def _refine_regions(
         with timed(step):
             tight_box = found.boxes[region.name]
             crop = region_crop(
-                tight_box, found.grid, lattice, fine.region_margin_mm, fine.tile_size, fine.divisor, fine.rule, fine.least_size
+                tight_box,
+                found.grid,
+                lattice,
+                fine.region_margin_mm,
+                fine.tile_size,
+                fine.divisor,
+                fine.rule,
+                fine.least_size,
             )
             prediction = refine(images, grid, crop, region, fine, options, intensities)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
@@ -401,7 +459,14 @@ def _refine_regions(
     return parts, stds
 
 
-def _note_crop(result: Segmentation, step: str, name: str, stage: TrainedStage, plan: Any, grid: VoxelGrid | None) -> None:
+def _note_crop(
+    result: Segmentation,
+    step: str,
+    name: str,
+    stage: TrainedStage,
+    plan: Any,
+    grid: VoxelGrid | None,
+) -> None:
     """Note how a crop went through the network, and warn where a crop of fixed size is distorted."""
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
@@ -426,7 +491,9 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 @contextmanager
-def _timed(durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str) -> Iterator[None]:
+def _timed(
+    durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str
+) -> Iterator[None]:
     """Announce a step and record its seconds; it begins without the free memory of the step before."""
     release_free_memory()
     if on_step is not None:
@@ -457,20 +524,28 @@ def refine(
         intensities: Map of each channel to the range of the network; None = by its values.
 
     Returns:
-        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are left out and so count as background.
+        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
+        left out and so count as background.
     """
     lattice = grid.resampled(stage.spacing_mm)
 
     def channel(one: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
-        resampled = resample_crop(one, grid, lattice, crop, outside, stage.resampling, limits=limits)
+        resampled = resample_crop(
+            one, grid, lattice, crop, outside, stage.resampling, limits=limits
+        )
         return erase_outside(resampled, crop, outside)
 
-    # One name for the image at all times: a second name would keep a second crop in memory while the network runs.
+    # One name for the image at all times: a second name would keep a second crop in memory while
+    # the network runs.
     image = stacked(
         [
             normalise(channel(one, outside, limits), intensity)
             for one, outside, limits, intensity in zip(
-                images, stage.outside, stage.limits, intensities or stage.intensities(images), strict=True
+                images,
+                stage.outside,
+                stage.limits,
+                intensities or stage.intensities(images),
+                strict=True,
             )
         ]
     )
@@ -479,7 +554,8 @@ def refine(
     if flipped:
         image = _flipped(image, flipped)
     prediction = stage.predict_probs(image, options or InferenceOptions())
-    # Copied even without an axis: a view would keep the background and the classes of other regions in memory.
+    # Copied even without an axis: a view would keep the background and the classes of other regions
+    # in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
     std = prediction.std
     return prediction._replace(probs=probs, std=None if std is None else std.flip(flipped))

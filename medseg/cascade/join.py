@@ -31,14 +31,16 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a slab to clean.
+    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a
+    slab to clean.
 
     Args:
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
-        found: Result of the coarse stage, which must mark a tenth of each component. None skips the check.
+        found: Result of the coarse stage, which must mark a tenth of each component. None skips the
+            check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
@@ -50,14 +52,19 @@ def join(
     if image_hu is not None and least_hu is not None:
         gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
     if not task.regions:
-        # A task without regions only loses its gas: lesions may be small and many, and enclose each other.
+        # A task without regions only loses its gas: lesions may be small and many, and enclose each
+        # other.
         for value in task.labels.values():
             remove_components(labels, value, gas)
         return labels
     for name, value in task.labels.items():
         unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found else []
         counts = remove_components(labels, value, [*gas, *unseen], MIN_PART_FRACTION)
-        if unseen and warnings is not None and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML:
+        if (
+            unseen
+            and warnings is not None
+            and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML
+        ):
             warnings.append(
                 f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart from what the coarse stage marks"
             )
@@ -69,8 +76,8 @@ def join(
 def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
     """Resample each crop back, only inside its box and slab by slab; the most probable label wins.
 
-    Within a region a voxel gets the label with the largest probability, background included. Where two regions claim a
-    voxel, the larger probability wins; of equal ones, the earlier region.
+    Within a region a voxel gets the label with the largest probability, background included. Where
+    two regions claim a voxel, the larger probability wins; of equal ones, the earlier region.
 
     Args:
         regions: Fine results.
@@ -87,7 +94,14 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
             part = _native_box(crop_grid, grid).intersect(slab)
             if not part.is_empty:
                 inner = part.shifted((-slab.start[0], 0, 0)).slices()
-                _claim(labels[part.slices()], best[inner], probs, crop_grid, grid.crop(part), task.region_values(region))
+                _claim(
+                    labels[part.slices()],
+                    best[inner],
+                    probs,
+                    crop_grid,
+                    grid.crop(part),
+                    task.region_values(region),
+                )
     return labels
 
 
@@ -115,10 +129,17 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
 
 def _unseen(found: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
     """Voxels of the native grid that the coarse stage assigns to no region that contains a label."""
-    values = {one for region in task.regions if value in task.region_values(region) for one in task.region_values(region)}
+    values = {
+        one
+        for region in task.regions
+        if value in task.region_values(region)
+        for one in task.region_values(region)
+    }
     is_unseen = ~np.isin(found.labels, list(values))
     nearest = nearest_voxels(found.grid, grid)
-    return lambda part: is_unseen[np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))]
+    return lambda part: is_unseen[
+        np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))
+    ]
 
 
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
@@ -135,11 +156,17 @@ def _slabs(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
 
 
 def _claim(
-    labels: np.ndarray, best: np.ndarray, probs: Tensor, source: VoxelGrid, target: VoxelGrid, values: tuple[int, ...]
+    labels: np.ndarray,
+    best: np.ndarray,
+    probs: Tensor,
+    source: VoxelGrid,
+    target: VoxelGrid,
+    values: tuple[int, ...],
 ) -> None:
     """Write a region's labels where they are more probable than its background and than the regions before it.
 
-    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in place.
+    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in
+    place.
     """
     first, *others = zip(values, probs, strict=True)
     winner = np.full(target.shape, first[0], dtype=np.uint8)

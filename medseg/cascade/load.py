@@ -48,16 +48,21 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as `checkpoint`.
+        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as
+            `checkpoint`.
         device: Where it will run.
-        precision: Number format; None = as in training, fp32 where the device lacks it or only emulates it.
-        trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust nothing.
-        options: `half_weights`: whether convolutions and linear layers store their weights in the half precision that
-            they compute in. `backend`: None measures on a CPU without the bf16 of the training, and is torch elsewhere.
+        precision: Number format; None = as in training, fp32 where the device lacks it or only
+            emulates it.
+        trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust
+            nothing.
+        options: `half_weights`: whether convolutions and linear layers store their weights in the
+            half precision that they compute in. `backend`: None measures on a CPU without the bf16
+            of the training, and is torch elsewhere.
         backend_room_bytes: Memory that another backend than torch may take, where none is named.
 
     Raises:
-        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer format, or the backend does not work.
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer
+            format, or the backend does not work.
     """
     options = options or InferenceOptions()
     backend = options.backend
@@ -66,18 +71,28 @@ def load_stage(
     name: str = metadata["stage"]
     try:
         metadata = to_tuples(metadata)
-        check_target("model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted)
+        check_target(
+            "model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted
+        )
     except (KeyError, TypeError) as error:
-        raise UserError(f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy") from error
-    if metadata["model"].get("pretrained"):  # its weights are in the file: nothing is downloaded in order to be replaced
+        raise UserError(
+            f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
+        ) from error
+    if metadata["model"].get(
+        "pretrained"
+    ):  # its weights are in the file: nothing is downloaded in order to be replaced
         metadata["model"] = {**metadata["model"], "pretrained": False}
     try:
         check_ranges(metadata, len(weights))
         task = with_known_labels(Task.from_dict(metadata["task"]))
         if name == "coarse" and not task.regions:
             name = "single"  # as older files do not call it
-        # A network may be larger than the memory: on the meta device it only has shapes, which must be those of the weights.
-        shapes = build_on_meta(lambda: make_described_network(metadata["model"], task, name, trusted), may_compute=bool(trusted))
+        # A network may be larger than the memory: on the meta device it only has shapes, which must
+        # be those of the weights.
+        shapes = build_on_meta(
+            lambda: make_described_network(metadata["model"], task, name, trusted),
+            may_compute=bool(trusted),
+        )
         shapes.load_state_dict(weights, assign=True)
         network = make_described_network(metadata["model"], task, name, trusted)
         trained_in = Precision(metadata["precision"]).value
@@ -88,10 +103,13 @@ def load_stage(
             network=network,
             name=name,
             task=task,
-            spacing_mm=None if metadata["spacing_mm"] == NATIVE else _triple(metadata["spacing_mm"]),
+            spacing_mm=None
+            if metadata["spacing_mm"] == NATIVE
+            else _triple(metadata["spacing_mm"]),
             # Metadata of older checkpoints lacks `resampling`, `grid_rule` and `add_parts_mm`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
-            tile_size=network.traits.fixed_size or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
+            tile_size=network.traits.fixed_size
+            or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
             precision=precision,
@@ -114,13 +132,16 @@ def load_stage(
         ) from error
     network.load_state_dict(weights)
     if precision in HALF:
-        use_channels_last(network)  # kernels in half precision prefer this layout; fp32 gains nothing
+        use_channels_last(
+            network
+        )  # kernels in half precision prefer this layout; fp32 gains nothing
     if options.half_weights:
         require(
             precision in HALF,
             f"inference.half_weights=true: the {name} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
         )
-        # Autocast rounds the weights of these layers at each call, so storing them rounded changes no result. It does not round those of norms.
+        # Autocast rounds the weights of these layers at each call, so storing them rounded changes
+        # no result. It does not round those of norms.
         for module in network.modules():
             if isinstance(module, ScaledConv3d):
                 module.fold_scale()
@@ -137,7 +158,8 @@ def load_stage(
             "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
         )
         require(
-            not options.half_weights, "inference.half_weights=true works with inference.backend=torch only; leave one of them out"
+            not options.half_weights,
+            "inference.half_weights=true works with inference.backend=torch only; leave one of them out",
         )
         use_openvino(network, precision, trained.checkpoints[str(path)])
         trained.backend_bytes = openvino_bytes(network)
@@ -196,7 +218,11 @@ def load_stages(
         # Networks may differ in size: the largest decides what fits.
         bytes_per_voxel=max(trained.bytes_per_voxel for trained in (first, *others)),
         backend_bytes=sum(trained.backend_bytes for trained in (first, *others)),
-        checkpoints={name: checksum for trained in (first, *others) for name, checksum in trained.checkpoints.items()},
+        checkpoints={
+            name: checksum
+            for trained in (first, *others)
+            for name, checksum in trained.checkpoints.items()
+        },
     )
 
 
@@ -217,7 +243,10 @@ def with_known_labels(task: Task) -> Task:
     known = found.get("task", found)
     if known["labels"] != task.labels:
         return task
-    ranges_ml = {name: (float(low_ml), float(high_ml)) for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()}
+    ranges_ml = {
+        name: (float(low_ml), float(high_ml))
+        for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()
+    }
     return replace(
         task,
         volume_ml=task.volume_ml or ranges_ml,

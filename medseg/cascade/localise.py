@@ -38,12 +38,13 @@ class Localisation:
     Attributes:
         labels: Cleaned label map (D, H, W) on `grid`, uint8, without absent regions.
         grid: The coarse grid.
-        boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions are missing.
+        boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions
+            are missing.
         findings: What was found about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
-        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the network saw the scan; None where
-            labels were given, and for other images than CT.
+        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the
+            network saw the scan; None where labels were given, and for other images than CT.
     """
 
     labels: np.ndarray
@@ -88,11 +89,16 @@ def predict_body(
         for image, outside, limits in zip(images, stage.outside, stage.limits, strict=True)
     ]
     scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
-    body = scaled.box_from(lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, stage.task.channels[0].modality))
+    body = scaled.box_from(
+        lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, stage.task.channels[0].modality)
+    )
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
     seen = [
-        normalise(erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside), intensity)
+        normalise(
+            erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside),
+            intensity,
+        )
         for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
     return stage.predict_probs(stacked(seen), options), crop, resampled[0], lattice
@@ -118,21 +124,29 @@ def localise(
         grid: Their grid, oriented.
         stage: The coarse stage.
         options: How the networks run; the defaults where None.
-        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled one.
-        intensities: Map of each channel to the range of the network, where the volume is a resampled one; None = by its values.
+        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled
+            one.
+        intensities: Map of each channel to the range of the network, where the volume is a
+            resampled one; None = by its values.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
     """
     options = options or InferenceOptions()
-    prediction, crop, resampled, lattice = predict_body(images, grid, stage, options, scan_spacing_mm, intensities)
+    prediction, crop, resampled, lattice = predict_body(
+        images, grid, stage, options, scan_spacing_mm, intensities
+    )
     # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
     scanned = crop.lattice.centres_within(lattice)
     coarse_grid, part = crop.lattice.crop(scanned), crop.box.intersect(scanned)
-    inner, in_crop = (part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box))
+    inner, in_crop = (
+        part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box)
+    )
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
-    coarse_hu = cut(resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling).numpy()
+    coarse_hu = cut(
+        resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
+    ).numpy()
     removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
     found = locate_regions(labels, coarse_grid, stage.task)
     findings = [
@@ -140,13 +154,21 @@ def localise(
         *warnings_of("removed_parts", removed),
         *found.findings,
         *(
-            warnings_of("doubtful_side", lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task))
+            warnings_of(
+                "doubtful_side", lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task)
+            )
             if stage.task.is_ct
             else []
         ),
-        *warnings_of("doubtful_side", side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task)),
+        *warnings_of(
+            "doubtful_side",
+            side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
+        ),
         *(
-            warnings_of("body_position", position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task))
+            warnings_of(
+                "body_position",
+                position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task),
+            )
             if stage.task.is_ct
             else []
         ),
@@ -155,7 +177,9 @@ def localise(
         is_beyond = np.zeros(labels.shape, dtype=bool)
         is_beyond[inner] = beyond
         found = replace(found, beyond=is_beyond)
-    return replace(found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid)
+    return replace(
+        found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
+    )
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
@@ -177,7 +201,14 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     for region in task.regions:
         mask, volume_ml = masks[region.name], volumes_ml[region.name]
         partner_ml = max(
-            (volumes_ml[side.name] for pair in pairs if region in pair for side in pair if side != region), default=0.0
+            (
+                volumes_ml[side.name]
+                for pair in pairs
+                if region in pair
+                for side in pair
+                if side != region
+            ),
+            default=0.0,
         )
         least_ml = max(MIN_REGION_ML, MIN_REGION_SHARE * partner_ml)
         if volume_ml < least_ml or not mask.any():
@@ -193,5 +224,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         findings += warnings_of("cut_region", border_warnings(one, grid))
     for left, right in pairs:
         if {left.name, right.name} <= found.keys():
-            findings += warnings_of("implausible_pair", pair_warnings(found[left.name], found[right.name]))
+            findings += warnings_of(
+                "implausible_pair", pair_warnings(found[left.name], found[right.name])
+            )
     return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, findings)

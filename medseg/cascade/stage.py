@@ -36,7 +36,8 @@ from medseg.task import Task
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
 MAX_BATCH = 8
-# Networks run one at a time: the budget holds for all of them together, and the TF32 switches belong to the process.
+# Networks run one at a time: the budget holds for all of them together, and the TF32 switches
+# belong to the process.
 _NETWORK_LOCK = threading.Lock()
 
 
@@ -45,7 +46,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         probs: Probabilities (K, D, H, W), float16, on the CPU: the mean over checkpoints and flips.
-        std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single checkpoint and no flips.
+        std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single
+            checkpoint and no flips.
         tiling_plan: How the crop went through the network.
         warnings: What did not go as planned, a sentence each.
     """
@@ -66,22 +68,27 @@ class TrainedStage:
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
-        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region get at least this size: a
-            network that was trained on no smaller input lost half of a thin slab.
+        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region
+            get at least this size: a network that was trained on no smaller input lost half of a
+            thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
-        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into it, see
-            `medseg.anatomy.additions`; None adds nothing.
+        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if
+            a ball of this diameter fits into it, see `medseg.anatomy.additions`; None adds nothing.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
         others: Networks of further checkpoints of the same kind; the result is the mean of all.
-        bytes_per_voxel: Memory of a network per voxel of its input, see `count_memory`; 0 before it is counted.
-        backend_bytes: Memory that the networks' backend takes with the first pass and keeps; 0 for torch.
+        bytes_per_voxel: Memory of a network per voxel of its input, see `count_memory`; 0 before it
+            is counted.
+        backend_bytes: Memory that the networks' backend takes with the first pass and keeps; 0 for
+            torch.
         checkpoints: SHA-256 of each file that the networks come from, by its path.
         tile_workers: Processes that share the tiles; None = this process alone.
-        resampling: Filter that brings a scan to the stage's spacing, see `medseg.preprocess.resample`.
+        resampling: Filter that brings a scan to the stage's spacing, see
+            `medseg.preprocess.resample`.
         warnings: Sentences about how its use differs from its training, for every result.
-        dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other stage; None without calibration.
+        dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other
+            stage; None without calibration.
     """
 
     network: nn.Module
@@ -112,7 +119,10 @@ class TrainedStage:
     @property
     def outside(self) -> list[float]:
         """Value of each channel outside of a volume: the lower end of its window, else the background of its modality."""
-        return [channel.window_hu[0] if channel.window_hu else channel.outside for channel in self.task.channels]
+        return [
+            channel.window_hu[0] if channel.window_hu else channel.outside
+            for channel in self.task.channels
+        ]
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
@@ -173,16 +183,18 @@ class TrainedStage:
     def predict_probs(self, image: Tensor, options: InferenceOptions) -> Prediction:
         """Run the networks on one normalised image.
 
-        An image or tile that exceeds the budget goes through the network in slabs, which gives the same result. If memory runs out, tiles
-        go one by one, then in slabs, then on the CPU, and the result gets a warning. Tiles keep their size: a norm that depends on the
-        field of view would change the labels.
+        An image or tile that exceeds the budget goes through the network in slabs, which gives the
+        same result. If memory runs out, tiles go one by one, then in slabs, then on the CPU, and
+        the result gets a warning. Tiles keep their size: a norm that depends on the field of view
+        would change the labels.
 
         Args:
             image: Normalised image (C, D, H, W).
             options: Overlap of tiles, memory, flips.
 
         Raises:
-            UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the budget.
+            UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
+                budget.
             torch.OutOfMemoryError: If the memory of the CPU runs out.
         """
         with _NETWORK_LOCK:
@@ -194,10 +206,13 @@ class TrainedStage:
                 try:
                     return Prediction(*stage._run(image, plan, options), plan, warnings)
                 except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
-                    is_last = stage.device.type == "cpu" and (plan.slab_bytes is not None or not stage.allows_slabs)
+                    is_last = stage.device.type == "cpu" and (
+                        plan.slab_bytes is not None or not stage.allows_slabs
+                    )
                     if is_last or not is_out_of_memory(error):
                         raise
-                # After the `except` block, in which the error still holds the tensors of the failed pass.
+                # After the `except` block, in which the error still holds the tensors of the failed
+                # pass.
                 torch.cuda.empty_cache()
                 place = "CPU" if stage.device.type == "cpu" else "GPU"
                 if plan.batch_size > 1:
@@ -205,10 +220,15 @@ class TrainedStage:
                 elif plan.slab_bytes is None and stage.allows_slabs:
                     # A pass within the budget failed, so the budget is more than there is.
                     slab_bytes = max(options.budget_gib * 2**28, stage._least_slab_bytes(shape))
-                    plan, way = plan._replace(slab_bytes=slab_bytes), "slabs, which give the same labels"
+                    plan, way = (
+                        plan._replace(slab_bytes=slab_bytes),
+                        "slabs, which give the same labels",
+                    )
                 else:
                     stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
-                warnings.append(f"the {self.name} stage ran out of memory on the {place} and went on with {way}")
+                warnings.append(
+                    f"the {self.name} stage ran out of memory on the {place} and went on with {way}"
+                )
 
     def plan(self, shape: tuple[int, int, int], options: InferenceOptions) -> TilingPlan:
         """Choose how an image of a size (D, H, W) goes through the networks.
@@ -235,7 +255,8 @@ class TrainedStage:
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
-        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is not known yet.
+        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is
+        not known yet.
 
         Args:
             grid: Grid of the scan, oriented.
@@ -245,13 +266,21 @@ class TrainedStage:
             UserError: If the budget is too small.
         """
         if self.tile_size is not None or self.allows_slabs:
-            whole = self.rule.size or grid.resampled(self.spacing_mm).resampled(self.rule.spacing_mm(grid.spacing_mm)).shape
+            whole = (
+                self.rule.size
+                or grid.resampled(self.spacing_mm)
+                .resampled(self.rule.spacing_mm(grid.spacing_mm))
+                .shape
+            )
             self.plan(self.tile_size or whole, options)
 
     @property
     def allows_slabs(self) -> bool:
         """Whether the networks can run in slabs: all of them are our UNet."""
-        return all(isinstance(network, StageNetwork) and isinstance(network.network, UNet) for network in self.networks)
+        return all(
+            isinstance(network, StageNetwork) and isinstance(network.network, UNet)
+            for network in self.networks
+        )
 
     def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
         """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
@@ -259,7 +288,9 @@ class TrainedStage:
             return math.inf
         _, height, width = network_size(self.tile_size or shape, self.divisor)
         networks = cast(tuple[StageNetwork, ...], self.networks)
-        return max(least_budget_bytes(cast(UNet, network.network), height, width) for network in networks)
+        return max(
+            least_budget_bytes(cast(UNet, network.network), height, width) for network in networks
+        )
 
     def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
@@ -269,19 +300,25 @@ class TrainedStage:
         """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
         if slab_bytes is not None:
             slabs: list[Tensor] = []
-            self._run_in_slabs(images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes)
+            self._run_in_slabs(
+                images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes
+            )
             return torch.cat(slabs, dim=2)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images)
 
-    def _run_in_slabs(self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float) -> None:
+    def _run_in_slabs(
+        self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float
+    ) -> None:
         """Run a network on one image (1, C, D, H, W) in slabs; see `logits_in_slabs`."""
         unet = cast(UNet, cast(StageNetwork, network.eval()).network)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             logits_in_slabs(unet, image, slab_bytes, take)
 
     @torch.inference_mode()
-    def _run(self, image: Tensor, plan: TilingPlan, options: InferenceOptions) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, image: Tensor, plan: TilingPlan, options: InferenceOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
         slab_bytes = plan.slab_bytes
         if slab_bytes is None:
@@ -291,7 +328,9 @@ class TrainedStage:
             call = functools.partial(self._call, network, slab_bytes=slab_bytes)
             others: dict[str, Any] = {}
             if slab_bytes is not None and plan.tile_size is None:
-                others["run_in_slabs"] = functools.partial(self._run_in_slabs, network=network, slab_bytes=slab_bytes)
+                others["run_in_slabs"] = functools.partial(
+                    self._run_in_slabs, network=network, slab_bytes=slab_bytes
+                )
             if self.tile_workers is not None:
                 run = functools.partial(self.tile_workers.run, (self.name, index, slab_bytes), call)
                 others |= {"run_batches": run, "num_parallel": self.tile_workers.size}
@@ -318,7 +357,8 @@ class TrainedStage:
         assert total is not None and squares is not None, "there is at least one network"  # noqa: PT018
         num_views = len(self.networks) * len(flips(self.task, options.tta))
         mean = total.div_(num_views)
-        # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of either.
+        # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of
+        # either.
         variance = squares.div_(num_views).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
         return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
 
@@ -327,14 +367,26 @@ class TrainedStage:
         cpu = torch.device("cpu")
         network, *others = map(_copy_on_cpu, self.networks)
         precision = inference_precision(self.precision, "cpu")
-        return replace(self, network=network, others=tuple(others), precision=precision, device=cpu, tile_workers=None)
+        return replace(
+            self,
+            network=network,
+            others=tuple(others),
+            precision=precision,
+            device=cpu,
+            tile_workers=None,
+        )
 
 
 def _copy_on_cpu(network: nn.Module) -> nn.Module:
     """Copy a network to the CPU without memory on its device; half-precision weights become float32, the only format of some CPUs."""
     weights = ((one, one.detach().cpu()) for one in chain(network.parameters(), network.buffers()))
-    copies = {id(one): found.float() if found.dtype in HALF.values() else found.clone() for one, found in weights}
-    copies |= {id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()}
+    copies = {
+        id(one): found.float() if found.dtype in HALF.values() else found.clone()
+        for one, found in weights
+    }
+    copies |= {
+        id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()
+    }
     return copy.deepcopy(network, copies)  # which takes the copies that it is given
 
 

@@ -25,7 +25,13 @@ from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
-from medseg.config.overrides import OPTIONS, check_arguments, expand_options, options_first, quote_paths
+from medseg.config.overrides import (
+    OPTIONS,
+    check_arguments,
+    expand_options,
+    options_first,
+    quote_paths,
+)
 from medseg.config.schema import (
     CompareSpacingConfig,
     CrossValidateConfig,
@@ -54,13 +60,30 @@ from medseg.runs.folder import Config, changed_config, remove_if_empty
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
-# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and its sentence.
+# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and
+# its sentence.
 COMMANDS: dict[str, tuple[type, str, str]] = {
-    "import": (ImportConfig, "medseg.commands.import_data", "make a case table and a task from a data set of another program"),
-    "train": (TrainConfig, "medseg.commands.train", "train one stage (stage=coarse, stage=fine or stage=single)"),
-    "search": (SearchConfig, "medseg.studies.search", "search hyperparameters: train many trials and stop poor ones early"),
+    "import": (
+        ImportConfig,
+        "medseg.commands.import_data",
+        "make a case table and a task from a data set of another program",
+    ),
+    "train": (
+        TrainConfig,
+        "medseg.commands.train",
+        "train one stage (stage=coarse, stage=fine or stage=single)",
+    ),
+    "search": (
+        SearchConfig,
+        "medseg.studies.search",
+        "search hyperparameters: train many trials and stop poor ones early",
+    ),
     "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
-    "ladder": (LadderConfig, "medseg.studies.ladder", "measure the saving of each memory switch, added one at a time"),
+    "ladder": (
+        LadderConfig,
+        "medseg.studies.ladder",
+        "measure the saving of each memory switch, added one at a time",
+    ),
     "compare_spacing": (
         CompareSpacingConfig,
         "medseg.studies.compare_spacing",
@@ -71,18 +94,58 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         "medseg.studies.time_to_dice",
         "train configurations until they reach a Dice, and count CPU minutes",
     ),
-    "find_lr": (FindLrConfig, "medseg.commands.find_lr", "find a learning rate in one short run of rising rates"),
-    "tune_loader": (TuneLoaderConfig, "medseg.planning.loader", "measure which loader settings are fastest on this machine"),
-    "plan": (PlanConfig, "medseg.planning.plan", "count the memory of a training step before anything runs"),
+    "find_lr": (
+        FindLrConfig,
+        "medseg.commands.find_lr",
+        "find a learning rate in one short run of rising rates",
+    ),
+    "tune_loader": (
+        TuneLoaderConfig,
+        "medseg.planning.loader",
+        "measure which loader settings are fastest on this machine",
+    ),
+    "plan": (
+        PlanConfig,
+        "medseg.planning.plan",
+        "count the memory of a training step before anything runs",
+    ),
     "predict": (PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"),
-    "evaluate": (EvaluateConfig, "medseg.commands.evaluate", "score label maps against a reference"),
-    "export": (ExportConfig, "medseg.commands.export", "write the network of a checkpoint for ONNX or OpenVINO"),
+    "evaluate": (
+        EvaluateConfig,
+        "medseg.commands.evaluate",
+        "score label maps against a reference",
+    ),
+    "export": (
+        ExportConfig,
+        "medseg.commands.export",
+        "write the network of a checkpoint for ONNX or OpenVINO",
+    ),
     "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
-    "watch": (WatchConfig, "medseg.commands.watch", "show the losses and the memory of a run in the terminal while it trains"),
-    "cross_validate": (CrossValidateConfig, "medseg.studies.cross_validate", "train and score fold by fold, by patient"),
-    "make_weights": (MakeWeightsConfig, "medseg.studies.recipes", "train on all cases and write the weights as small files"),
-    "phantom": (PhantomsConfig, "medseg.commands.phantom", "make synthetic scans with exact labels"),
-    "demo": (DemoConfig, "medseg.studies.recipes", "make phantoms, train both stages, predict and score, in minutes"),
+    "watch": (
+        WatchConfig,
+        "medseg.commands.watch",
+        "show the losses and the memory of a run in the terminal while it trains",
+    ),
+    "cross_validate": (
+        CrossValidateConfig,
+        "medseg.studies.cross_validate",
+        "train and score fold by fold, by patient",
+    ),
+    "make_weights": (
+        MakeWeightsConfig,
+        "medseg.studies.recipes",
+        "train on all cases and write the weights as small files",
+    ),
+    "phantom": (
+        PhantomsConfig,
+        "medseg.commands.phantom",
+        "make synthetic scans with exact labels",
+    ),
+    "demo": (
+        DemoConfig,
+        "medseg.studies.recipes",
+        "make phantoms, train both stages, predict and score, in minutes",
+    ),
 }
 # Function of a command whose name is a word of Python.
 FUNCTIONS = {"import": "import_data"}
@@ -134,14 +197,16 @@ def run(
 ) -> None:
     """Compose `conf/<command>.yaml` with the command line, run `job` on the checked configuration, and exit.
 
-    Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the user, reported in one sentence; those
-    of `medseg.runs.status`. Any other exception keeps its traceback: it is a defect of medseg. `--help` prints every key.
+    Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the
+    user, reported in one sentence; those of `medseg.runs.status`. Any other exception keeps its
+    traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
         command: Name of the command and of its root file under `conf/`.
         job: Does the work on one configuration and returns an exit code.
         refused: Called with the sentence that refused a job.
-        sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them in other processes.
+        sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them
+            in other processes.
         read: Checks what is composed; None = `to_config` with the schema.
     """
     schema, _, sentence = COMMANDS[command]
@@ -158,8 +223,8 @@ def run(
             codes.append(EXIT_USER_ERROR)
 
     prepare_streams()
-    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs on two cores, busy waiting at
-    # each barrier made a prediction take five times as long.
+    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs
+    # on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
     if issubclass(schema, TrainConfig):
@@ -175,7 +240,9 @@ def run(
         sys.argv[1:] = options_first(targets_first(quote_paths(with_task(sys.argv[1:], schema))))
         if {"--help", "-h"} & set(sys.argv[1:]):
             overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-            print(f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values.")
+            print(
+                f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values."
+            )
             for option, key in OPTIONS.get(command, {}).items():
                 print(f"  {option} <path> is short for {key}=<path>")
             composed, groups = compose(command, overrides)
@@ -194,11 +261,14 @@ def run(
         say(explain(error, compose(command)[0]))
         sys.exit(EXIT_USER_ERROR)
     except OSError as error:
-        # Hydra makes the folder of a run or a sweep before the job begins; another error is a defect.
+        # Hydra makes the folder of a run or a sweep before the job begins; another error is a
+        # defect.
         names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
         if names[-1] != "mkdir" or "one_job" in names:
             raise
-        say(f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space.")
+        say(
+            f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space."
+        )
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         say("interrupted")

@@ -17,7 +17,9 @@ def evaluate(config: EvaluateConfig) -> int:
     """
     metrics = {}
     if config.metrics:
-        from medseg.training.extensions import make_metrics  # loads torch, which our own metrics do without
+        from medseg.training.extensions import (
+            make_metrics,
+        )  # loads torch, which our own metrics do without
 
         metrics = make_metrics(config.metrics, 2, config.trusted_targets)
     summary = evaluate_folder(

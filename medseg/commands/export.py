@@ -14,7 +14,8 @@ def export(config: ExportConfig) -> int:
     """Write the network, and print what its input must be.
 
     Raises:
-        UserError: If the checkpoint or the output is not usable, or the network cannot be converted.
+        UserError: If the checkpoint or the output is not usable, or the network cannot be
+            converted.
     """
     stage = load_stage(
         Path(config.checkpoint),
@@ -31,6 +32,8 @@ def export(config: ExportConfig) -> int:
         if exported.fixed_size is None
         else f"{'×'.join(map(str, exported.fixed_size))} voxels (z, y, x) only"
     )
-    print(f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch")
+    print(
+        f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch"
+    )
     print("the preprocessing is in its metadata, see docs/export.md")
     return 0

@@ -51,17 +51,25 @@ def find_lr(config: FindLrConfig) -> int:
     trainer.fit(make_module(config, network, {}), datamodule=make_data_module(config))
 
     lrs, losses = lr_range.lrs, lr_range.losses
-    write_csv(output / "find_lr.csv", [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)], ("lr", "loss"))
+    write_csv(
+        output / "find_lr.csv",
+        [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)],
+        ("lr", "loss"),
+    )
     found = suggest_lr(lrs, losses)
     if losses:
         optimizer = str(config.optimizer["_target_"]).rpartition(".")[2]
-        title = f"{config.stage.name.value}, {optimizer}, stage.batch_size={config.stage.batch_size}"
+        title = (
+            f"{config.stage.name.value}, {optimizer}, stage.batch_size={config.stage.batch_size}"
+        )
         draw_lr_range(lrs, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
     if found is None:
         say("the loss never falls; try a lower lowest_lr or more steps")
         return EXIT_FAILED
     lowest = lrs[int(smoothed(losses).argmin())]
-    say(f"suggested: {found:.2g}, where the loss falls steepest but at most a tenth of {lowest:.2g}, the rate of the lowest loss")
+    say(
+        f"suggested: {found:.2g}, where the loss falls steepest but at most a tenth of {lowest:.2g}, the rate of the lowest loss"
+    )
     # `lr_scaling` multiplies the rate that is given.
     print(f"optimizer.lr={found / find_lr_factor(config.lr_scaling, config.stage.batch_size):.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")

@@ -28,17 +28,21 @@ def import_data(config: ImportConfig) -> int:
     """Write `cases.csv`, `task.yaml` and `account.csv`, and print what was found and the command that trains on it.
 
     Raises:
-        UserError: If the data set cannot be read, a case lacks a structure, or files of these names with other content
-            exist.
+        UserError: If the data set cannot be read, a case lacks a structure, or files of these names
+            with other content exist.
     """
-    data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(config.labels)
+    data = import_dataset(Path(config.input), config.format.value if config.format else None).keep(
+        config.labels
+    )
     if config.missing is MissingStructure.absent:
         data = data.state_absence()
     else:
         data.require_structures()
     output, content = Path(config.output), data.task()
     begin = f"# @package _global_\n# Task of the {data.format} data set {content['task']['name']}. A file conf/task/<name>.yaml of this content makes it task=<name>.\n"
-    task = begin + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None)
+    task = begin + yaml.safe_dump(
+        content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None
+    )
     require_unchanged(output, data, task)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
@@ -50,8 +54,12 @@ def import_data(config: ImportConfig) -> int:
     if len(data.labels) > MANY_LABELS:
         say(f"the task has {len(data.labels)} labels; labels=[a,b,…] keeps some of them")
     parts = Counter(map(_use_of, data.cases))
-    channels = ", ".join(f"{one.modality} {one.window_hu or one.normalise}" for one in data.channels)
-    print(f"{data.format}: {', '.join(f'{number} cases {part}' for part, number in parts.items())}; channels: {channels}")
+    channels = ", ".join(
+        f"{one.modality} {one.window_hu or one.normalise}" for one in data.channels
+    )
+    print(
+        f"{data.format}: {', '.join(f'{number} cases {part}' for part, number in parts.items())}; channels: {channels}"
+    )
     print(f"labels: {', '.join(data.labels)}")
     print_table(closing_rows(items), COLUMNS)
     print(f"written: {table}, {output / TASK_FILE}, {output / ACCOUNT_FILE}")
@@ -80,5 +88,11 @@ def require_unchanged(output: Path, data: DataSet, task: str) -> None:
         )
         for case in data.cases
     ]
-    require(not table.exists() or read_case_table(table) == cases, f"{table} exists and holds other cases; {cure}")
-    require(not file.exists() or read_text(file) == task, f"{file} exists and differs from the task of this data set; {cure}")
+    require(
+        not table.exists() or read_case_table(table) == cases,
+        f"{table} exists and holds other cases; {cure}",
+    )
+    require(
+        not file.exists() or read_text(file) == task,
+        f"{file} exists and differs from the task of this data set; {cure}",
+    )

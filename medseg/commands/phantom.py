@@ -8,5 +8,9 @@ from medseg.data.cases import make_phantoms
 
 def phantom(config: PhantomsConfig) -> int:
     """Make the phantoms that do not exist yet and print the path of their case table."""
-    print(make_phantoms(config, config.task, Path(config.output), config.num_train, with_held_out=True))
+    print(
+        make_phantoms(
+            config, config.task, Path(config.output), config.num_train, with_held_out=True
+        )
+    )
     return 0

@@ -39,7 +39,9 @@ def predict(config: PredictConfig) -> int:
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
         cases = predict_scans(config, Display(progress))
     if num_skipped := sum(case.is_skipped for case in cases):
-        say(f"{num_skipped} of {len(cases)} cases were finished before and skipped; overwrite=true repeats them")
+        say(
+            f"{num_skipped} of {len(cases)} cases were finished before and skipped; overwrite=true repeats them"
+        )
     codes = [case.exit_code for case in cases if case.exit_code]
     if codes:
         say(f"{len(codes)} of {len(cases)} cases failed")
@@ -83,7 +85,14 @@ class Display(Observer):
     def step_begins(self, name: str, step: str, number: int, num_steps: int) -> None:
         """Name the step in its bar."""
         description = f"{name}: {step.replace('_', ' ')}"
-        self.progress.update(self.steps, description=description, completed=number, total=num_steps, visible=True, case=name)
+        self.progress.update(
+            self.steps,
+            description=description,
+            completed=number,
+            total=num_steps,
+            visible=True,
+            case=name,
+        )
 
     def case_ends(self, case: BatchCase) -> None:
         """Print the outcome."""
@@ -111,7 +120,9 @@ def _show(case: BatchCase) -> None:
     if case.is_skipped:
         print(f"{_results_of(case)}: finished before, skipped", flush=True)
     elif case.report is not None:
-        volumes = ", ".join(f"{name} {volume_ml:.0f} ml" for name, volume_ml in case.report["volume_ml"].items())
+        volumes = ", ".join(
+            f"{name} {volume_ml:.0f} ml" for name, volume_ml in case.report["volume_ml"].items()
+        )
         total_s = case.report["durations_s"]["total"]
         print(f"{_results_of(case)}: {volumes}, {total_s:.1f} s", flush=True)
 

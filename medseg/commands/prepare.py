@@ -34,17 +34,38 @@ def prepare(config: PrepareConfig) -> int:
     task = make_task(config.task)
     for spacing in config.spacings.values():
         find_spacing(spacing, config.data, config.task)
-    targets = [(spacing.target_spacing_mm, spacing.resampling.value) for spacing in config.spacings.values()]
-    found = [(case, label_values) for group, label_values in find_cases(config.data, config.task) for case in group]
-    cases = [(case, label_values) for case, label_values in found if case.labels is not None or case.split != "test"]
+    targets = [
+        (spacing.target_spacing_mm, spacing.resampling.value)
+        for spacing in config.spacings.values()
+    ]
+    found = [
+        (case, label_values)
+        for group, label_values in find_cases(config.data, config.task)
+        for case in group
+    ]
+    cases = [
+        (case, label_values)
+        for case, label_values in found
+        if case.labels is not None or case.split != "test"
+    ]
     if len(cases) < len(found):
-        say(f"{count(len(found) - len(cases), 'test case')} without labels: only predict uses them, so they are not prepared")
+        say(
+            f"{count(len(found) - len(cases), 'test case')} without labels: only predict uses them, so they are not prepared"
+        )
     output = Path(config.output)
     check_writable(output)
     audited, slices = [], []
-    for one, scan in track(prepare_cases(cases, Path(config.data.cache), task, targets), "prepare", total=len(cases)):
+    for one, scan in track(
+        prepare_cases(cases, Path(config.data.cache), task, targets), "prepare", total=len(cases)
+    ):
         audited.append(one)
-        slices.append(cut_slices(shown_image(scan.image_hu, task.channels[0]), scan.labels, scan.grid.spacing_mm) if scan else ())
+        slices.append(
+            cut_slices(
+                shown_image(scan.image_hu, task.channels[0]), scan.labels, scan.grid.spacing_mm
+            )
+            if scan
+            else ()
+        )
         print_case(one)
     audited = compare_cases(audited)
     for one in audited:
@@ -76,7 +97,10 @@ def print_case(one: AuditedCase) -> None:
 def print_findings(case: Case, findings: Sequence[Finding]) -> None:
     """Print findings with the code by which they can be ignored; information is in the table only."""
     for finding in findings:
-        if finding.severity is not Severity.information and finding.code not in case.ignore_findings:
+        if (
+            finding.severity is not Severity.information
+            and finding.code not in case.ignore_findings
+        ):
             level = "refused" if finding.severity is Severity.error else "warning"
             say(f"{case.name}: {level} ({finding.code}): {finding}")
 
@@ -85,33 +109,61 @@ def audit_text(audit: CaseAudit) -> str:
     """Format size, spacing and volumes in one line."""
     shape = "×".join(map(str, audit.grid.shape))
     spacing = "×".join(f"{mm:.3g}" for mm in audit.grid.spacing_mm)
-    return ", ".join([f"{shape} at {spacing} mm", *(f"{name} {ml:.0f} ml" for name, ml in audit.volumes_ml.items())])
+    return ", ".join(
+        [
+            f"{shape} at {spacing} mm",
+            *(f"{name} {ml:.0f} ml" for name, ml in audit.volumes_ml.items()),
+        ]
+    )
 
 
-def draw(audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path: Path, task: Task) -> list[Path]:
+def draw(
+    audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path: Path, task: Task
+) -> list[Path]:
     """Draw all cases, those with errors first, then those with warnings; returns the files."""
     cases = []
     for one, shown in zip(audited, slices, strict=True):
         findings = [("error", one.failure)] if one.failure else []
-        findings += [(finding.severity.value, f"{finding.code}: {finding.message}") for finding in one.findings()]
-        cases.append(CaseView(one.case.name, audit_text(one.audit) if one.audit else "", shown, findings))
+        findings += [
+            (finding.severity.value, f"{finding.code}: {finding.message}")
+            for finding in one.findings()
+        ]
+        cases.append(
+            CaseView(one.case.name, audit_text(one.audit) if one.audit else "", shown, findings)
+        )
     ranks = ["error", "warning", "information", ""]
     cases.sort(
-        key=lambda case: min((ranks.index(severity) for severity, _ in case.findings if severity != "information"), default=3)
+        key=lambda case: min(
+            (ranks.index(severity) for severity, _ in case.findings if severity != "information"),
+            default=3,
+        )
     )
     names = {value: name for name, value in task.labels.items()}
-    return audit_pictures(cases, path, count(len(cases), "case"), label_names=names, window_hu=task.channels[0].window_hu)
+    return audit_pictures(
+        cases,
+        path,
+        count(len(cases), "case"),
+        label_names=names,
+        window_hu=task.channels[0].window_hu,
+    )
 
 
 def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:
     """Format the last line: the number of cases by status and of warnings by code, and the files to read."""
     statuses = Counter(one.status for one in audited)
-    codes = Counter(finding.code for one in audited for finding in one.findings() if finding.severity is Severity.warning)
-    states = ", ".join(f"{number} {status}" for status, number in statuses.items())
-    numbers = f" ({', '.join(f'{code} {number}' for code, number in codes.most_common())})" if codes else ""
-    return (
-        f"{count(len(audited), 'case')}: {states}; {count(codes.total(), 'warning')}{numbers}; see {', '.join(map(str, files))}"
+    codes = Counter(
+        finding.code
+        for one in audited
+        for finding in one.findings()
+        if finding.severity is Severity.warning
     )
+    states = ", ".join(f"{number} {status}" for status, number in statuses.items())
+    numbers = (
+        f" ({', '.join(f'{code} {number}' for code, number in codes.most_common())})"
+        if codes
+        else ""
+    )
+    return f"{count(len(audited), 'case')}: {states}; {count(codes.total(), 'warning')}{numbers}; see {', '.join(map(str, files))}"
 
 
 def count(number: int, noun: str) -> str:

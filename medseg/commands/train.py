@@ -39,7 +39,9 @@ def read(composed: DictConfig) -> TrainConfig:
     config = entry.read_resumed("train", TrainConfig, composed)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
-        from medseg.training.check import check_objects  # loads torch, which takes seconds; the checks above do without it
+        from medseg.training.check import (
+            check_objects,
+        )  # loads torch, which takes seconds; the checks above do without it
 
         has_tiles = hydra_config.runtime.choices.get("inference") == "tiles"
         if has_tiles and config.inference.tile_size is None:
@@ -95,7 +97,9 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         config: Checked configuration; changed in place to the one of the run.
         is_named: Whether the user chose the folder of a new run.
     """
-    if config.resume is None and num_restarts():  # torchrun starts its ranks again after one has died
+    if (
+        config.resume is None and num_restarts()
+    ):  # torchrun starts its ranks again after one has died
         config.resume = "auto"
     if config.resume == "auto":
         run_dir, status = find_run(config) or (None, None)
@@ -108,6 +112,8 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         say(f"resuming {config.resume}")
     open_run(config, is_named=is_named)
     if has_finished:
-        say(f"already finished: {config.run_dir} has made the {config.steps} steps that were asked for")
+        say(
+            f"already finished: {config.run_dir} has made the {config.steps} steps that were asked for"
+        )
         return None
     return config

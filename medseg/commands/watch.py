@@ -41,8 +41,13 @@ def watch(config: WatchConfig) -> int:
     """
     folder = Path(config.run)
     found = find_runs(folder) if folder.is_dir() else []
-    runs = sorted((one for one in found if (one / CONFIG_FILE).is_file()), key=lambda one: one.stat().st_mtime)
-    require(bool(runs), f"run={config.run}: expected a run folder, with {CONFIG_FILE}, or a folder of runs; check the path")
+    runs = sorted(
+        (one for one in found if (one / CONFIG_FILE).is_file()), key=lambda one: one.stat().st_mtime
+    )
+    require(
+        bool(runs),
+        f"run={config.run}: expected a run folder, with {CONFIG_FILE}, or a folder of runs; check the path",
+    )
     run_dir = folder if (folder / CONFIG_FILE).is_file() else runs[-1]
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -69,14 +74,26 @@ def view(run_dir: Path) -> Group:
         if seconds and step < steps:
             of_steps += f", about {(steps - step) * seconds[-1] / 60:.0f} minutes left"
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (("", "left"), ("now", "right"), ("least", "right"), ("most", "right"), ("so far", "left")):
+    for heading, justify in (
+        ("", "left"),
+        ("now", "right"),
+        ("least", "right"),
+        ("most", "right"),
+        ("so far", "left"),
+    ):
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for column, (title, text) in CURVES.items():
         if values := [line[column] for line in history if column in line]:
-            table.add_row(title, *(text.format(value) for value in (values[-1], min(values), max(values))), curve(values))
+            table.add_row(
+                title,
+                *(text.format(value) for value in (values[-1], min(values), max(values))),
+                curve(values),
+            )
     for title, text in machine():
         table.add_row(title, text)
-    return Group(escape(str(run_dir)), f"{status_of_run(run_dir).value}: step {step:.0f}{of_steps}", table)
+    return Group(
+        escape(str(run_dir)), f"{status_of_run(run_dir).value}: step {step:.0f}{of_steps}", table
+    )
 
 
 def curve(values: list[float]) -> str:
@@ -87,9 +104,15 @@ def curve(values: list[float]) -> str:
         '▁▂█'
     """
     size = -(-len(values) // WIDTH)
-    means = [sum(part) / len(part) for start in range(0, len(values), size) if (part := values[start : start + size])]
+    means = [
+        sum(part) / len(part)
+        for start in range(0, len(values), size)
+        if (part := values[start : start + size])
+    ]
     low, high = min(means), max(means)
-    return "".join(BARS[int((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means)
+    return "".join(
+        BARS[int((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means
+    )
 
 
 def machine() -> list[tuple[str, str]]:
@@ -106,6 +129,13 @@ def machine() -> list[tuple[str, str]]:
         for number in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
             used = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            found.append((f"GPU {number}: memory", f"{used.used / 2**30:.1f} of {used.total / 2**30:.1f} GiB"))
-            found.append((f"GPU {number}: utilisation", f"{pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu} %"))
+            found.append(
+                (
+                    f"GPU {number}: memory",
+                    f"{used.used / 2**30:.1f} of {used.total / 2**30:.1f} GiB",
+                )
+            )
+            found.append(
+                (f"GPU {number}: utilisation", f"{pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu} %")
+            )
     return found

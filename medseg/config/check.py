@@ -12,7 +12,13 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigKeyError,
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.errors import UserError, require
@@ -27,7 +33,8 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and lightning-hydra-template.
+# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template.
 HABITS = {
     name: keys.split()
     for keys, names in {
@@ -77,7 +84,8 @@ def check_clashes(options: Any, key: str = "") -> None:
     """Refuse contradictions between keys: of each group first, then those between groups.
 
     Args:
-        options: A dataclass of options; its method `clashes` yields a sentence for each contradiction.
+        options: A dataclass of options; its method `clashes` yields a sentence for each
+            contradiction.
         key: Name of its group; empty for the root.
 
     Raises:
@@ -86,7 +94,11 @@ def check_clashes(options: Any, key: str = "") -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         field_key = f"{key}.{field.name}".lstrip(".")
-        groups = {f"{field_key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {field_key: value}
+        groups = (
+            {f"{field_key}.{name}": item for name, item in value.items()}
+            if isinstance(value, dict)
+            else {field_key: value}
+        )
         for group_key, group in groups.items():
             if dataclasses.is_dataclass(group):
                 check_clashes(group, group_key)
@@ -102,13 +114,17 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     """Check one key at a time: names, types, ranges, targets; the keys may still contradict each other."""
     points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
     if points:  # before references are resolved: the key that they refer to may be an argument of another class
-        for point, key, node in list_nodes(typing.cast(dict[str, Any], OmegaConf.to_container(composed))):
+        for point, key, node in list_nodes(
+            typing.cast(dict[str, Any], OmegaConf.to_container(composed))
+        ):
             check_target(point, key, node, composed.get("trusted_targets") or ())
     values = resolved(composed)
     _fill_label_values(values)
     _split_devices(values)
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
+        config = OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values))
+        )
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     _check_numbers(config, "")
@@ -116,8 +132,12 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         for point, key, node in list_nodes(values):
             _check_arguments(point, key, node)
     for point in points:
-        node = values["logger"] if point == "logger" else getattr(config, point)  # with its references
-        setattr(config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed))
+        node = (
+            values["logger"] if point == "logger" else getattr(config, point)
+        )  # with its references
+        setattr(
+            config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed)
+        )
     return typing.cast(T, config)
 
 
@@ -141,8 +161,9 @@ def _fill_label_values(values: dict[str, Any]) -> None:
 def resolved(composed: DictConfig) -> dict[str, Any]:
     """Resolve a composed configuration to plain values, not yet checked.
 
-    A value that `logger` reads from the environment, such as the key of an account, stays a reference, because run folders and
-    checkpoints store the resolved values. The builder of the logger resolves it.
+    A value that `logger` reads from the environment, such as the key of an account, stays a
+    reference, because run folders and checkpoints store the resolved values. The builder of the
+    logger resolves it.
 
     Raises:
         UserError: If a value is missing, or refers to a key without a value.
@@ -168,15 +189,23 @@ def _with_references(raw: Any, value: Any) -> Any:
 
 def explain(error: Exception, composed: DictConfig | None = None) -> str:
     """Turn an error of Hydra or OmegaConf into one sentence with the key and a guess at what was meant."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     first = lines[0]
-    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "")
+    key = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
+    )
     overridden = re.match(r"Could not override '([^']+)'", first)
     if isinstance(error, MissingMandatoryValue):
         return f"{key or first}: a value is missing; give it as {key}=<value>"
     if overridden or isinstance(error, ConfigKeyError):
         key = overridden.group(1) if overridden else key
-        known = set(_keys(OmegaConf.to_container(composed, resolve=False))) if composed is not None else set[str]()
+        known = (
+            set(_keys(OmegaConf.to_container(composed, resolve=False)))
+            if composed is not None
+            else set[str]()
+        )
         parent, _, last = key.rpartition(".")
         if last == OPEN_KEY and key in known:
             return f"{key}: it has no such name yet; +{key}={{…}} adds names"
@@ -186,8 +215,12 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
             hint = f"; did you mean {meant[0]}?" if meant else ""
             return f"{key}: it has no such name yet; +{key}=… adds it{hint}"
         near = _near_keys(key, sorted(known - {key, ""}))
-        return f"{key}: there is no such key; " + (f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys")
-    if isinstance(error, InterpolationKeyError) and (missing := re.search(r"'([^']+)' not found", first)):
+        return f"{key}: there is no such key; " + (
+            f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys"
+        )
+    if isinstance(error, InterpolationKeyError) and (
+        missing := re.search(r"'([^']+)' not found", first)
+    ):
         return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"
     if isinstance(error, ValidationError) and "is not a ListConfig" in first:
         return f"{key}: expected a list; give it in brackets, {key}=[…]"
@@ -196,7 +229,13 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if first.startswith("Ambiguous value"):
         return f"{first}; add -m to sweep over several values, or write a list in [brackets]"
     if "Could not find" in first or first.startswith("You must specify"):
-        skipped = ("Config search path", "provider=", "object_type", "full_key", "Available options")
+        skipped = (
+            "Config search path",
+            "provider=",
+            "object_type",
+            "full_key",
+            "Available options",
+        )
         listed = ", ".join(line for line in lines[1:] if not line.startswith(skipped))
         group = (re.search(r"'([^']+)/[^']+'", first) or [first, ""])[1]
         is_open = group in ("model", "loss", "optimizer", "schedule")
@@ -227,15 +266,29 @@ def _check_numbers(node: Any, path: str) -> None:
     """Convert lists to the declared tuples, in place; refuse wrong lengths, numbers outside their range and swapped bounds."""
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
         value, key = getattr(node, name), f"{path}.{name}".lstrip(".")
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        kind, *knobs = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+        items = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
+        kind, *knobs = (
+            typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
+        )
         kinds = (kind, *typing.get_args(kind))
         # OmegaConf accepts a list or a dictionary where a single value is declared.
-        containers = [kind] if typing.get_origin(kind) in (dict, list) else kinds[1:]  # the items of a mapping may be lists
+        containers = (
+            [kind] if typing.get_origin(kind) in (dict, list) else kinds[1:]
+        )  # the items of a mapping may be lists
         is_flat = any(
-            typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str) for one in containers
+            typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str)
+            for one in containers
         )
-        for child, child_key in [(value, key), *((item, f"{key}.{item_name}") for item_name, item in items)]:
+        for child, child_key in [
+            (value, key),
+            *((item, f"{key}.{item_name}") for item_name, item in items),
+        ]:
             if dataclasses.is_dataclass(child):
                 _check_numbers(child, child_key)
             is_single = child is value or not is_flat or not isinstance(child, (dict, list))
@@ -243,7 +296,10 @@ def _check_numbers(node: Any, path: str) -> None:
         tuples = [one for one in kinds if typing.get_origin(one) is tuple]
         if isinstance(value, list) and tuples:
             length = len(typing.get_args(tuples[0]))
-            require(len(value) == length, f"{key}: {length} numbers are needed, one per axis or bound, but got {value}")
+            require(
+                len(value) == length,
+                f"{key}: {length} numbers are needed, one per axis or bound, but got {value}",
+            )
             value = tuple(value)
             setattr(node, name, value)
         _check_range(key, value, knobs[0] if knobs else Knob(""))
@@ -257,7 +313,9 @@ def _check_range(key: str, value: Any, knob: Knob) -> None:
     numbers = [number for number in values if number is not None]
     low, high = (float(bound) for bound in knob.within[1:-1].split(","))
     # An open end excludes its bound.
-    excluded = {bound for bound, mark in ((low, knob.within[0]), (high, knob.within[-1])) if mark in "()"}
+    excluded = {
+        bound for bound, mark in ((low, knob.within[0]), (high, knob.within[-1])) if mark in "()"
+    }
     for number in numbers:
         is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
         if not is_number or not low <= number <= high or number in excluded:
@@ -272,10 +330,13 @@ def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
         _check_range(f"{key}.{name}", value, Knob("", range_of(point, str(node.get(TARGET)), name)))
 
 
-def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig) -> dict[str, Any]:
+def _checked_node(
+    point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig
+) -> dict[str, Any]:
     """Check the node of an extension point; no class is imported before all nodes have passed.
 
-    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted to its types.
+    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted
+    to its types.
     """
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node
@@ -289,10 +350,15 @@ def _checked_node(point: str, node: dict[str, Any], trusted: Sequence[str], comp
     # The other arguments of a foreign class are bound to its signature, see `bind_target`.
     own = {name: value for name, value in node.items() if name in known or target in CLASS_SCHEMAS}
     try:
-        typed = OmegaConf.to_object(OmegaConf.merge({point: OmegaConf.structured(schema)}, {point: own}))
+        typed = OmegaConf.to_object(
+            OmegaConf.merge({point: OmegaConf.structured(schema)}, {point: own})
+        )
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     checked = typing.cast(dict[str, Any], typed)[point]
     _check_numbers(checked, point)
-    values = {name: value.value if isinstance(value, Enum) else value for name, value in vars(checked).items()}
+    values = {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in vars(checked).items()
+    }
     return {**node, **values}

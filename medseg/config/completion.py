@@ -1,6 +1,7 @@
 """Completion of the command line: keys, files of groups, and values that the key accepts.
 
-Hydra's own completion offers the positions of a list (`save=0=`) and, of a fixed set, the current value alone.
+Hydra's own completion offers the positions of a list (`save=0=`) and, of a fixed set, the current
+value alone.
 """
 
 import os
@@ -20,7 +21,8 @@ from medseg.knob import Knob
 from medseg.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
-# Hydra's option by which its script for the shell asks; the command line to complete is in COMP_LINE.
+# Hydra's option by which its script for the shell asks; the command line to complete is in
+# COMP_LINE.
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 QUERY = "query=bash"
 # Characters of a value that neither the shell nor Hydra's grammar reads as something else.
@@ -63,7 +65,9 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
     known = {entry.name for entry in entries}
     # Arguments of classes that are not ours, which no schema lists.
     values = OmegaConf.to_container(composed)
-    entries += [Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known]
+    entries += [
+        Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known
+    ]
     key, equals, begun = word.partition("=")
     if equals:
         values = _values(key, begun, entries, groups)
@@ -103,7 +107,9 @@ def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) 
             yield name + "=" if is_whole else ".".join(parts[: depth + 1]) + "."
 
 
-def _values(key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]) -> list[str]:
+def _values(
+    key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]
+) -> list[str]:
     """List the values of a key or a group of files."""
     if key.lstrip("+") in PATH_KEYS:
         return list(_paths(begun))
@@ -123,7 +129,8 @@ def _key_values(key: Key, begun: str) -> list[str]:
         return ["true", "false", *null]
     if _is_choice(kind):
         return [*kind, *null]
-    # A class that is named on the command line replaces the preset with all of its arguments, also the present class.
+    # A class that is named on the command line replaces the preset with all of its arguments, also
+    # the present class.
     is_class = key.name.rpartition(".")[2] == TARGET
     is_current = key.value not in (None, "???") and not isinstance(key.value, dict) and not is_class
     current = text_of(key.value) if is_current else ""

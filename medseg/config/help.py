@@ -15,7 +15,14 @@ from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.knob import Knob
 from medseg.targets import TARGET
 
-TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list", dict: "mapping"}
+TYPE_NAMES = {
+    int: "integer",
+    float: "number",
+    bool: "true or false",
+    str: "text",
+    list: "list",
+    dict: "mapping",
+}
 
 
 class Key(NamedTuple):
@@ -87,21 +94,29 @@ def list_keys(schema: type, composed: DictConfig, groups: Collection[str]) -> It
     yield from _entries(schema, values, "", groups)
 
 
-def _entries(schema: type, values: dict[str, Any], path: str, groups: Collection[str]) -> Iterator[Key | Group]:
+def _entries(
+    schema: type, values: dict[str, Any], path: str, groups: Collection[str]
+) -> Iterator[Key | Group]:
     """Yield the keys of a dataclass below `path`."""
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
         name = f"{path}.{field_name}".lstrip(".")
-        # Keys that the composed configuration lacks have a default in the schema, or must be given (`???`).
+        # Keys that the composed configuration lacks have a default in the schema, or must be given
+        # (`???`).
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
-        group: Any = _group_schema(name, value) or (hint if dataclasses.is_dataclass(hint) else None)
+        group: Any = _group_schema(name, value) or (
+            hint if dataclasses.is_dataclass(hint) else None
+        )
         if group is not None:
             yield Group(name, group.__doc__, choices)
             yield from _entries(group, value, name, groups)
             continue
         kind, knob = typing.get_args(hint)
         yield Key(name, value, kind, knob, choices)
-        for container in (kind, *typing.get_args(kind)):  # the second for a mapping or list that may be null
+        for container in (
+            kind,
+            *typing.get_args(kind),
+        ):  # the second for a mapping or list that may be null
             for item in typing.get_args(container):
                 if dataclasses.is_dataclass(item):
                     place = "<number>" if typing.get_origin(container) is list else "<name>"

@@ -14,10 +14,12 @@ from medseg.errors import UserError, first_line
 from medseg.io.text import read_yaml_text
 
 TASK_FILE, TABLE_FILE = "task.yaml", "cases.csv"
-# Name of the task among those of `conf/task/`, and of a group of its own for the values of the labels in the files.
+# Name of the task among those of `conf/task/`, and of a group of its own for the values of the
+# labels in the files.
 IMPORTED = "imported"
 VALUES = f"+{IMPORTED}=values"
-# Keys that name a case table, and whether they also name a data set in the layout of another program.
+# Keys that name a case table, and whether they also name a data set in the layout of another
+# program.
 TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
 # Where the task comes from, for the commands that a study starts.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"
@@ -35,7 +37,10 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     Raises:
         UserError: If the data set or its task cannot be read.
     """
-    given = {key.lstrip("+"): value.strip("'\"") for key, _, value in (one.partition("=") for one in arguments)}
+    given = {
+        key.lstrip("+"): value.strip("'\"")
+        for key, _, value in (one.partition("=") for one in arguments)
+    }
     if "task" not in {field.name for field in fields(schema)}:
         return list(arguments)
     task = given.get("task", "")
@@ -44,13 +49,19 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     if task.endswith((".yaml", ".yml")):
         source = Path(task)
         content = _read_task(source)
-        arguments = [f"task={IMPORTED}" if one.partition("=")[0] == "task" else one for one in arguments]
+        arguments = [
+            f"task={IMPORTED}" if one.partition("=")[0] == "task" else one for one in arguments
+        ]
     elif key is not None:
         source = Path(given[key])
         content = _find_task(source, may_import=TABLE_KEYS[key])
     if not content and task == IMPORTED and SOURCE_VARIABLE in os.environ:
         source = Path(os.environ[SOURCE_VARIABLE])
-        content = _read_task(source) if source.suffix in (".yaml", ".yml") else _find_task(source, may_import=True)
+        content = (
+            _read_task(source)
+            if source.suffix in (".yaml", ".yml")
+            else _find_task(source, may_import=True)
+        )
     if not content:
         return list(arguments)
     os.environ[SOURCE_VARIABLE] = str(source.absolute())
@@ -61,7 +72,9 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     store(IMPORTED, OmegaConf.create(content), "task", "_global_")
     if task:
         return list(arguments)
-    say(f"task of {source}: {', '.join(content['task']['labels'])}; task=<name> chooses another one")
+    say(
+        f"task of {source}: {', '.join(content['task']['labels'])}; task=<name> chooses another one"
+    )
     return [f"task={IMPORTED}", *arguments]
 
 
@@ -101,5 +114,7 @@ def _read_task(file: Path) -> dict[str, Any]:
     groups = content if isinstance(content, dict) and "task" in content else {"task": content}
     task = groups["task"]
     if not isinstance(task, dict) or not isinstance(task.get("labels"), dict):
-        raise UserError(f"{file}: expected the labels of a task (task: {{labels: …}}), found none; correct or remove the file.")
+        raise UserError(
+            f"{file}: expected the labels of a task (task: {{labels: …}}), found none; correct or remove the file."
+        )
     return groups

@@ -1,10 +1,11 @@
 """Schema of the configuration: every key with its type, range, unit and description; the values are in `conf/`.
 
-`check.py` merges the values that Hydra composed into the dataclass of the command, such as `TrainConfig`. It refuses unknown
-keys, wrong types, missing values and numbers outside their range, whatever their source. A tuple's length is part of its type.
-Extension points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
-`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this.
-The file is long because each key has its documentation beside it.
+`check.py` merges the values that Hydra composed into the dataclass of the command, such as
+`TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers outside their range,
+whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
+`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.targets`; classes of
+ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this. The file is long
+because each key has its documentation beside it.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,12 @@ from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import TaskOptions
 from medseg.training.options import Metric, TrainConfig
 
-Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])  # see `medseg.planning.choose`
-ImportFormat = StrEnum("ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"])  # see docs/import.md
+Allow = StrEnum(
+    "Allow", ["same_result", "same_expectation", "other_run"]
+)  # see `medseg.planning.choose`
+ImportFormat = StrEnum(
+    "ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"]
+)  # see docs/import.md
 MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
 
 
@@ -45,17 +50,24 @@ class TuneLoaderConfig(TrainConfig):
 
     num_batches: Annotated[int, Knob("Batches timed for each setting.", "[1, inf)", "batches")]
     workers: Annotated[
-        list[int] | None, Knob("Numbers of loader processes; null: 0, 1, 2, 4, … up to the processors.", "[0, inf)")
+        list[int] | None,
+        Knob("Numbers of loader processes; null: 0, 1, 2, 4, … up to the processors.", "[0, inf)"),
     ]
-    prefetches: Annotated[list[int], Knob("Prefetched batches per loader process.", "[1, inf)", "batches")]
+    prefetches: Annotated[
+        list[int], Knob("Prefetched batches per loader process.", "[1, inf)", "batches")
+    ]
 
 
 @dataclass
 class ExtentConfig:
     """Extent of the input of each stage without a patch size."""
 
-    coarse: Annotated[Triple, Knob("Extent of a scan, of the coarse stage.", "(0, inf)", "mm (z, y, x)")]
-    single: Annotated[Triple, Knob("Extent of a scan, of a single stage.", "(0, inf)", "mm (z, y, x)")]
+    coarse: Annotated[
+        Triple, Knob("Extent of a scan, of the coarse stage.", "(0, inf)", "mm (z, y, x)")
+    ]
+    single: Annotated[
+        Triple, Knob("Extent of a scan, of a single stage.", "(0, inf)", "mm (z, y, x)")
+    ]
     fine: Annotated[Triple, Knob("Extent of a crop.", "(0, inf)", "mm (z, y, x)")]
 
 
@@ -64,7 +76,12 @@ class PlanConfig(TrainConfig):
     """Keys of `plan`."""
 
     shape: Annotated[
-        Shape | None, Knob("Sample; null: stage.patch_size, spacing.size or extent_mm.", "[1, inf)", "voxels (D, H, W)")
+        Shape | None,
+        Knob(
+            "Sample; null: stage.patch_size, spacing.size or extent_mm.",
+            "[1, inf)",
+            "voxels (D, H, W)",
+        ),
     ]
     extent_mm: ExtentConfig
     validation_shape: Annotated[
@@ -76,15 +93,29 @@ class PlanConfig(TrainConfig):
         ),
     ]
     measure: Annotated[
-        bool, Knob("Measure this machine, to predict peak memory and seconds of a run; false: only count tensors.")
+        bool,
+        Knob(
+            "Measure this machine, to predict peak memory and seconds of a run; false: only count tensors."
+        ),
     ]
     fit_gib: Annotated[
-        float | None, Knob("Find the fastest switches whose peak fits into this memory; null: none.", "(0, inf)", "GiB")
+        float | None,
+        Knob(
+            "Find the fastest switches whose peak fits into this memory; null: none.",
+            "(0, inf)",
+            "GiB",
+        ),
     ]
-    max_seconds: Annotated[float | None, Knob("With fit_gib: largest duration of a step; null: any.", "(0, inf)", "s")]
+    max_seconds: Annotated[
+        float | None, Knob("With fit_gib: largest duration of a step; null: any.", "(0, inf)", "s")
+    ]
     allow: Annotated[Allow, Knob("With fit_gib: what the switches may change, see docs/memory.md.")]
-    compute: Annotated[bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")]
-    largest_batch: Annotated[bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")]
+    compute: Annotated[
+        bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")
+    ]
+    largest_batch: Annotated[
+        bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")
+    ]
     output: Annotated[Text, Knob("JSON file for the printed numbers.")]
 
 
@@ -93,18 +124,31 @@ class LadderConfig(PlanConfig):
     """Keys of `ladder`."""
 
     timed_steps: Annotated[
-        int, Knob("Timed steps after one warm-up step, of which the fastest counts; 0: count bytes only.", "[0, inf)", "steps")
+        int,
+        Knob(
+            "Timed steps after one warm-up step, of which the fastest counts; 0: count bytes only.",
+            "[0, inf)",
+            "steps",
+        ),
     ]
     peers: Annotated[
-        bool, Knob("Also measure the networks of nnU-Net and MONAI, in fp32 and as they train, in an environment of their own.")
+        bool,
+        Knob(
+            "Also measure the networks of nnU-Net and MONAI, in fp32 and as they train, in an environment of their own."
+        ),
     ]
     peers_env: Annotated[str, Knob("Folder of the environment of `peers`; made on first use.")]
     train: Annotated[bool, Knob("Also train each row for `steps` and print its Dice.")]
     networks: Annotated[
         dict[str, list[str]],
-        Knob("Name of a network: its arguments. Each network is a row of its own, without the arguments of `rows`."),
+        Knob(
+            "Name of a network: its arguments. Each network is a row of its own, without the arguments of `rows`."
+        ),
     ]
-    rows: Annotated[dict[str, list[str]], Knob("Name of a row: arguments that it adds to those of the rows above it.")]
+    rows: Annotated[
+        dict[str, list[str]],
+        Knob("Name of a row: arguments that it adds to those of the rows above it."),
+    ]
 
 
 @dataclass
@@ -119,9 +163,16 @@ class StageArgumentsConfig:
 class CompareSpacingConfig(TrainConfig):
     """Keys of `compare_spacing`."""
 
-    output: Annotated[str, Knob("Folder of comparison.{csv,md,png} and of one folder per row; finished rows are kept.")]
+    output: Annotated[
+        str,
+        Knob(
+            "Folder of comparison.{csv,md,png} and of one folder per row; finished rows are kept."
+        ),
+    ]
     stages: StageArgumentsConfig
-    rows: Annotated[dict[str, StageArgumentsConfig], Knob("Name of a row: arguments of each stage.")]
+    rows: Annotated[
+        dict[str, StageArgumentsConfig], Knob("Name of a row: arguments of each stage.")
+    ]
 
 
 @dataclass
@@ -129,12 +180,19 @@ class TimeToDiceConfig(TrainConfig):
     """Keys of `time_to_dice`."""
 
     output: Annotated[
-        str, Knob("Folder of time_to_dice.{csv,md} and of one folder per row; the same command with this folder resumes.")
+        str,
+        Knob(
+            "Folder of time_to_dice.{csv,md} and of one folder per row; the same command with this folder resumes."
+        ),
     ]
     metric: Annotated[Metric, Knob("Column of history.csv that must reach the target.")]
     target_dice: Annotated[float, Knob("Dice that ends a row.", "(0, 1]")]
-    max_minutes: Annotated[float, Knob("Time after which a row is stopped.", "(0, inf)", "CPU minutes")]
-    max_ratio: Annotated[float, Knob("Multiple of the first row's time after which a row is stopped.", "(0, inf)")]
+    max_minutes: Annotated[
+        float, Knob("Time after which a row is stopped.", "(0, inf)", "CPU minutes")
+    ]
+    max_ratio: Annotated[
+        float, Knob("Multiple of the first row's time after which a row is stopped.", "(0, inf)")
+    ]
     rows: Annotated[dict[str, list[str]], Knob("Name of a row: its arguments of `train`.")]
 
 
@@ -154,13 +212,20 @@ class ImportConfig:
 
     input: Annotated[str, Knob("Folder of a data set, or a datalist (.json).")]
     output: Annotated[str, Knob("Folder of cases.csv and task.yaml.")]
-    format: Annotated[ImportFormat | None, Knob("Layout of the data set; null: detected from the folder.")]
+    format: Annotated[
+        ImportFormat | None, Knob("Layout of the data set; null: detected from the folder.")
+    ]
     labels: Annotated[
-        Any, Knob("Labels to keep, [a,b], or new labels merged from them, {kidneys: [left_kidney,right_kidney]}; null: all.")
+        Any,
+        Knob(
+            "Labels to keep, [a,b], or new labels merged from them, {kidneys: [left_kidney,right_kidney]}; null: all."
+        ),
     ]
     missing: Annotated[
         MissingStructure,
-        Knob("A structure that some cases lack: refuse stops, absent states that these patients do not have it."),
+        Knob(
+            "A structure that some cases lack: refuse stops, absent states that these patients do not have it."
+        ),
     ]
 
 
@@ -171,7 +236,10 @@ class ExportConfig:
     checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
     output: Annotated[str, Knob("model.onnx, or model.xml (OpenVINO).")]
     trusted_targets: Annotated[
-        list[str], Knob("Prefixes of classes beyond the white list that the checkpoint may name ([my_package.]).")
+        list[str],
+        Knob(
+            "Prefixes of classes beyond the white list that the checkpoint may name ([my_package.])."
+        ),
     ]
 
 
@@ -186,7 +254,11 @@ class EvaluateConfig:
     pictures: Annotated[bool, Knob("Draw overlays and viewers.")]
     num_pictures: Annotated[
         int,
-        Knob("Overlays in report.html, the worst cases first; it links to the others.", "[0, inf)", "pictures of about 0.1 MB"),
+        Knob(
+            "Overlays in report.html, the worst cases first; it links to the others.",
+            "[0, inf)",
+            "pictures of about 0.1 MB",
+        ),
     ]
     num_viewers: Annotated[
         int,
@@ -197,13 +269,22 @@ class EvaluateConfig:
         ),
     ]
     baseline: Annotated[
-        Text, Knob("Folder of scores of another evaluation: report.html has the differences on the same cases; null: none.")
+        Text,
+        Knob(
+            "Folder of scores of another evaluation: report.html has the differences on the same cases; null: none."
+        ),
     ]
     metrics: Annotated[
-        dict[str, Any], Knob("Name: metric of monai.metrics or torchmetrics (_target_), scored for each region beside ours.")
+        dict[str, Any],
+        Knob(
+            "Name: metric of monai.metrics or torchmetrics (_target_), scored for each region beside ours."
+        ),
     ]
     trusted_targets: Annotated[
-        list[str], Knob("Prefixes of classes that metrics may name beyond the white list, such as my_package.")
+        list[str],
+        Knob(
+            "Prefixes of classes that metrics may name beyond the white list, such as my_package."
+        ),
     ]
     task: TaskOptions
     data: LabelsOptions
@@ -215,21 +296,33 @@ class PhantomsConfig(PhantomCountsOptions):
 
     output: Annotated[str, Knob("Folder of the scans and their case table.")]
     task: TaskOptions
-    data: Annotated[dict[str, Any] | None, Knob("Accepted because files of tasks set it; the scans do not depend on it.")] = None
+    data: Annotated[
+        dict[str, Any] | None,
+        Knob("Accepted because files of tasks set it; the scans do not depend on it."),
+    ] = None
 
 
 @dataclass
 class ReportConfig:
     """Keys of `report`."""
 
-    runs: Annotated[str, Knob("Folder with runs at or below it: a multirun, a search, or any other.")]
+    runs: Annotated[
+        str, Knob("Folder with runs at or below it: a multirun, a search, or any other.")
+    ]
     output: Annotated[Text, Knob("Folder of report.html and report.csv; null: `runs`.")]
     num_pictures: Annotated[
-        int, Knob("Overlays of validation cases, the best runs first.", "[0, inf)", "pictures of about 0.1 MB")
+        int,
+        Knob(
+            "Overlays of validation cases, the best runs first.",
+            "[0, inf)",
+            "pictures of about 0.1 MB",
+        ),
     ]
     baseline: Annotated[
         Text,
-        Knob("Run whose Dice on the same validation cases the others are compared with: its name in report.csv; null: none."),
+        Knob(
+            "Run whose Dice on the same validation cases the others are compared with: its name in report.csv; null: none."
+        ),
     ] = None
 
 
@@ -238,7 +331,10 @@ class WatchConfig:
     """Keys of `watch`."""
 
     run: Annotated[
-        str, Knob("Run folder, or folder of runs (shows the newest); `medseg watch <folder>` is short for run=<folder>.")
+        str,
+        Knob(
+            "Run folder, or folder of runs (shows the newest); `medseg watch <folder>` is short for run=<folder>."
+        ),
     ]
     every_s: Annotated[float, Knob("Interval of the readings.", "(0, inf)", "s")]
 
@@ -248,13 +344,19 @@ class RecipeConfig:
     """Experiments that train a cascade."""
 
     cases: Annotated[str, Knob("Case table (CSV), or folder of a data set in a known layout.")]
-    output: Annotated[str, Knob("Folder of the results; the same command with this folder resumes.")]
+    output: Annotated[
+        str, Knob("Folder of the results; the same command with this folder resumes.")
+    ]
     coarse: Annotated[
         Any,
-        Knob("Experiment of the coarse stage (conf/experiment), or a [list]: each starts from the weights of the one before."),
+        Knob(
+            "Experiment of the coarse stage (conf/experiment), or a [list]: each starts from the weights of the one before."
+        ),
     ]
     fine: Annotated[Any, Knob("Like coarse, for the fine stage.")]
-    pretrain_coarse: Annotated[Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")]
+    pretrain_coarse: Annotated[
+        Text, Knob("Experiment on synthetic scans for the initial weights; null: fresh weights.")
+    ]
     pretrain_fine: Annotated[Text, Knob("Like pretrain_coarse, for the fine stage.")]
 
     def __post_init__(self) -> None:
@@ -279,7 +381,9 @@ class CrossValidateConfig(RecipeConfig):
             "chest with one side each."
         ),
     ]
-    diseased: Annotated[bool, Knob("Also score a copy of each scan with disease painted into its regions.")]
+    diseased: Annotated[
+        bool, Knob("Also score a copy of each scan with disease painted into its regions.")
+    ]
     task: TaskOptions
     data: LabelsOptions
 
@@ -290,7 +394,9 @@ class MakeWeightsConfig(RecipeConfig):
 
     runs: Annotated[
         str,
-        Knob("Run folders; finished runs are reused, so cross_validate and make_weights share pretraining on synthetic scans."),
+        Knob(
+            "Run folders; finished runs are reused, so cross_validate and make_weights share pretraining on synthetic scans."
+        ),
     ]
 
 
@@ -301,7 +407,8 @@ class DemoConfig:
     output: Annotated[str, Knob("Folder of all results.")]
 
 
-# Schemas of classes: keys that every class of an extension point has, and all keys of a class of ours.
+# Schemas of classes: keys that every class of an extension point has, and all keys of a class of
+# ours.
 POINT_SCHEMAS: dict[str, type] = {"model": NetworkOptions, "loss": LossOptions}
 CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 
@@ -334,6 +441,9 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-# Named in the defaults list of the file of each root: a key that the files do not contain can be overridden like any other.
+# Named in the defaults list of the file of each root: a key that the files do not contain can be
+# overridden like any other.
 for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig, PredictConfig):
-    ConfigStore.instance().store(f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root))
+    ConfigStore.instance().store(
+        f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)
+    )

@@ -10,7 +10,9 @@ from medseg.knob import Knob
 from medseg.training.options import TrainConfig
 
 ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])
-Objective = StrEnum("Objective", ["val_dice", "peak_gib", "seconds_per_step"])  # Dice is maximised, memory and time are minimised
+Objective = StrEnum(
+    "Objective", ["val_dice", "peak_gib", "seconds_per_step"]
+)  # Dice is maximised, memory and time are minimised
 Sampler = StrEnum("Sampler", ["tpe", "random"])  # see `medseg.studies.search`
 Pruner = StrEnum("Pruner", ["median", "none"])
 
@@ -33,15 +35,32 @@ class SweepConfig:
 
     name: Annotated[str, Knob("Name of the search.")]
     num_trials: Annotated[
-        int, Knob("Trials in total, failed ones included; a greater number continues a search.", "[1, inf)", "trials")
+        int,
+        Knob(
+            "Trials in total, failed ones included; a greater number continues a search.",
+            "[1, inf)",
+            "trials",
+        ),
     ]
-    objectives: Annotated[list[Objective], Knob("Objectives; two of them give a Pareto front instead of one best trial.")]
+    objectives: Annotated[
+        list[Objective],
+        Knob("Objectives; two of them give a Pareto front instead of one best trial."),
+    ]
     sampler: Annotated[Sampler, Knob("tpe learns from earlier trials.")]
     num_random: Annotated[int, Knob("First trials, drawn at random.", "[1, inf)", "trials")]
-    seed: Annotated[int, Knob("Trial n is drawn from (seed, n) and the trials before it.", "[0, inf)")]
-    pruner: Annotated[Pruner, Knob("median stops a trial whose Dice is below the median of earlier ones at that step.")]
-    prune_after_trials: Annotated[int, Knob("Finished trials before any is stopped early.", "[1, inf)", "trials")]
-    prune_after_steps: Annotated[int, Knob("Steps before a trial may be stopped.", "[0, inf)", "optimiser steps")]
+    seed: Annotated[
+        int, Knob("Trial n is drawn from (seed, n) and the trials before it.", "[0, inf)")
+    ]
+    pruner: Annotated[
+        Pruner,
+        Knob("median stops a trial whose Dice is below the median of earlier ones at that step."),
+    ]
+    prune_after_trials: Annotated[
+        int, Knob("Finished trials before any is stopped early.", "[1, inf)", "trials")
+    ]
+    prune_after_steps: Annotated[
+        int, Knob("Steps before a trial may be stopped.", "[0, inf)", "optimiser steps")
+    ]
     space: Annotated[dict[str, ParameterConfig], Knob("Searched key, or group: its values.")]
 
 
@@ -81,14 +100,26 @@ def _check_parameter(name: str, parameter: ParameterConfig) -> None:
             f"{name}: type choice uses choices only; leave out low, high, step and log",
         )
         return
-    require(parameter.choices is None, f"{name}: choices need type choice, but the type is {parameter.type.value}")
+    require(
+        parameter.choices is None,
+        f"{name}: choices need type choice, but the type is {parameter.type.value}",
+    )
     if low is None or high is None or low >= high:
-        raise UserError(f"{name}: low and high are needed, the lower first, but got {low} and {high}")
+        raise UserError(
+            f"{name}: low and high are needed, the lower first, but got {low} and {high}"
+        )
     require(not parameter.log or low > 0, f"{name}: log needs low above 0, but got {low}")
-    require(not (parameter.log and step is not None), f"{name}: log and step cannot be combined; give one of them")
-    require(step is None or 0 < step <= high - low, f"{name}: step must lie in (0, {high - low:g}], but got {step}")
+    require(
+        not (parameter.log and step is not None),
+        f"{name}: log and step cannot be combined; give one of them",
+    )
+    require(
+        step is None or 0 < step <= high - low,
+        f"{name}: step must lie in (0, {high - low:g}], but got {step}",
+    )
     whole = [number for number in (low, high, step) if number is not None]
     require(
-        parameter.type is ParameterType.float or all(float(number).is_integer() for number in whole),
+        parameter.type is ParameterType.float
+        or all(float(number).is_integer() for number in whole),
         f"{name}: type int needs whole numbers, but got {whole}",
     )

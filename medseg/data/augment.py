@@ -1,7 +1,7 @@
 """Augmentation effects of one sample: an affine resampling, then scanner effects, computed in place.
 
-The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that can be an entry
-of the configuration key `augment.transforms`.
+The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that
+can be an entry of the configuration key `augment.transforms`.
 """
 
 import math
@@ -25,7 +25,8 @@ class Warp(NamedTuple):
     """An affine map from a patch to the crop it is sampled from; the centres of both correspond.
 
     Attributes:
-        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels (z, y, x).
+        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels
+            (z, y, x).
         shift_voxels: Added in the source, (3,), voxels (z, y, x).
     """
 
@@ -36,12 +37,15 @@ class Warp(NamedTuple):
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side to cover it."""
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
-        # The slices below and above a point are read where the tilted line crosses them (`_resample_affine`).
+        # The slices below and above a point are read where the tilted line crosses them
+        # (`_resample_affine`).
         reach[1:] += np.abs(self.matrix[1:, 0] / self.matrix[0, 0])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
         return (z, y, x)
 
-    def apply(self, image: Tensor, labels: Tensor, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    def apply(
+        self, image: Tensor, labels: Tensor, shape: tuple[int, int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Resample a patch: the image linearly, the labels by the nearest voxel; outside is air and background.
 
         Args:
@@ -53,8 +57,13 @@ class Warp(NamedTuple):
             Image (C, *shape) and labels (*shape) of the patch.
         """
         # grid_sample pads with zeros, so air is shifted to zero and back.
-        channels = [_resample_affine(one - AIR, self.matrix, self.shift_voxels, shape, "bilinear").add_(AIR) for one in image]
-        new_labels = _resample_affine(labels.float(), self.matrix, self.shift_voxels, shape, "nearest")
+        channels = [
+            _resample_affine(one - AIR, self.matrix, self.shift_voxels, shape, "bilinear").add_(AIR)
+            for one in image
+        ]
+        new_labels = _resample_affine(
+            labels.float(), self.matrix, self.shift_voxels, shape, "nearest"
+        )
         return torch.stack(channels), new_labels.to(labels.dtype)
 
 
@@ -74,7 +83,8 @@ class WindowShift:
 class Affine:
     """Rotation about the axes z, y and x, scale, shear of each pair of axes and shift along z, y and x, in one resampling.
 
-    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1 makes the anatomy larger.
+    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
+    makes the anatomy larger.
     """
 
     probability: float
@@ -104,18 +114,24 @@ class Flip(Effect):
 
     axes: Sequence[int]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Flip image and labels."""
         axes = [axis for axis in self.axes if rng.random() < 0.5]
-        return (image.flip([axis + 1 for axis in axes]), labels.flip(axes)) if axes else (image, labels)
+        return (
+            (image.flip([axis + 1 for axis in axes]), labels.flip(axes))
+            if axes
+            else (image, labels)
+        )
 
 
 @dataclass(frozen=True)
 class Resolution(Effect):
     """Low resolution and Gaussian blur along all axes; both are linear along each axis, so one matrix per axis applies both.
 
-    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all axes; an axis that is coarser
-    already stays as it is.
+    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or
+    along all axes; an axis that is coarser already stays as it is.
     """
 
     low_resolution_probability: float
@@ -124,7 +140,9 @@ class Resolution(Effect):
     blur_probability: float
     blur_sigma_mm: tuple[float, float]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Multiply the image along each axis."""
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
@@ -132,7 +150,9 @@ class Resolution(Effect):
             slice_mm, phase = rng.uniform(*self.low_resolution_mm), rng.random()
             for axis in range(3 if rng.random() < self.low_resolution_all_axes_probability else 1):
                 if slice_mm > spacing_mm[axis]:
-                    matrices[axis] = thick_slice_matrix(sizes[axis], slice_mm / spacing_mm[axis], phase)
+                    matrices[axis] = thick_slice_matrix(
+                        sizes[axis], slice_mm / spacing_mm[axis], phase
+                    )
         if rng.random() < self.blur_probability:
             sigma_mm = rng.uniform(*self.blur_sigma_mm)
             for axis in range(3):
@@ -150,7 +170,9 @@ class Noise(Effect):
     probability: float
     sd: tuple[float, float]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Add the noise."""
         if rng.random() < self.probability:
             noise = rng.standard_normal(image.shape, dtype=np.float32)
@@ -165,7 +187,9 @@ class Contrast(Effect):
     probability: float
     range: tuple[float, float]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Multiply the image."""
         if rng.random() < self.probability:
             image.mul_(rng.uniform(*self.range))
@@ -179,7 +203,9 @@ class Brightness(Effect):
     probability: float
     max: float
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Add the constant."""
         if rng.random() < self.probability:
             image.add_(rng.uniform(-self.max, self.max))
@@ -193,12 +219,16 @@ class Gamma(Effect):
     probability: float
     range: tuple[float, float]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Clip and change the image."""
         image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
         if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
-            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.range)).sub_(0.5).mul_(2.0 * sign)
+            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.range)).sub_(0.5).mul_(
+                2.0 * sign
+            )
         return image, labels
 
 
@@ -209,7 +239,9 @@ class Truncate(Effect):
     probability: float
     max_fraction: float
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Cut off an end along z."""
         if rng.random() < self.probability:
             depth = labels.shape[0]
@@ -230,7 +262,9 @@ class Narrow(Effect):
     probability: float
     max_fraction: float
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Cut off a side in plane."""
         if rng.random() < self.probability:
             axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
@@ -248,7 +282,9 @@ class Circle(Effect):
     probability: float
     radius_range: tuple[float, float]
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Cut off the outside of a circle."""
         if rng.random() < self.probability:
             height, width = labels.shape[1:]
@@ -257,7 +293,9 @@ class Circle(Effect):
             centre_mm = [0.1 * rng.uniform(-length, length) / 2 for length in extent_mm]
             y_mm, x_mm = (
                 (torch.arange(size) - (size - 1) / 2) * step_mm - middle_mm
-                for size, step_mm, middle_mm in zip((height, width), spacing_mm[1:], centre_mm, strict=True)
+                for size, step_mm, middle_mm in zip(
+                    (height, width), spacing_mm[1:], centre_mm, strict=True
+                )
             )
             outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
             image.masked_fill_(outside, AIR)
@@ -304,23 +342,29 @@ def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
     return matrix @ image if axis == 1 else image @ matrix.T
 
 
-def _resample_affine(source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str) -> Tensor:
+def _resample_affine(
+    source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str
+) -> Tensor:
     """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
 
-    Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the three-dimensional one on a CPU:
-    first every source slice is resampled in its plane, then each line along z. No axis is interpolated twice. In a
-    tilted map, the neighbours in plane are those of the point where the line crosses each slice.
+    Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the
+    three-dimensional one on a CPU: first every source slice is resampled in its plane, then each
+    line along z. No axis is interpolated twice. In a tilted map, the neighbours in plane are those
+    of the point where the line crosses each slice.
     """
     depth = source.shape[0]
     row_z = matrix[0] / matrix[0, 0]
-    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x of the patch).
+    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x
+    # of the patch).
     in_plane = np.empty((2, 3))
     in_plane[:, 0] = matrix[1:, 0] / matrix[0, 0]
     in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]
     in_plane_shift = shift[1:] - in_plane[:, 0] * shift[0]
 
     flat = source.new_empty((depth, *shape[1:]))
-    z, y, x = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in (depth, *shape[1:]))
+    z, y, x = (
+        torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in (depth, *shape[1:])
+    )
     # grid_sample's coordinates run from -1 to 1 between the outer faces, the last axis first.
     to_unit = 2.0 / np.array(source.shape)
     for planes in _slabs(depth):
@@ -329,7 +373,9 @@ def _resample_affine(source: Tensor, matrix: np.ndarray, shift: np.ndarray, shap
             by_z, by_y, by_x = (float(unit * factor) for factor in in_plane[row])
             line = by_y * y[:, None] + (by_x * x + float(unit * in_plane_shift[row]))
             torch.add(by_z * z[planes, None, None], line, out=points[..., 1 - row])
-        flat[planes] = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)[:, 0]
+        flat[planes] = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)[
+            :, 0
+        ]
 
     result = source.new_empty(shape)
     z = torch.arange(shape[0], dtype=torch.float32) - (shape[0] - 1) / 2
@@ -339,7 +385,9 @@ def _resample_affine(source: Tensor, matrix: np.ndarray, shift: np.ndarray, shap
         points[..., 0] = x * (2.0 / shape[2])
         line = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
         torch.add(by_y * y[rows, None, None], line, out=points[..., 1])
-        sampled = F.grid_sample(flat[:, rows].movedim(1, 0)[:, None], points, mode=mode, align_corners=False)
+        sampled = F.grid_sample(
+            flat[:, rows].movedim(1, 0)[:, None], points, mode=mode, align_corners=False
+        )
         result[:, rows] = sampled[:, 0].movedim(0, 1)
     return result
 

@@ -1,11 +1,13 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
 
-Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy, image_1.npy, …, labels.npy, case.json}`.
-The paths are absolute, so cases of one name from two data sets have two entries. If none of a case's source files exists here
-(only the cache was copied), an entry of that name from another machine is used if there is exactly one. An entry is written to a
-temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build it. Preparing imports the
-readers of `medseg.io`; opening does not. When a process first opens an entry, it compares its files with their stored checksums;
-the sidecar holds a digest of its own content. A process that uses an entry notices when another one rebuilds it.
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
+image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
+sets have two entries. If none of a case's source files exists here (only the cache was copied), an
+entry of that name from another machine is used if there is exactly one. An entry is written to a
+temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build
+it. Preparing imports the readers of `medseg.io`; opening does not. When a process first opens an
+entry, it compares its files with their stored checksums; the sidecar holds a digest of its own
+content. A process that uses an entry notices when another one rebuilds it.
 """
 
 import functools
@@ -58,12 +60,16 @@ class CachedCase:
         name: Name of the case.
         folder: Folder of the entry.
         grid: The oriented, resampled grid of the arrays.
-        region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left out.
+        region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left
+            out.
         label_boxes: The same for each label.
-        intensities: Map of each channel to the range of the network, by the values of this case; None where the channel has a window.
+        intensities: Map of each channel to the range of the network, by the values of this case;
+            None where the channel has a window.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, their scale and label values; not their paths.
-        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where that is not checked.
+        content: Digest of what the case was made from: the content of its files, their scale and
+            label values; not their paths.
+        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where
+            that is not checked.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -101,7 +107,8 @@ class CachedCase:
         """Map a file of the entry into memory.
 
         Raises:
-            UserError: If the entry has been built anew since it was opened: its grid and boxes may not fit.
+            UserError: If the entry has been built anew since it was opened: its grid and boxes may
+                not fit.
         """
         array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
         require(
@@ -123,21 +130,24 @@ def prepare_case(
 ) -> CachedCase:
     """Make sure that the cache holds a current entry of the case, and open it.
 
-    A current entry is left as it is. Any number of processes may prepare the same case at once: one builds it, the others wait.
+    A current entry is left as it is. Any number of processes may prepare the same case at once: one
+    builds it, the others wait.
 
     Args:
         case: The case.
         cache_dir: Root of the cache; made if needed.
         spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
         task: Labels, regions and channels; HU windows have no effect here.
-        label_values: Value in the file to label name. Several values may share a name; a name that the task does not
-            know becomes background.
+        label_values: Value in the file to label name. Several values may share a name; a name that
+            the task does not know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
-        read: Reads the case where its entry must be built; a cached function reads the files once for several spacings.
+        read: Reads the case where its entry must be built; a cached function reads the files once
+            for several spacings.
 
     Raises:
         CaseRefusedError: If the audit found an error.
-        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of the task.
+        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of
+            the task.
     """
     if case.labels is None:
         raise UserError(
@@ -160,7 +170,9 @@ def prepare_case(
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
-                entry = _find_entry(case, folder, task)  # another process may have built it meanwhile
+                entry = _find_entry(
+                    case, folder, task
+                )  # another process may have built it meanwhile
                 if entry is None:
                     source = read() if read is not None else read_source(case, task, label_values)
                     entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
@@ -183,13 +195,15 @@ def open_case(
 ) -> CachedCase:
     """Open the entry of a case; arguments as in `prepare_case`.
 
-    Where the source files exist, the entry must agree with them; where they do not (a machine that holds only the
-    cache), a complete entry of the same configuration is trusted.
+    Where the source files exist, the entry must agree with them; where they do not (a machine that
+    holds only the cache), a complete entry of the same configuration is trusted.
 
     Raises:
         UserError: If there is no current entry.
     """
-    entry = _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task)
+    entry = _find_entry(
+        case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
+    )
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
@@ -208,7 +222,12 @@ def is_current(
     resampling: str = ANTIALIASED,
 ) -> bool:
     """Whether `open_case` would find a complete entry that agrees with the sources."""
-    return _find_entry(case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task) is not None
+    return (
+        _find_entry(
+            case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
+        )
+        is not None
+    )
 
 
 def prepare_cases(
@@ -223,7 +242,8 @@ def prepare_cases(
         targets: Spacings and filters of the cache entries.
 
     Yields:
-        The audit of each case, and its image and labels where they could be read: from the cache, or as read for a refused case.
+        The audit of each case, and its image and labels where they could be read: from the cache,
+        or as read for a refused case.
     """
     for case, label_values in cases:
         yield _prepare(case, label_values, cache_dir, task, targets)
@@ -237,7 +257,9 @@ def _prepare(
     audit, first = None, None
     try:
         for spacing_mm, resampling in targets:
-            entry = prepare_case(case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read)
+            entry = prepare_case(
+                case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
+            )
             # The findings differ between spacings: each may lose other regions.
             findings = dict.fromkeys([*(audit.findings if audit else ()), *entry.audit.findings])
             audit, first = replace(entry.audit, findings=tuple(findings)), first or entry
@@ -245,11 +267,14 @@ def _prepare(
         return AuditedCase(case, error.audit), error.source
     except Exception as error:  # a defect or a lack of memory stops this case only
         logging.getLogger(__name__).debug("%s", case.name, exc_info=True)
-        return AuditedCase(case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)), first
+        return AuditedCase(
+            case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)
+        ), first
     return AuditedCase(case, audit), first
 
 
-# --- folders and validity of entries --------------------------------------------------------------------------------
+# --- folders and validity of entries
+# --------------------------------------------------------------------------------
 
 
 def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
@@ -270,14 +295,21 @@ def _entry_folder(
     resampling: str,
 ) -> Path:
     # Where structures overlap, their order and those that are read decide.
-    structures = dict.fromkeys(name for value, name in label_values.items() if isinstance(value, str) and name in task.values)
+    structures = dict.fromkeys(
+        name
+        for value, name in label_values.items()
+        if isinstance(value, str) and name in task.values
+    )
     content = {
         "format": FORMAT_VERSION,
         "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
         "labels": dict(sorted(task.labels.items())),
-        "regions": sorted([region.name, list(region.labels), region.side or ""] for region in task.regions),
+        "regions": sorted(
+            [region.name, list(region.labels), region.side or ""] for region in task.regions
+        ),
         "label_values": sorted(
-            ([value, name] for value, name in label_values.items()), key=lambda pair: (isinstance(pair[0], str), *pair)
+            ([value, name] for value, name in label_values.items()),
+            key=lambda pair: (isinstance(pair[0], str), *pair),
         ),
         "range_hu": list(HU_LIMITS),
         "channels": [[one.modality, one.normalise] for one in task.channels],
@@ -290,7 +322,11 @@ def _entry_folder(
     if case.series is not None:
         paths["series"] = case.series
     # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
-    return cache_dir / f"{_folder_text(spacing_mm)}-{_digest(content)}" / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
+    return (
+        cache_dir
+        / f"{_folder_text(spacing_mm)}-{_digest(content)}"
+        / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -310,9 +346,17 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
     if any(path.exists() for path in sources.values()):
         return None
     others = folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH)
-    records = [(other, record) for other in others if (record := _current_record(case, other, sources)) is not None]
+    records = [
+        (other, record)
+        for other in others
+        if (record := _current_record(case, other, sources)) is not None
+    ]
     # An entry whose own files exist here belongs to a case of this machine.
-    foreign = [entry for entry in records if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())]
+    foreign = [
+        entry
+        for entry in records
+        if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())
+    ]
     return foreign[0] if len(foreign) == 1 else None
 
 
@@ -331,21 +375,33 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
         )
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # no entry, a half-written or a damaged one
-    if not is_complete or set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
+    if (
+        not is_complete
+        or set(record["sources"]) != set(sources)
+        or record["read_as"] != _read_as(case)
+    ):
         return None
-    has_changed = any(path.exists() and not is_same_source(path, record["sources"][role]) for role, path in sources.items())
+    has_changed = any(
+        path.exists() and not is_same_source(path, record["sources"][role])
+        for role, path in sources.items()
+    )
     return None if has_changed else record
 
 
 def _read_as(case: Case) -> dict[str, Any]:
     """Collect the values of the case table that change the arrays or the findings of a case."""
-    return {"hu": asdict(case.hu), "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT)}
+    return {
+        "hu": asdict(case.hu),
+        "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
+    }
 
 
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
     stamp = (folder / "case.json").stat().st_mtime_ns
     audit = CaseAudit.from_dict(record["audit"])
-    if audit.heeded(case.ignore_findings, Severity.error):  # the entry was built for a case that ignores it
+    if audit.heeded(
+        case.ignore_findings, Severity.error
+    ):  # the entry was built for a case that ignores it
         raise CaseRefusedError(case, audit)
     # Ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
@@ -370,7 +426,8 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
     )
 
 
-# --- building an entry ----------------------------------------------------------------------------------------------
+# --- building an entry
+# ----------------------------------------------------------------------------------------------
 
 
 def _build(
@@ -392,10 +449,14 @@ def _build(
     for number, (channel, image) in enumerate(zip(task.channels, source.images, strict=True)):
         is_ct = channel.modality == "ct"
         limits = HU_LIMITS if is_ct else None
-        new = resample_image(image, source.grid, grid, channel.outside, resampling=resampling, limits=limits).numpy()
+        new = resample_image(
+            image, source.grid, grid, channel.outside, resampling=resampling, limits=limits
+        ).numpy()
         # float32 would be twice as large.
         files[_image_file(number)] = np.rint(new).astype(np.int16) if is_ct else new
-    files["labels.npy"] = labels = resample_labels(source.labels, source.grid, grid, task.num_values).numpy()
+    files["labels.npy"] = labels = resample_labels(
+        source.labels, source.grid, grid, task.num_values
+    ).numpy()
     boxes = _boxes(labels, {region.name: task.region_values(region) for region in task.regions})
     vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
     record = {
@@ -407,19 +468,29 @@ def _build(
         "read_as": _read_as(case),
         "configuration": folder.parent.name,
         "grid": asdict(grid),
-        "label_counts": {name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()},
+        "label_counts": {
+            name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()
+        },
         "region_boxes": {name: asdict(box) for name, box in boxes.items()},
         "label_boxes": {
-            name: asdict(box) for name, box in _boxes(labels, {name: (value,) for name, value in task.labels.items()}).items()
+            name: asdict(box)
+            for name, box in _boxes(
+                labels, {name: (value,) for name, value in task.labels.items()}
+            ).items()
         },
         "intensities": [
-            INTENSITIES[channel.normalise](image, channel.modality) if channel.window_hu is None else None
+            INTENSITIES[channel.normalise](image, channel.modality)
+            if channel.window_hu is None
+            else None
             for channel, image in zip(task.channels, source.images, strict=True)
         ],
         "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
     }
-    # Case names never start with a dot (case_table), so no entry can have such a name. What a killed process left is removed first.
-    temporary, stale = (folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale"))
+    # Case names never start with a dot (case_table), so no entry can have such a name. What a
+    # killed process left is removed first.
+    temporary, stale = (
+        folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale")
+    )
     _remove(temporary, stale)
     try:
         temporary.mkdir()
@@ -428,7 +499,8 @@ def _build(
         record["crc32"] = {name: crc32_of(temporary / name) for name in files}
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / "case.json").write_text(text, encoding="utf-8")
-        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty pages.
+        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty
+        # pages.
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -30,12 +30,15 @@ TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 FOLD_PREFIX = "fold_"
 FOLD_SIDES = ("train", "val")
-# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary folder.
+# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary
+# folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
 
 
-def list_channels(first: Path, others: Sequence[Path | None], num_channels: int) -> list[Path | None]:
+def list_channels(
+    first: Path, others: Sequence[Path | None], num_channels: int
+) -> list[Path | None]:
     """List the file of each channel of a case.
 
     Args:
@@ -44,7 +47,8 @@ def list_channels(first: Path, others: Sequence[Path | None], num_channels: int)
         num_channels: Channels of the task.
 
     Returns:
-        The files; None where there is none. A single NIfTI file is repeated: it holds all channels along its fourth axis.
+        The files; None where there is none. A single NIfTI file is repeated: it holds all channels
+        along its fourth axis.
     """
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
@@ -64,11 +68,14 @@ class Case:
         trust: Region name to the trust in its reference, e.g. `reference`, `approximate`, `absent`.
         series: DICOM series of the folder, by UID or number; None for the only one.
         hu: Scale from the values of the file to HU.
-        ignore_findings: Codes of the findings of the audit that were checked by a person and are accepted.
-        more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an empty cell is None.
+        ignore_findings: Codes of the findings of the audit that were checked by a person and are
+            accepted.
+        more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an
+            empty cell is None.
         fold: Number of the fold in which the case is validated; None where the table gives none.
-        fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`, `val`, or None where the
-            fold does not use it; empty where the table has no such columns.
+        fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`,
+            `val`, or None where the fold does not use it; empty where the table has no such
+            columns.
     """
 
     name: str
@@ -109,16 +116,18 @@ def read_case_table(
 ) -> list[Case]:
     """Read a case table `case,image[,image_1,…],labels[,patient,split,fold,fold_0,…,series,trust_<region>,hu_slope,…]`.
 
-    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths are relative to its
-    folder. Unknown columns are ignored and blank lines skipped. An empty cell means that there is no value; `patient`
-    defaults to the case's name. Files are not checked for existence: a missing one must not stop the others, and a
-    machine that holds only the cache has none.
+    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths
+    are relative to its folder. Unknown columns are ignored and blank lines skipped. An empty cell
+    means that there is no value; `patient` defaults to the case's name. Files are not checked for
+    existence: a missing one must not stop the others, and a machine that holds only the cache has
+    none.
 
     Args:
         path: The table, or a folder that contains it as `cases.csv`.
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
-        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their cells.
+        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their
+            cells.
         needs_labels: Whether the column of the label maps must be there.
 
     Returns:
@@ -144,11 +153,17 @@ def read_case_table(
         raise UserError(
             f"{path}, line 1: expected the columns {', '.join(required)}, but found {', '.join(columns)[:200] or 'none'}; {cure}."
         )
-    if doubled := sorted(column for column, count in Counter(columns).items() if column and count > 1):
-        raise UserError(f"{path}, line 1: the column {doubled[0]!r} appears twice; keep one of them.")
+    if doubled := sorted(
+        column for column, count in Counter(columns).items() if column and count > 1
+    ):
+        raise UserError(
+            f"{path}, line 1: the column {doubled[0]!r} appears twice; keep one of them."
+        )
 
     if {"fold", f"{FOLD_PREFIX}0"} <= set(columns):
-        raise UserError(f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind.")
+        raise UserError(
+            f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
+        )
 
     cases: list[Case] = []
     line_of: dict[str, int] = {}
@@ -160,7 +175,9 @@ def read_case_table(
             raise UserError(
                 f"{where}: expected {len(columns)} cells, got {len(cells)}; put a cell that contains a comma in quotes."
             )
-        case = _case(dict(zip(columns, cells, strict=True)), path, where, labels_column, hu, ignore_findings)
+        case = _case(
+            dict(zip(columns, cells, strict=True)), path, where, labels_column, hu, ignore_findings
+        )
         if case.name in line_of:
             raise UserError(
                 f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; give each case its own name."
@@ -190,7 +207,11 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
     _, columns = next(rows)
     for _, cells in rows:
         row = dict(zip(columns, cells, strict=False))
-        yield from ((row["case"], path.parent / cell) for cell in row.values() if cell and os.path.exists(path.parent / cell))
+        yield from (
+            (row["case"], path.parent / cell)
+            for cell in row.values()
+            if cell and os.path.exists(path.parent / cell)
+        )
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -207,7 +228,9 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield line, [plain_cell(cell.strip()) for cell in cells]
             line = reader.line_num + 1
     except csv.Error as error:
-        raise UserError(f"{path}: the case table is not valid CSV ({error}); check its quotes.") from error
+        raise UserError(
+            f"{path}: the case table is not valid CSV ({error}); check its quotes."
+        ) from error
 
 
 def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
@@ -225,11 +248,18 @@ def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
 
 
 def _case(
-    cells: dict[str, str], table: Path, where: str, labels_column: str | None, hu: HuScale, ignore_findings: frozenset[str]
+    cells: dict[str, str],
+    table: Path,
+    where: str,
+    labels_column: str | None,
+    hu: HuScale,
+    ignore_findings: frozenset[str],
 ) -> Case:
     name, image = cells["case"], cells["image"]
     if not name or not image:
-        raise UserError(f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image.")
+        raise UserError(
+            f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image."
+        )
     check_case_name(name, where)
     split = cells.get("split") or None
     if split not in (None, *SPLITS):
@@ -240,11 +270,21 @@ def _case(
         f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.",
     )
     labels = cells[labels_column] if labels_column else ""
-    more = list(itertools.takewhile(cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))))
-    folds = list(itertools.takewhile(cells.__contains__, (f"{FOLD_PREFIX}{number}" for number in itertools.count())))
+    more = list(
+        itertools.takewhile(
+            cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))
+        )
+    )
+    folds = list(
+        itertools.takewhile(
+            cells.__contains__, (f"{FOLD_PREFIX}{number}" for number in itertools.count())
+        )
+    )
     for column in folds:
         if cells[column] not in ("", *FOLD_SIDES):
-            raise UserError(f"{where}: {column} is {cells[column]!r}, expected {', '.join(FOLD_SIDES)} or nothing.")
+            raise UserError(
+                f"{where}: {column} is {cells[column]!r}, expected {', '.join(FOLD_SIDES)} or nothing."
+            )
     return Case(
         name=name,
         image=table.parent / image,
@@ -260,9 +300,15 @@ def _case(
             if column.startswith(TRUST_PREFIX) and value
         },
         series=cells.get("series") or None,
-        hu=HuScale(_number(cells, "hu_slope", hu.slope, where), _number(cells, "hu_offset", hu.offset, where)),
-        more_images=tuple(table.parent / cells[column] if cells[column] else None for column in more),
-        ignore_findings=ignore_findings | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
+        hu=HuScale(
+            _number(cells, "hu_slope", hu.slope, where),
+            _number(cells, "hu_offset", hu.offset, where),
+        ),
+        more_images=tuple(
+            table.parent / cells[column] if cells[column] else None for column in more
+        ),
+        ignore_findings=ignore_findings
+        | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
     )
 
 
@@ -291,7 +337,9 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
         value = float(cell)
         if math.isfinite(value) and (value > 0 or column != "hu_slope"):
             return value
-    raise UserError(f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing.")
+    raise UserError(
+        f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing."
+    )
 
 
 def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
@@ -310,15 +358,28 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
             "fold": case.fold,
             **{f"{FOLD_PREFIX}{number}": side for number, side in enumerate(case.fold_sides)},
             "series": case.series,
-            **({} if case.hu == AS_STORED else {"hu_slope": case.hu.slope, "hu_offset": case.hu.offset}),
-            **{f"{CHANNEL_PREFIX}{number}": path and path.absolute() for number, path in enumerate(case.more_images, start=1)},
+            **(
+                {}
+                if case.hu == AS_STORED
+                else {"hu_slope": case.hu.slope, "hu_offset": case.hu.offset}
+            ),
+            **{
+                f"{CHANNEL_PREFIX}{number}": path and path.absolute()
+                for number, path in enumerate(case.more_images, start=1)
+            },
             **{TRUST_PREFIX + name: trust for name, trust in sorted(case.trust.items())},
         }
         for case in cases
     ]
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    used = [name for name in columns if name in ("image", "labels") or any(row.get(name) is not None for row in rows)]
-    write_csv(path, [{name: row.get(name) for name in used} for row in rows], used, errors=RAW_NAMES)
+    used = [
+        name
+        for name in columns
+        if name in ("image", "labels") or any(row.get(name) is not None for row in rows)
+    ]
+    write_csv(
+        path, [{name: row.get(name) for name in used} for row in rows], used, errors=RAW_NAMES
+    )
     return path
 
 
@@ -338,7 +399,8 @@ class CaseSource:
     Attributes:
         split: The cases of each side.
         label_values: Value, or name of a structure, in the reference files to label name.
-        share: Share of the training samples that these cases give; the shares of all sources add up to 1.
+        share: Share of the training samples that these cases give; the shares of all sources add up
+            to 1.
     """
 
     split: Split
@@ -356,34 +418,46 @@ def split_cases(
 ) -> Split:
     """Divide the cases by patient.
 
-    Test patients are those of `test_patients` and those that the table marks as `test`; they are never used for training or
-    validation. Of the others, the validation patients are the first of these that applies: `val_patients`; the patients that the
-    table marks as `val`; those whose column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
-    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and one without any mark is on none
-    at all, also with `all` or `val_patients`. If no fold is given and the
-    patients are fewer than the folds, there are as many folds as patients, and a single patient is trained on without validation.
-    A row without a mark has the split of the other rows of its patient. Fold `all` validates no patient and trains on all but the
-    test patients. Folds depend on the names of the patients alone, and differ by at most one patient in size.
+    Test patients are those of `test_patients` and those that the table marks as `test`; they are
+    never used for training or validation. Of the others, the validation patients are the first of
+    these that applies: `val_patients`; the patients that the table marks as `val`; those whose
+    column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
+    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and
+    one without any mark is on none at all, also with `all` or `val_patients`. If no fold is given
+    and the patients are fewer than the folds, there are as many folds as patients, and a single
+    patient is trained on without validation. A row without a mark has the split of the other rows
+    of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds
+    depend on the names of the patients alone, and differ by at most one patient in size.
 
     Args:
         cases: All cases of the table.
-        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold 0.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold
+            0.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
 
     Raises:
-        UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is left for training.
+        UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is
+            left for training.
     """
     patients = sorted({case.patient for case in cases})
     for key, names in (("data.val_patients", val_patients), ("data.test_patients", test_patients)):
         for name in names:
             if name not in patients:
                 close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
-                hint = f"did you mean {' or '.join(close)}?" if close else f"the table has {', '.join(patients[:5])}, …"
-                raise UserError(f"{key} names the patient {name!r}, who is not in the case table; {hint}")
+                hint = (
+                    f"did you mean {' or '.join(close)}?"
+                    if close
+                    else f"the table has {', '.join(patients[:5])}, …"
+                )
+                raise UserError(
+                    f"{key} names the patient {name!r}, who is not in the case table; {hint}"
+                )
     if both := sorted(set(val_patients) & set(test_patients)):
-        raise UserError(f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them.")
+        raise UserError(
+            f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them."
+        )
 
     side, folds = _marks_of_table(cases, "split"), _marks_of_table(cases, "fold")
     test = set(test_patients) | ({p for p in patients if side.get(p) == "test"} - set(val_patients))
@@ -392,7 +466,9 @@ def split_cases(
     source = "the column split"
     if fold == "all":
         if val_patients:
-            raise UserError("data.fold=all trains on everybody, but data.val_patients is given; keep one of them.")
+            raise UserError(
+                "data.fold=all trains on everybody, but data.val_patients is given; keep one of them."
+            )
         val = set[str]()
     elif val_patients:
         _refuse_fold(fold, "data.val_patients is given")
@@ -403,35 +479,55 @@ def split_cases(
     elif is_listed:
         return _listed_split(cases, test, fold or 0)
     elif folds:
-        val, source = {patient for patient in rest if folds.get(patient) == (fold or 0)}, "the column fold"
+        val, source = (
+            {patient for patient in rest if folds.get(patient) == (fold or 0)},
+            "the column fold",
+        )
         known = ", ".join(map(str, sorted(set(folds.values()))))
-        require(bool(val), f"data.fold={fold or 0}: the column fold of the case table has no such fold; choose one of {known}.")
+        require(
+            bool(val),
+            f"data.fold={fold or 0}: the column fold of the case table has no such fold; choose one of {known}.",
+        )
     elif isinstance(fold, int):
         val = _fold(rest, fold, num_folds)
     else:
-        # No fold was given: few patients make fewer folds, and a single one is trained on without validation.
+        # No fold was given: few patients make fewer folds, and a single one is trained on without
+        # validation.
         val = _fold(rest, 0, min(num_folds, len(rest))) if len(rest) > 1 else set()
     # A case that its table names in no fold is kept away from all of them.
-    usable = [case for case in cases if not is_listed or any(case.fold_sides) or case.patient in {*test, *val}]
+    usable = [
+        case
+        for case in cases
+        if not is_listed or any(case.fold_sides) or case.patient in {*test, *val}
+    ]
     train = {case.patient for case in usable} - val - test
     if not train:
-        cure = f"name fewer in {source}" if val else "name fewer in data.test_patients or the column split"
+        cure = (
+            f"name fewer in {source}"
+            if val
+            else "name fewer in data.test_patients or the column split"
+        )
         raise UserError(
             f"No case is left for training: of {len(patients)} patients, {len(test)} are for testing and {len(val)} "
             f"for validation; {cure}{', or give another data.fold' if source == 'the column fold' else ''}."
         )
-    return Split(*(tuple(case for case in usable if case.patient in chosen) for chosen in (train, val, test)))
+    return Split(
+        *(tuple(case for case in usable if case.patient in chosen) for chosen in (train, val, test))
+    )
 
 
 def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
     """Divide the cases by the column `fold_<fold>`, which names both sides.
 
     Raises:
-        UserError: If there is no such column, a patient is on both sides, or no case is left for training.
+        UserError: If there is no such column, a patient is on both sides, or no case is left for
+            training.
     """
     num_folds = max(len(case.fold_sides) for case in cases)
     if not isinstance(fold, int) or not 0 <= fold < num_folds:
-        raise UserError(f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; choose one of these.")
+        raise UserError(
+            f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; choose one of these."
+        )
     sides: dict[str, list[Case]] = {side: [] for side in FOLD_SIDES}
     marks: dict[str, str] = {}
     for case in cases:
@@ -445,7 +541,9 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
             )
         sides[side].append(case)
     if not sides["train"]:
-        raise UserError(f"No case is left for training: the column fold_{fold} marks none as train; give another data.fold.")
+        raise UserError(
+            f"No case is left for training: the column fold_{fold} marks none as train; give another data.fold."
+        )
     tested = tuple(case for case in cases if case.patient in test)
     return Split(tuple(sides["train"]), tuple(sides["val"]), tested)
 
@@ -473,7 +571,9 @@ def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
 
 def _refuse_fold(fold: int | str | None, reason: str) -> None:
     if fold is not None:
-        raise UserError(f"data.fold={fold} has no effect because {reason}; leave one of the two out.")
+        raise UserError(
+            f"data.fold={fold} has no effect because {reason}; leave one of the two out."
+        )
 
 
 def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
@@ -483,7 +583,9 @@ def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
             f"number from 2 to {len(patients)}, or name data.val_patients."
         )
     if not 0 <= fold < num_folds:
-        raise UserError(f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}.")
+        raise UserError(
+            f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}."
+        )
     # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
     ordered = sorted(patients, key=lambda name: (hashlib.sha256(name.encode()).digest(), name))
     return set(ordered[fold::num_folds])

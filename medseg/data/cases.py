@@ -23,7 +23,8 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
 
     Returns:
-        The user's cases, or synthetic scans in their place; then the synthetic scans that are added to a case table.
+        The user's cases, or synthetic scans in their place; then the synthetic scans that are added
+        to a case table.
 
     Raises:
         UserError: If the table or the label values are wrong.
@@ -34,16 +35,31 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     folder = Path(phantoms.folder) / ("" if is_chest else task.name)
     if data.cases is None:
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
-        return [(read_case_table(table, data.labels_column, ignore_findings=ignore_findings), label_values), ([], {})]
+        return [
+            (
+                read_case_table(table, data.labels_column, ignore_findings=ignore_findings),
+                label_values,
+            ),
+            ([], {}),
+        ]
     hu = HuScale(data.hu_slope, data.hu_offset)
     cases = read_cases(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
     extra: list[Case] = []
     if phantoms.num_extra:
-        table = make_phantoms(phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False)
-        extra = read_case_table(table, "organs" if is_chest else "labels", ignore_findings=ignore_findings)
+        table = make_phantoms(
+            phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
+        )
+        extra = read_case_table(
+            table, "organs" if is_chest else "labels", ignore_findings=ignore_findings
+        )
     for name in sorted({case.name for case in extra} & {case.name for case in cases}):
-        raise UserError(f"data.cases={data.cases}: the case name {name} is that of a phantom; rename the case")
-    return [(cases, label_values), (extra, PHANTOM_LABELS if is_chest else file_values(make_task(task).values))]
+        raise UserError(
+            f"data.cases={data.cases}: the case name {name} is that of a phantom; rename the case"
+        )
+    return [
+        (cases, label_values),
+        (extra, PHANTOM_LABELS if is_chest else file_values(make_task(task).values)),
+    ]
 
 
 def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
@@ -68,7 +84,14 @@ def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
     ]
 
 
-def make_phantoms(config: PhantomCountsOptions, task: TaskOptions, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+def make_phantoms(
+    config: PhantomCountsOptions,
+    task: TaskOptions,
+    folder: Path,
+    num_train: int,
+    *,
+    with_held_out: bool,
+) -> Path:
     """Make the missing synthetic scans and their case table.
 
     Returns:
@@ -82,16 +105,31 @@ def make_phantoms(config: PhantomCountsOptions, task: TaskOptions, folder: Path,
     scene = None
     if config.scene is Scene.organs:
         made = make_task(task)
-        sides = {label: region.side for region in made.regions if region.side for label in region.labels}
+        sides = {
+            label: region.side for region in made.regions if region.side for label in region.labels
+        }
         modalities = tuple(channel.modality for channel in made.channels)
         parts, own_grids = tuple(made.parts), config.own_grids
-        scene = SceneSpec(config.seed, 0, made.labels, sides, modalities, made.ignore_label, has_own_grids=own_grids, parts=parts)
+        scene = SceneSpec(
+            config.seed,
+            0,
+            made.labels,
+            sides,
+            modalities,
+            made.ignore_label,
+            has_own_grids=own_grids,
+            parts=parts,
+        )
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
     # A small scan takes about a second, the start of a process three.
-    num_workers = min(total // 4 if config.detail is Detail.small else total, os.cpu_count() or 1, MAX_PHANTOM_WORKERS)
+    num_workers = min(
+        total // 4 if config.detail is Detail.small else total,
+        os.cpu_count() or 1,
+        MAX_PHANTOM_WORKERS,
+    )
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:

@@ -1,6 +1,7 @@
 """Crops of a stage: the typical spacing of a data set, the spacing of each sample and the crop of each region.
 
-`StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader workers can start by `spawn`.
+`StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader
+workers can start by `spawn`.
 """
 
 import math
@@ -18,7 +19,8 @@ from medseg.task import Region
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""
 
-# An axis that is coarser than the finest by more than this ratio takes a low percentile of its own spacings.
+# An axis that is coarser than the finest by more than this ratio takes a low percentile of its own
+# spacings.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0
 
@@ -35,11 +37,13 @@ class ScanSpacings(NamedTuple):
     shares: Sequence[float]
 
 
-def typical_spacing_mm(spacings_mm: Sequence[tuple[float, float, float]], average: str = "median") -> tuple[float, float, float]:
+def typical_spacing_mm(
+    spacings_mm: Sequence[tuple[float, float, float]], average: str = "median"
+) -> tuple[float, float, float]:
     """Average each axis; a coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis.
 
-    At the average slice thickness, half of the scans would lose detail along the coarse axis (Isensee et al. 2021,
-    supplement: "target spacing").
+    At the average slice thickness, half of the scans would lose detail along the coarse axis
+    (Isensee et al. 2021, supplement: "target spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.
@@ -69,9 +73,10 @@ def draw_spacing_mm(
 ) -> tuple[float, float, float]:
     """Draw the spacing of a training sample.
 
-    Without scans, the logarithms of the spacing along z and of that in plane (one for y and x) are uniform over the range: 1 to 2 mm
-    is as frequent as 2 to 4 mm. With scans, the spacing of one of them is drawn and each axis clipped to the range: rare coarse scans
-    keep their frequency, and thick slices keep the pixels that they come with.
+    Without scans, the logarithms of the spacing along z and of that in plane (one for y and x) are
+    uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, the spacing of one of
+    them is drawn and each axis clipped to the range: rare coarse scans keep their frequency, and
+    thick slices keep the pixels that they come with.
 
     Args:
         rng: Generator of the sample.
@@ -82,7 +87,9 @@ def draw_spacing_mm(
         Spacing (z, y, x).
     """
     if scans is not None:
-        return clamp_spacing(range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))])
+        return clamp_spacing(
+            range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))]
+        )
     low, high = (math.log(mm) for mm in range_mm)
     z, in_plane = (math.exp(place) for place in rng.uniform(low, high, size=2))
     return z, in_plane, in_plane
@@ -97,10 +104,12 @@ class StageCrops:
         scan_spacings: What the spacing of a sample is drawn from; None draws evenly.
         region_margin_mm: Added on every side of a region.
         box_jitter_mm: Standard deviation of each face of a training box.
-        patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are at least as large.
+        patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
+            at least as large.
         tile_size: Tile of the validation, voxels (D, H, W).
         divisor: Required multiple of the input size, (z, y, x).
-        coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the reference elsewhere.
+        coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the
+            reference elsewhere.
     """
 
     rule: GridRule = PLAIN
@@ -112,7 +121,9 @@ class StageCrops:
     divisor: tuple[int, int, int] = (1, 1, 1)
     coarse_boxes: Mapping[str, Mapping[str, VoxelBox]] = field(default_factory=dict)
 
-    def spacing_mm(self, case: CachedCase, rng: np.random.Generator | None = None) -> tuple[float, float, float] | None:
+    def spacing_mm(
+        self, case: CachedCase, rng: np.random.Generator | None = None
+    ) -> tuple[float, float, float] | None:
         """Choose the spacing of a sample: drawn with a generator, else that of prediction; None is that of the cache."""
         if rng is None or self.rule.range_mm is None:
             return self.rule.spacing_mm(case.audit.grid.spacing_mm)
@@ -121,16 +132,32 @@ class StageCrops:
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         """Choose the crop of a region; with a generator its faces are jittered by the error of the coarse stage."""
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
-        tight = self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
+        tight = (
+            self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
+        )
         if rng is not None:
             tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
-        size, least_size = (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
+        size, least_size = (
+            (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
+        )
         return region_crop(
-            tight, case.grid, lattice, self.region_margin_mm, size, self.divisor, self.rule, least_size or (1, 1, 1)
+            tight,
+            case.grid,
+            lattice,
+            self.region_margin_mm,
+            size,
+            self.divisor,
+            self.rule,
+            least_size or (1, 1, 1),
         )
 
 
-def jittered(box: VoxelBox, box_jitter_mm: float, spacing_mm: tuple[float, float, float], rng: np.random.Generator) -> VoxelBox:
+def jittered(
+    box: VoxelBox,
+    box_jitter_mm: float,
+    spacing_mm: tuple[float, float, float],
+    rng: np.random.Generator,
+) -> VoxelBox:
     """Move each face of a box by a normal error; at least one voxel is left.
 
     Args:

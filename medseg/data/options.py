@@ -31,9 +31,15 @@ class StageOptions:
 
     name: Annotated[StageName, Knob("Stage of the cascade, or single for a task of one stage.")]
     patch_size: Annotated[
-        Shape | None, Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)")
+        Shape | None,
+        Knob("Training patch; null: the whole volume or crop.", "[1, inf)", "voxels (D, H, W)"),
     ] = None
-    batch_size: Annotated[int, Knob("Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples")] = 1
+    batch_size: Annotated[
+        int,
+        Knob(
+            "Samples per optimiser step, over all ranks and micro-batches.", "[1, inf)", "samples"
+        ),
+    ] = 1
     max_voxels: Annotated[
         int | None,
         Knob(
@@ -43,23 +49,41 @@ class StageOptions:
         ),
     ] = None
     slab_share: Annotated[
-        float | None, Knob("Coarse and single stage: share of samples cut to a random range of slices.", "[0, 1]")
+        float | None,
+        Knob(
+            "Coarse and single stage: share of samples cut to a random range of slices.", "[0, 1]"
+        ),
     ] = None
     side_share: Annotated[
         float | None,
-        Knob("Coarse and single stage: share of samples cut to a random range of columns: half chests.", "[0, 1]"),
+        Knob(
+            "Coarse and single stage: share of samples cut to a random range of columns: half chests.",
+            "[0, 1]",
+        ),
     ] = None
-    side_least: Annotated[float, Knob("With side_share: least share of the columns that is kept.", "(0, 1]")] = 0.35
+    side_least: Annotated[
+        float, Knob("With side_share: least share of the columns that is kept.", "(0, 1]")
+    ] = 0.35
     boundary_share: Annotated[
-        float | None, Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]")
+        float | None,
+        Knob("Share of patches that contain the region's boundary; with patch_size.", "[0, 1]"),
     ] = None
-    elsewhere_share: Annotated[float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")] = None
-    region_margin_mm: Annotated[float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")] = None
-    region_from: Annotated[RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")] = None
+    elsewhere_share: Annotated[
+        float | None, Knob("Fine stage: share of samples cut anywhere in the scan.", "[0, 1)")
+    ] = None
+    region_margin_mm: Annotated[
+        float | None, Knob("Margin on every side of the coarse box.", "[0, inf)", "mm")
+    ] = None
+    region_from: Annotated[
+        RegionFrom | None, Knob("Source of the training boxes; coarse needs stage.coarse.")
+    ] = None
     box_jitter_mm: Annotated[
-        float | None, Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm")
+        float | None,
+        Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm"),
     ] = None
-    coarse: Annotated[Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")] = None
+    coarse: Annotated[
+        Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")
+    ] = None
     add_parts_mm: Annotated[
         float | None,
         Knob(
@@ -69,9 +93,16 @@ class StageOptions:
             "mm",
         ),
     ] = None
-    validate_every: Annotated[int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")] = 250
+    validate_every: Annotated[
+        int, Knob("Interval of validations.", "[1, inf)", "optimiser steps")
+    ] = 250
     patience: Annotated[
-        int | None, Knob("Validations without improvement before the run ends; null: never.", "[1, inf)", "validations")
+        int | None,
+        Knob(
+            "Validations without improvement before the run ends; null: never.",
+            "[1, inf)",
+            "validations",
+        ),
     ] = None
 
     @property
@@ -106,16 +137,27 @@ class StageOptions:
 class PhantomCountsOptions:
     """Kind and number of synthetic scans."""
 
-    detail: Annotated[Detail, Knob("Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 mm).")]
+    detail: Annotated[
+        Detail,
+        Knob(
+            "Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 mm)."
+        ),
+    ]
     seed: Annotated[int, Knob("Seed of the first scan.", "[0, inf)")]
-    num_train: Annotated[int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")]
+    num_train: Annotated[
+        int, Knob("Training scans; a run uses them only without a case table.", "[1, inf)", "scans")
+    ]
     num_val: Annotated[int, Knob("Validation scans.", "[1, inf)", "scans")]
     num_test: Annotated[int, Knob("Test scans.", "[0, inf)", "scans")]
     scene: Annotated[
         Scene,
-        Knob("chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."),
+        Knob(
+            "chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."
+        ),
     ] = Scene.chest
-    own_grids: Annotated[bool, Knob("Scene organs: each channel after the first has a grid of its own.")] = False
+    own_grids: Annotated[
+        bool, Knob("Scene organs: each channel after the first has a grid of its own.")
+    ] = False
 
 
 @dataclass(kw_only=True)
@@ -123,7 +165,9 @@ class PhantomOptions(PhantomCountsOptions):
     """Synthetic scans of a run."""
 
     folder: Annotated[str, Knob("Folder of the scans; they are made on first use.", neutral=True)]
-    num_extra: Annotated[int, Knob("Scans added to the training cases of a case table.", "[0, inf)", "scans")]
+    num_extra: Annotated[
+        int, Knob("Scans added to the training cases of a case table.", "[0, inf)", "scans")
+    ]
 
 
 @dataclass(kw_only=True)
@@ -145,26 +189,56 @@ class DataOptions(LabelsOptions):
     """Cases, their labels, the split and the cache."""
 
     cases: Annotated[
-        Text, Knob("Case table (CSV), or folder of a data set in a known layout (docs/import.md); null: synthetic scans.")
+        Text,
+        Knob(
+            "Case table (CSV), or folder of a data set in a known layout (docs/import.md); null: synthetic scans."
+        ),
     ]
-    hu_slope: Annotated[float, Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)")]
+    hu_slope: Annotated[
+        float,
+        Knob(
+            "HU = hu_slope * value + hu_offset; columns of the case table override both.",
+            "(0, inf)",
+        ),
+    ]
     hu_offset: Annotated[
-        float, Knob("See hu_slope; -1024 where the audit finds values stored 1024 too high.", "(-inf, inf)", "HU")
+        float,
+        Knob(
+            "See hu_slope; -1024 where the audit finds values stored 1024 too high.",
+            "(-inf, inf)",
+            "HU",
+        ),
     ]
     train_trust: Annotated[
         Any,
-        Knob("Train only on regions with this trust, or one of a [list] (columns trust_<region>), e.g. reference; null: on all."),
+        Knob(
+            "Train only on regions with this trust, or one of a [list] (columns trust_<region>), e.g. reference; null: on all."
+        ),
     ] = None
     ignore_findings: Annotated[
-        list[str], Knob("Codes of audit findings that are accepted; the column of the case table adds to them.")
+        list[str],
+        Knob(
+            "Codes of audit findings that are accepted; the column of the case table adds to them."
+        ),
     ]
     cache: Annotated[str, Knob("Folder of the resampled cases.", neutral=True)]
-    fold: Annotated[Any, Knob("Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0.")]
-    num_folds: Annotated[int, Knob("Folds, by patient; 1 only for a table that names its folds.", "[1, inf)")]
+    fold: Annotated[
+        Any,
+        Knob(
+            "Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0."
+        ),
+    ]
+    num_folds: Annotated[
+        int, Knob("Folds, by patient; 1 only for a table that names its folds.", "[1, inf)")
+    ]
     val_patients: Annotated[list[str], Knob("Patients for validation, whatever the split is.")]
-    test_patients: Annotated[list[str], Knob("Test patients, excluded from training and validation.")]
+    test_patients: Annotated[
+        list[str], Knob("Test patients, excluded from training and validation.")
+    ]
     phantoms: PhantomOptions
-    phantom_share: Annotated[float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")]
+    phantom_share: Annotated[
+        float, Knob("Share of samples drawn from the extra synthetic scans.", "(0, 1)")
+    ]
     num_workers: Annotated[
         int | None,
         Knob(
@@ -174,9 +248,18 @@ class DataOptions(LabelsOptions):
             neutral=True,
         ),
     ]
-    prefetch: Annotated[int, Knob("Batches that each loader process prepares ahead.", "[1, inf)", "batches", neutral=True)]
+    prefetch: Annotated[
+        int,
+        Knob(
+            "Batches that each loader process prepares ahead.", "[1, inf)", "batches", neutral=True
+        ),
+    ]
     pin_memory: Annotated[
-        bool | None, Knob("Page-locked batches, copied while the GPU computes; null: true with a GPU.", neutral=True)
+        bool | None,
+        Knob(
+            "Page-locked batches, copied while the GPU computes; null: true with a GPU.",
+            neutral=True,
+        ),
     ]
 
     def clashes(self, _: str) -> Iterator[str]:
@@ -204,53 +287,102 @@ class AugmentOptions:
 
     enabled: Annotated[bool, Knob("Augment training samples.")]
     flip_axes: Annotated[
-        list[int], Knob("Axes of random flips: 0 = z, 1 = y, 2 = x; only with stage=fine if the task has sides.")
+        list[int],
+        Knob(
+            "Axes of random flips: 0 = z, 1 = y, 2 = x; only with stage=fine if the task has sides."
+        ),
     ]
-    affine_probability: Annotated[float, Knob("Probability of rotation, scale, shear and shift, in one resampling.", "[0, 1]")]
-    rotation_deg: Annotated[Triple, Knob("Largest rotation.", "[0, 180]", "degrees about (z, y, x)")]
+    affine_probability: Annotated[
+        float, Knob("Probability of rotation, scale, shear and shift, in one resampling.", "[0, 1]")
+    ]
+    rotation_deg: Annotated[
+        Triple, Knob("Largest rotation.", "[0, 180]", "degrees about (z, y, x)")
+    ]
     scale_range: Annotated[Pair, Knob("Smallest and largest scale factor.", "(0, inf)")]
     shear_max: Annotated[float, Knob("Largest shear.", "[0, 1)")]
     translation_mm: Annotated[Triple, Knob("Largest shift.", "[0, inf)", "mm (z, y, x)")]
     blur_probability: Annotated[float, Knob("Probability of a Gaussian blur.", "[0, 1]")]
-    blur_sigma_mm: Annotated[Pair, Knob("Range of the standard deviation of the blur.", "(0, inf)", "mm")]
-    low_resolution_probability: Annotated[float, Knob("Probability of thick slices or coarse voxels.", "[0, 1]")]
-    low_resolution_mm: Annotated[Pair, Knob("Range of the spacing of thick slices or coarse voxels.", "(0, inf)", "mm")]
+    blur_sigma_mm: Annotated[
+        Pair, Knob("Range of the standard deviation of the blur.", "(0, inf)", "mm")
+    ]
+    low_resolution_probability: Annotated[
+        float, Knob("Probability of thick slices or coarse voxels.", "[0, 1]")
+    ]
+    low_resolution_mm: Annotated[
+        Pair, Knob("Range of the spacing of thick slices or coarse voxels.", "(0, inf)", "mm")
+    ]
     low_resolution_all_axes_probability: Annotated[
         float, Knob("Share of the low-resolution samples that are coarse along all axes.", "[0, 1]")
     ]
     noise_probability: Annotated[float, Knob("Probability of Gaussian noise.", "[0, 1]")]
-    noise_sd: Annotated[Pair, Knob("Range of the standard deviation of the noise; the window is mapped to [-1, 1].", "[0, inf)")]
+    noise_sd: Annotated[
+        Pair,
+        Knob(
+            "Range of the standard deviation of the noise; the window is mapped to [-1, 1].",
+            "[0, inf)",
+        ),
+    ]
     contrast_probability: Annotated[float, Knob("Probability of a contrast change.", "[0, 1]")]
     contrast_range: Annotated[Pair, Knob("Range of the contrast factor.", "(0, inf)")]
     brightness_probability: Annotated[float, Knob("Probability of a brightness change.", "[0, 1]")]
-    brightness_max: Annotated[float, Knob("Largest brightness change; the window is mapped to [-1, 1].", "[0, 2]")]
+    brightness_max: Annotated[
+        float, Knob("Largest brightness change; the window is mapped to [-1, 1].", "[0, 2]")
+    ]
     gamma_probability: Annotated[float, Knob("Probability of a gamma change.", "[0, 1]")]
     gamma_range: Annotated[Pair, Knob("Range of gamma.", "(0, inf)")]
     window_shift_hu: Annotated[float, Knob("Largest shift of each window bound.", "[0, inf)", "HU")]
     truncate_probability: Annotated[
-        float, Knob("Probability of a partial scan: slices at one end are replaced by the last remaining slice.", "[0, 1]")
+        float,
+        Knob(
+            "Probability of a partial scan: slices at one end are replaced by the last remaining slice.",
+            "[0, 1]",
+        ),
     ]
-    truncate_max_fraction: Annotated[float, Knob("Largest share of the slices that is replaced.", "[0, 1)")]
-    narrow_probability: Annotated[float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")]
-    narrow_max_fraction: Annotated[float, Knob("Largest share of the width that is removed.", "[0, 1)")]
+    truncate_max_fraction: Annotated[
+        float, Knob("Largest share of the slices that is replaced.", "[0, 1)")
+    ]
+    narrow_probability: Annotated[
+        float, Knob("Probability of a field of view that cuts one side.", "[0, 1]")
+    ]
+    narrow_max_fraction: Annotated[
+        float, Knob("Largest share of the width that is removed.", "[0, 1)")
+    ]
     circle_probability: Annotated[float, Knob("Probability of a round field of view.", "[0, 1]")]
     circle_radius_range: Annotated[
-        Pair, Knob("Range of the radius of the round field of view, as a share of half the longer side.", "(0, inf)")
+        Pair,
+        Knob(
+            "Range of the radius of the round field of view, as a share of half the longer side.",
+            "(0, inf)",
+        ),
     ]
     disease_probability: Annotated[
-        float, Knob("Probability of disease painted into a labelled organ full of air, whose outline stays.", "[0, 1]")
+        float,
+        Knob(
+            "Probability of disease painted into a labelled organ full of air, whose outline stays.",
+            "[0, 1]",
+        ),
     ] = 0.0
     disease_each_lung: Annotated[
-        bool, Knob("Draw for each such organ, so that several may be painted; false: one of the sample is.")
+        bool,
+        Knob(
+            "Draw for each such organ, so that several may be painted; false: one of the sample is."
+        ),
     ] = False
     disease_kinds: Annotated[
         list[str],
-        Knob("Up to three lesions are painted, each of one of these kinds: consolidation, ground_glass, mass, collapse."),
+        Knob(
+            "Up to three lesions are painted, each of one of these kinds: consolidation, ground_glass, mass, collapse."
+        ),
     ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse"])
     transforms: Annotated[
-        list[Any], Knob("Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}.")
+        list[Any],
+        Knob(
+            "Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}."
+        ),
     ] = field(default_factory=lambda: ["effects"])
-    allow_mirroring: Annotated[bool, Knob("Accept transforms that mirror left and right although the task has sides.")] = False
+    allow_mirroring: Annotated[
+        bool, Knob("Accept transforms that mirror left and right although the task has sides.")
+    ] = False
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between the keys of the augmentation."""

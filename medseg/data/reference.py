@@ -37,7 +37,8 @@ class Chosen(NamedTuple):
 
     Attributes:
         values: Value in the label map to label name.
-        structures: Name of each structure with the value that its voxels get, in the order of the labels.
+        structures: Name of each structure with the value that its voxels get, in the order of the
+            labels.
         findings: What the labels lack.
     """
 
@@ -57,12 +58,14 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label that `label_values` gives no structure has the one of its own name. Names are compared by `plain_name`. A label without a
-    structure is absent. Where structures overlap, the later label of `label_values` counts; structures of labels that are not kept
-    are not read, so that they take no voxel from the others.
+    A label that `label_values` gives no structure has the one of its own name. Names are compared
+    by `plain_name`. A label without a structure is absent. Where structures overlap, the later
+    label of `label_values` counts; structures of labels that are not kept are not read, so that
+    they take no voxel from the others.
 
     Args:
-        path: Label map; folder of binary masks, one file for each structure; segmentation of 3D Slicer; or a SEG or RTSTRUCT file.
+        path: Label map; folder of binary masks, one file for each structure; segmentation of 3D
+            Slicer; or a SEG or RTSTRUCT file.
         label_values: Value, or name of a structure, to label name.
         image: Image of the case, on whose slices a SEG or RTSTRUCT is read.
         series: DICOM series of the image.
@@ -73,20 +76,28 @@ def read_reference(
         Label values (D, H, W) with findings, and value to label name.
 
     Raises:
-        UserError: If a file cannot be read, no label has a structure, two masks have one name, or a mask is not binary or on another grid
-            than the first.
+        UserError: If a file cannot be read, no label has a structure, two masks have one name, or a
+            mask is not binary or on another grid than the first.
     """
     named = label_values
     if kept is not None:
-        named = {value: label for value, label in label_values.items() if label in kept} or label_values
+        named = {
+            value: label for value, label in label_values.items() if label in kept
+        } or label_values
     masks = _masks_of(path) if path.is_dir() else {}
     if masks:
         return _read_masks(path, masks, named)
-    if volume_suffix(path) == SEGMENTATION_SUFFIX and (segments := _segments_of(path, label_values)):
+    if volume_suffix(path) == SEGMENTATION_SUFFIX and (
+        segments := _segments_of(path, label_values)
+    ):
         return _read_segments(path, segments, named)
     files = [path] if is_dicom_file(path) else list(dicom_files(path)) if path.is_dir() else []
-    if len(files) != 1 or volume_suffix(path) is not None:  # several files are the slices of a label map
-        return read_labels(path), {value: label for value, label in label_values.items() if isinstance(value, int)}
+    if (
+        len(files) != 1 or volume_suffix(path) is not None
+    ):  # several files are the slices of a label map
+        return read_labels(path), {
+            value: label for value, label in label_values.items() if isinstance(value, int)
+        }
     from medseg.io.dicom.labels import open_label_file, read_label_file  # pydicom takes 30 MiB
     from medseg.io.dicom.read import open_slices
 
@@ -96,13 +107,18 @@ def read_reference(
             f"{path}: a DICOM {file.kind} is read on the slices of its series, but the image of the case is not DICOM; give the series."
         )
     chosen = _choose(path, file.names.values(), named)
-    numbers = {name: [number for number, one in file.names.items() if one == name] for name, _ in chosen.structures}
+    numbers = {
+        name: [number for number, one in file.names.items() if one == name]
+        for name, _ in chosen.structures
+    }
     volume = read_label_file(
         file,
         open_slices(image, series, modality),
         {number: value for name, value in chosen.structures for number in numbers[name]},
     )
-    return Volume(volume.array, volume.grid, None, (*volume.findings, *chosen.findings)), chosen.values
+    return Volume(
+        volume.array, volume.grid, None, (*volume.findings, *chosen.findings)
+    ), chosen.values
 
 
 def _masks_of(folder: Path) -> dict[str, Path]:
@@ -115,14 +131,17 @@ def _masks_of(folder: Path) -> dict[str, Path]:
     for file in volume_files(folder):
         other = masks.setdefault(case_name(file), file)
         if other != file:
-            raise UserError(f"{folder}: {other.name} and {file.name} are masks of one structure; keep one of them.")
+            raise UserError(
+                f"{folder}: {other.name} and {file.name} are masks of one structure; keep one of them."
+            )
     return masks
 
 
 def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     """Read the segments of a file of 3D Slicer that are chosen by name; none where label values choose them.
 
-    Values are enough in a file of one layer. In several layers one value may stand for several segments.
+    Values are enough in a file of one layer. In several layers one value may stand for several
+    segments.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 
@@ -145,8 +164,15 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     known: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         known.setdefault(plain_name(name), []).append(name)
-    values = {label: value for value, label in enumerate(dict.fromkeys(label_values.values()), start=1)}
-    named = {label: [name for name, one in label_values.items() if one == label and isinstance(name, str)] for label in values}
+    values = {
+        label: value for value, label in enumerate(dict.fromkeys(label_values.values()), start=1)
+    }
+    named = {
+        label: [
+            name for name, one in label_values.items() if one == label and isinstance(name, str)
+        ]
+        for label in values
+    }
     wanted = {label: named[label] or [label] for label in values}
     found = {
         (one, values[label]): None
@@ -165,13 +191,22 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     # A label may name several spellings of one structure.
     absent = [label for label, value in values.items() if value not in {one for _, one in found}]
     sentences = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
-    return Chosen({value: label for label, value in values.items()}, list(found), warnings_of("reading", sentences))
+    return Chosen(
+        {value: label for label, value in values.items()},
+        list(found),
+        warnings_of("reading", sentences),
+    )
 
 
-def _read_masks(path: Path, masks: dict[str, Path], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
+def _read_masks(
+    path: Path, masks: dict[str, Path], label_values: LabelValues
+) -> tuple[Volume, dict[int, str]]:
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
-    parts = ((f"the mask of {name}", _read_mask(path, name, masks[name]), value) for name, value in chosen.structures)
+    parts = (
+        (f"the mask of {name}", _read_mask(path, name, masks[name]), value)
+        for name, value in chosen.structures
+    )
     return _merge(path, parts, chosen)
 
 
@@ -190,7 +225,9 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
     return Volume(is_inside, mask.grid, mask.header, mask.findings)
 
 
-def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> tuple[Volume, dict[int, str]]:
+def _read_segments(
+    path: Path, segments: Sequence[Segment], label_values: LabelValues
+) -> tuple[Volume, dict[int, str]]:
     """Merge segments of 3D Slicer to a label map, which may lie in several layers.
 
     Raises:
@@ -207,7 +244,11 @@ def _read_segments(path: Path, segments: Sequence[Segment], label_values: LabelV
                 if segment.name != name:
                     continue
                 layer = layers[segment.layer]
-                yield name, Volume(layer.array == segment.value, layer.grid, layer.header, layer.findings), value
+                yield (
+                    name,
+                    Volume(layer.array == segment.value, layer.grid, layer.header, layer.findings),
+                    value,
+                )
 
     return _merge(path, parts(), chosen)
 
@@ -227,7 +268,9 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
             )
 
 
-def _merge(path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen) -> tuple[Volume, dict[int, str]]:
+def _merge(
+    path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen
+) -> tuple[Volume, dict[int, str]]:
     """Merge structures to a label map; where labels overlap, the later one counts, and a warning says so.
 
     Args:

@@ -1,6 +1,7 @@
 """Deterministic sampling: random generator of each sample, order of the cases, and sample indices of each batch.
 
-Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a run resumes exactly.
+Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a
+run resumes exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,8 @@ ORDER = 1
 def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
     """Make the generator of sample n.
 
-    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011): Philox, a counter-based generator.
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011): Philox, a
+    counter-based generator.
 
     Args:
         seed: Seed of the run, 0 ≤ seed < 2**64.
@@ -27,9 +29,13 @@ def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
         >>> bool(sample_rng(1, 7).random() == sample_rng(1, 7).random())
         True
     """
-    # The stream is the highest word of the counter. The generator counts in the lowest, so streams are 2**192 draws apart.
+    # The stream is the highest word of the counter. The generator counts in the lowest, so streams
+    # are 2**192 draws apart.
     return np.random.Generator(
-        np.random.Philox(key=np.array([seed, n], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64))
+        np.random.Philox(
+            key=np.array([seed, n], dtype=np.uint64),
+            counter=np.array([0, 0, 0, stream], dtype=np.uint64),
+        )
     )
 
 
@@ -50,9 +56,10 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
 def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
     """Choose which of K items sample n takes.
 
-    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum 1) an item comes
-    K·w times in a pass on average, and never more than one time off: the pass walks along the items, in random order,
-    in equal steps from a random start (systematic sampling), and the drawn ones are shuffled.
+    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum
+    1) an item comes K·w times in a pass on average, and never more than one time off: the pass
+    walks along the items, in random order, in equal steps from a random start (systematic
+    sampling), and the drawn ones are shuffled.
 
     Args:
         seed: Seed of the run.
@@ -92,12 +99,14 @@ def normalised_weights(weights: Sequence[float] | None, count: int) -> np.ndarra
 class StepBatchSampler(Sampler[list[int]]):
     """Sampler of the numbers of each micro-batch, one optimiser step after the other.
 
-    Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch. Accumulation cuts them into consecutive
-    groups and ranks cut each group into consecutive parts, so that one rank with accumulation 2 and two ranks without
-    see the same samples at every step. There is no state: a continued run needs `start_step` alone.
+    Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch. Accumulation cuts them
+    into consecutive groups and ranks cut each group into consecutive parts, so that one rank with
+    accumulation 2 and two ranks without see the same samples at every step. There is no state: a
+    continued run needs `start_step` alone.
 
-    Ranks wait for each other at the end of a step. Where samples differ in size, each sample of a step, the largest first, goes to the
-    rank that has the fewest voxels so far and is not full. Which rank computes a sample does not change the mean over the step.
+    Ranks wait for each other at the end of a step. Where samples differ in size, each sample of a
+    step, the largest first, goes to the rank that has the fewest voxels so far and is not full.
+    Which rank computes a sample does not change the mean over the step.
 
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.
@@ -109,7 +118,8 @@ class StepBatchSampler(Sampler[list[int]]):
         size: Size of the sample of a number, in any unit; None: all samples have the same size.
 
     Raises:
-        ValueError: If B is not divisible by accumulate × num_ranks, or a number is out of its range.
+        ValueError: If B is not divisible by accumulate × num_ranks, or a number is out of its
+            range.
     """
 
     def __init__(
@@ -122,14 +132,20 @@ class StepBatchSampler(Sampler[list[int]]):
         start_step: int = 0,
         size: Callable[[int], float] | None = None,
     ) -> None:
-        if min(batch_size, accumulate, num_ranks) < 1 or not 0 <= rank < num_ranks or min(num_steps, start_step) < 0:
+        if (
+            min(batch_size, accumulate, num_ranks) < 1
+            or not 0 <= rank < num_ranks
+            or min(num_steps, start_step) < 0
+        ):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, num_steps={num_steps}, "
                 f"start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
-            raise ValueError(f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}")
+            raise ValueError(
+                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}"
+            )
         self.num_steps, self.start_step = num_steps, start_step
         self.batch_size, self.accumulate = batch_size, accumulate
         self.rank, self.num_ranks, self.size = rank, num_ranks, size

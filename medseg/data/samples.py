@@ -1,6 +1,7 @@
 """Data set of samples: whole scans or patches of them for the coarse stage, crops or patches of regions for the fine stage.
 
-Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader workers.
+Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader
+workers.
 """
 
 import math
@@ -33,7 +34,8 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Random slices of the region in which a boundary is looked for; without a hit the patch lies anywhere in the crop.
+# Random slices of the region in which a boundary is looked for; without a hit the patch lies
+# anywhere in the crop.
 BOUNDARY_TRIES = 8
 # Smallest part of a volume that is cut out as a scan of its own, along z.
 LEAST_SLAB = 0.15
@@ -47,7 +49,8 @@ Sample = dict[str, Any]
 
 * `image`: (C, D, H, W) float32; a channel with a window is in [-1, 1].
 * `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
-* `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any augmentation.
+* `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any
+  augmentation.
 * `region`: number of the region in the task; 0 for the coarse stage.
 * `case`: name of the case.
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
@@ -80,7 +83,9 @@ class _Scan(NamedTuple):
         box = VoxelBox.of(start, end)
         slices = box.slices()
         return self._replace(
-            images=[image[slices] for image in self.images], labels=self.labels[slices], grid=self.grid.crop(box)
+            images=[image[slices] for image in self.images],
+            labels=self.labels[slices],
+            grid=self.grid.crop(box),
         )
 
     def body(self) -> VoxelBox:
@@ -98,7 +103,9 @@ class _Scan(NamedTuple):
             Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
         channels = []
-        for image, channel, intensity in zip(self.images, self.task.channels, intensities, strict=True):
+        for image, channel, intensity in zip(
+            self.images, self.task.channels, intensities, strict=True
+        ):
             if crop.lattice == self.grid:
                 part = torch.from_numpy(crop_padded(image, crop.box, channel.outside))
             else:
@@ -110,29 +117,34 @@ class _Scan(NamedTuple):
         if crop.lattice == self.grid:
             labels = torch.from_numpy(crop_padded(self.labels, crop.box, 0))
         else:
-            labels = resample_labels(self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True)
+            labels = resample_labels(
+                self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True
+            )
         return stacked, erase_outside(labels, crop, 0)
 
 
 class Samples(Dataset[Sample]):
     """Samples of one stage, or of its validation; sample n depends on (seed, n) alone.
 
-    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region. Samples 0 … len-1 go once through all items
-    (cases, or pairs of a case and a region that it has) in a random order, the next len samples in another random order, and so on
-    without end. Regions on the patient's right are mirrored along x, so that all look like left ones.
-    The target of a region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region.
+    Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
+    in a random order, the next len samples in another random order, and so on without end. Regions
+    on the patient's right are mirrored along x, so that all look like left ones. The target of a
+    region has the classes 1, 2, … in the order of the region's labels; other labels are background.
 
     Args:
         cases: Cases with labels.
         task: Labels, regions and channels.
-        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it gets a generator.
+        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it
+            gets a generator.
         stage: How samples are drawn.
         seed: Seed of the run.
         augmentation: None for validation.
         jitter: Whether `crops` gets the generator of the sample.
-        weights: How often each case is drawn in relation to the others, > 0; None draws all equally.
-        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage only cases whose regions all have one or
-            are absent. None takes all.
+        weights: How often each case is drawn in relation to the others, > 0; None draws all
+            equally.
+        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage
+            only cases whose regions all have one or are absent. None takes all.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -155,11 +167,17 @@ class Samples(Dataset[Sample]):
         is_coarse = stage.sees_whole_scans
         found = [
             ((case, number), weight)
-            for case, weight in zip(cases, [1.0] * len(cases) if weights is None else weights, strict=True)
+            for case, weight in zip(
+                cases, [1.0] * len(cases) if weights is None else weights, strict=True
+            )
             for number in range(1 if is_coarse else len(task.regions))
             if is_coarse or task.regions[number].name in case.region_boxes
             if train_trust is None
-            or (_is_known(case, task, train_trust) if is_coarse else case.trust.get(task.regions[number].name) in train_trust)
+            or (
+                _is_known(case, task, train_trust)
+                if is_coarse
+                else case.trust.get(task.regions[number].name) in train_trust
+            )
         ]
         if cases and train_trust is not None and not found:
             raise UserError(
@@ -173,7 +191,9 @@ class Samples(Dataset[Sample]):
                 "maps and the split"
             )
         self.items = [item for item, _ in found]
-        self.weights = normalised_weights(None if weights is None else [weight for _, weight in found], len(found))
+        self.weights = normalised_weights(
+            None if weights is None else [weight for _, weight in found], len(found)
+        )
         self.task, self.crops, self.stage, self.seed = task, crops, stage, seed
         self.augmentation, self.jitter = augmentation, jitter
 
@@ -185,31 +205,48 @@ class Samples(Dataset[Sample]):
         """Estimate the voxels of sample n from its case (coarse stage) or region alone: without jitter, patches or slabs."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
         shape = (
-            case.grid.shape if self.stage.sees_whole_scans else self.crops.crop(case, self.task.regions[number], None).box.shape
+            case.grid.shape
+            if self.stage.sees_whole_scans
+            else self.crops.crop(case, self.task.regions[number], None).box.shape
         )
         return math.prod(shape)
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        region, rng = None if self.stage.sees_whole_scans else self.task.regions[number], sample_rng(self.seed, n)
+        region, rng = (
+            None if self.stage.sees_whole_scans else self.task.regions[number],
+            sample_rng(self.seed, n),
+        )
         with one_thread():
-            scan, crop = self._choose_scan(case, rng) if region is None else self._choose_region(case, region, rng)
+            scan, crop = (
+                self._choose_scan(case, rng)
+                if region is None
+                else self._choose_region(case, region, rng)
+            )
             intensities = self._draw_intensities(case, rng)
             spacing_mm, shape, source = crop.lattice.spacing_mm, crop.box.shape, crop
-            warp = None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
+            warp = (
+                None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
+            )
             if warp is not None and (region is not None or self.stage.patch_size is not None):
-                # A warp samples beyond the crop. The scan is read there too, so that no false air comes in at the corners.
+                # A warp samples beyond the crop. The scan is read there too, so that no false air
+                # comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(source, intensities)
             if region is not None:
                 classes = np.zeros(256, dtype=np.uint8)
-                classes[list(self.task.region_values(region))] = np.arange(1, len(region.labels) + 1)
+                classes[list(self.task.region_values(region))] = np.arange(
+                    1, len(region.labels) + 1
+                )
                 if self.task.ignore_label is not None:
                     classes[self.task.ignore_label] = self.task.ignore_label
                 target = torch.from_numpy(classes[target.numpy()])
             part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
-            inside = torch.tensor(list(zip(part.start, part.stop, strict=True))) - torch.tensor(crop.box.start)[:, None]
+            inside = (
+                torch.tensor(list(zip(part.start, part.stop, strict=True)))
+                - torch.tensor(crop.box.start)[:, None]
+            )
             if region is not None and region.side == "right":
                 image, target = image.flip(3), target.flip(2)
                 inside[2] = shape[2] - inside[2].flip(0)
@@ -226,7 +263,11 @@ class Samples(Dataset[Sample]):
         for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
             if channel.window_hu is not None:
                 moved = self.augmentation
-                intensity = window(channel.window_hu if moved is None else moved.draw_window(rng, channel.window_hu))
+                intensity = window(
+                    channel.window_hu
+                    if moved is None
+                    else moved.draw_window(rng, channel.window_hu)
+                )
             assert intensity is not None, "the cache holds the map of each channel without a window"
             found.append(intensity)
         return found
@@ -246,7 +287,9 @@ class Samples(Dataset[Sample]):
             body = lattice.box_from(scan.grid, body)
             crop = rule.crop(body, lattice, (1, 1, 1), divisor)
             if self.stage.patch_size is not None:
-                return scan, self._cut_patch(case, crop, self._any_label(case, rng), self.stage.patch_size, rng)
+                return scan, self._cut_patch(
+                    case, crop, self._any_label(case, rng), self.stage.patch_size, rng
+                )
             depth = self._bounded_depth(network_size(crop.box.shape, divisor))
             if depth is None:
                 return scan, crop
@@ -254,7 +297,9 @@ class Samples(Dataset[Sample]):
             whole = body if body.shape[0] >= depth else crop.box
         elif self.stage.patch_size is not None:
             scan, body = self._cut_slab(scan, body, rng)
-            return scan, self._cut_patch(case, Crop(scan.grid, body), self._any_label(case, rng), self.stage.patch_size, rng)
+            return scan, self._cut_patch(
+                case, Crop(scan.grid, body), self._any_label(case, rng), self.stage.patch_size, rng
+            )
         else:
             shape, step = network_size(body.shape, divisor), divisor[0]
             if rng.random() < (self.stage.slab_share or 0.0):
@@ -266,9 +311,13 @@ class Samples(Dataset[Sample]):
                 depth, shape = min(depth, body.shape[0]), body.shape
             crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
         z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
-        return scan, crop._replace(box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:])))
+        return scan, crop._replace(
+            box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:]))
+        )
 
-    def _cut_slab(self, scan: _Scan, body: VoxelBox, rng: np.random.Generator) -> tuple[_Scan, VoxelBox]:
+    def _cut_slab(
+        self, scan: _Scan, body: VoxelBox, rng: np.random.Generator
+    ) -> tuple[_Scan, VoxelBox]:
         """Cut `slab_share` of the scans to a random range of the body's slices; return the scan and its body."""
         if rng.random() >= (self.stage.slab_share or 0.0):
             return scan, body
@@ -281,14 +330,22 @@ class Samples(Dataset[Sample]):
         step = self.crops.divisor[0]
         return max(step, self.stage.max_voxels // math.prod(shape[1:]) // step * step)
 
-    def _choose_region(self, case: CachedCase, region: Region, rng: np.random.Generator) -> tuple[_Scan, Crop]:
+    def _choose_region(
+        self, case: CachedCase, region: Region, rng: np.random.Generator
+    ) -> tuple[_Scan, Crop]:
         """Choose the crop of the region, a patch of it, or one from elsewhere."""
         crop = self.crops.crop(case, region, rng if self.jitter else None)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
-            size, within = self.stage.patch_size or crop.box.shape, crop.lattice.centres_within(case.grid)
+            size, within = (
+                self.stage.patch_size or crop.box.shape,
+                crop.lattice.centres_within(case.grid),
+            )
             rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
             # About the centre of an axis that is shorter.
-            place = [int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2 for rest in rests]
+            place = [
+                int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2
+                for rest in rests
+            ]
             crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.stage.patch_size is not None:
             found = case.region_boxes[region.name], self.task.region_values(region)
@@ -307,22 +364,45 @@ class Samples(Dataset[Sample]):
         return case.label_boxes[name], (self.task.labels[name],)
 
     def _cut_patch(
-        self, case: CachedCase, crop: Crop, found: Found | None, patch_size: tuple[int, int, int], rng: np.random.Generator
+        self,
+        case: CachedCase,
+        crop: Crop,
+        found: Found | None,
+        patch_size: tuple[int, int, int],
+        rng: np.random.Generator,
     ) -> Crop:
         """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
-        # Both are drawn in any case, so that the place does not depend on whether a boundary is found.
+        # Both are drawn in any case, so that the place does not depend on whether a boundary is
+        # found.
         place = rng.random(3)
         wants_boundary = rng.random() < (self.stage.boundary_share or 0.0)
-        voxel = self._boundary_voxel(case, crop, *found, rng) if wants_boundary and found is not None else None
+        voxel = (
+            self._boundary_voxel(case, crop, *found, rng)
+            if wants_boundary and found is not None
+            else None
+        )
         start: list[int] = []
-        for axis, (low, stop, size) in enumerate(zip(crop.box.start, crop.box.stop, patch_size, strict=True)):
+        for axis, (low, stop, size) in enumerate(
+            zip(crop.box.start, crop.box.stop, patch_size, strict=True)
+        ):
             high = stop - size
-            first, last = (low, high) if voxel is None else (max(low, voxel[axis] - size + 1), min(high, voxel[axis]))
-            start.append((low + high) // 2 if high < low else first + int(place[axis] * (last - first + 1)))
+            first, last = (
+                (low, high)
+                if voxel is None
+                else (max(low, voxel[axis] - size + 1), min(high, voxel[axis]))
+            )
+            start.append(
+                (low + high) // 2 if high < low else first + int(place[axis] * (last - first + 1))
+            )
         return crop._replace(box=VoxelBox.full(patch_size).shifted(start))
 
     def _boundary_voxel(
-        self, case: CachedCase, crop: Crop, box: VoxelBox, values: tuple[int, ...], rng: np.random.Generator
+        self,
+        case: CachedCase,
+        crop: Crop,
+        box: VoxelBox,
+        values: tuple[int, ...],
+        rng: np.random.Generator,
     ) -> list[int] | None:
         """Find a voxel of label values inside the crop with a neighbour in its slice that has neither these nor the ignore label.
 
@@ -339,22 +419,30 @@ class Samples(Dataset[Sample]):
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(inner.start[0], inner.stop[0]))
             plane = labels[z, y_slice, x_slice]
-            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence the padding with False.
+            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence
+            # the padding with False.
             mask = np.pad(is_wanted[plane], 1)
             if ignored is not None:
                 beside = np.pad(labels[z] == ignored, 1)
-                mask |= beside[inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2]
+                mask |= beside[
+                    inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2
+                ]
             around = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
             places = np.argwhere(is_wanted[plane] & ~around)
             if len(places):
                 y, x = places[rng.integers(len(places))]
                 centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
                 maps = case.grid.axis_map_to(crop.lattice)
-                return [round(scale * index + offset) for index, (scale, offset) in zip(centre, maps, strict=True)]
+                return [
+                    round(scale * index + offset)
+                    for index, (scale, offset) in zip(centre, maps, strict=True)
+                ]
         return None
 
 
-def _cut(scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Generator) -> tuple[_Scan, VoxelBox]:
+def _cut(
+    scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Generator
+) -> tuple[_Scan, VoxelBox]:
     """Cut a scan to a random range of its body along an axis, at least a share of it; return the scan and its body."""
     size = max(1, int(body.shape[axis] * rng.uniform(least, 1.0)))
     first = body.start[axis] + int(rng.integers(0, body.shape[axis] - size, endpoint=True))
@@ -368,21 +456,27 @@ def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> boo
 
 
 def collate(
-    samples: Sequence[Sample], multiple: tuple[int, int, int] = (1, 1, 1), *, is_stacked: bool = True
+    samples: Sequence[Sample],
+    multiple: tuple[int, int, int] = (1, 1, 1),
+    *,
+    is_stacked: bool = True,
 ) -> list[dict[str, Any]]:
     """Make a micro-batch: a list of stacks that the network sees one after the other.
 
-    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its own shape: padding to a
-    common shape would change the loss, since norms and means include the padding. The choice is the same for all micro-batches of
-    a run, so that all ranks call the network equally often.
+    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its
+    own shape: padding to a common shape would change the loss, since norms and means include the
+    padding. The choice is the same for all micro-batches of a run, so that all ranks call the
+    network equally often.
 
     Args:
         samples: At least one sample.
-        multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y, x).
+        multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y,
+            x).
         is_stacked: Whether all samples of the run have one shape, and make one stack.
 
     Returns:
-        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region (n,) int64; lists of n: case, spacing_mm, number.
+        Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region
+        (n,) int64; lists of n: case, spacing_mm, number.
     """
     if not is_stacked:
         return [part for sample in samples for part in collate([sample], multiple)]
@@ -417,17 +511,22 @@ def init_worker(_: int) -> None:
     Signals to the process group do not reach it, see `medseg.training.data_module.TrainLoader`.
     """
     torch.set_num_threads(1)
-    # multiprocessing would print the error in its thread and drop the sample, for which the training process then waits for ever.
+    # multiprocessing would print the error in its thread and drop the sample, for which the
+    # training process then waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_training_ends
 
 
-def _report_unless_training_ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_unless_training_ends(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print what ends a thread of a worker; a connection that breaks off means that the training ends, which tells why itself."""
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def _end_worker(error: Exception, _: object) -> None:
-    say(f"a loader worker cannot send a sample to the training: {type(error).__name__}: {first_line(error)}")
+    say(
+        f"a loader worker cannot send a sample to the training: {type(error).__name__}: {first_line(error)}"
+    )
     os._exit(EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED)

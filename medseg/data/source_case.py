@@ -7,7 +7,14 @@ import numpy as np
 
 from medseg.data.audit.finding import CaseAudit
 from medseg.data.audit.image import check_channels, hash_voxels, make_thumbnail
-from medseg.data.audit.labels import ABSENT, audit_extent, audit_grids, audit_labels, map_values, measure_volumes
+from medseg.data.audit.labels import (
+    ABSENT,
+    audit_extent,
+    audit_grids,
+    audit_labels,
+    map_values,
+    measure_volumes,
+)
 from medseg.data.audit.placement import audit_placement, audit_shift
 from medseg.data.audit.tissue_profile import make_profile
 from medseg.data.case_table import Case
@@ -25,7 +32,8 @@ class SourceCase:
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
         images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
-        labels: Label map in the task's values on the same grid, uint8; None where the case has none, or none that fits.
+        labels: Label map in the task's values on the same grid, uint8; None where the case has
+            none, or none that fits.
         grid: Grid of all.
         audit: Measurements and findings.
     """
@@ -60,7 +68,8 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     """Read and audit a case.
 
     Args:
-        case: The case; its HU scale is applied to the first channel, the findings that it ignores stop nothing.
+        case: The case; its HU scale is applied to the first channel, the findings that it ignores
+            stop nothing.
         task: Labels, regions and channels.
         label_values: Value, or name of a structure, in the file to label name.
 
@@ -68,17 +77,27 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    from medseg.data.reference import is_named, read_reference  # here, so that opening the cache needs no reader
+    from medseg.data.reference import (
+        is_named,
+        read_reference,
+    )  # here, so that opening the cache needs no reader
     from medseg.preprocess.channels import read_channels
     from medseg.preprocess.orient import orient
 
     # Before reading: a file that changes while it is read then makes the entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
     paths = case.images(len(task.channels))
-    outside, modalities = [one.outside for one in task.channels], [one.modality for one in task.channels]
-    stacked, volume = read_channels(paths, outside, series=case.series, scales=[case.hu], modalities=modalities)
+    outside, modalities = (
+        [one.outside for one in task.channels],
+        [one.modality for one in task.channels],
+    )
+    stacked, volume = read_channels(
+        paths, outside, series=case.series, scales=[case.hu], modalities=modalities
+    )
     image_hu, grid, orientation = orient(stacked[0], volume.grid)
-    images, facts, findings = check_channels([image_hu, *map(orientation.to_lps, stacked[1:])], modalities)
+    images, facts, findings = check_channels(
+        [image_hu, *map(orientation.to_lps, stacked[1:])], modalities
+    )
     image_hu = images[0]
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
     findings += volume.findings
@@ -102,13 +121,19 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             stored, misfits = orientation.to_lps(label_volume.array), []
         if not misfits:
             # A structure that is there and empty states its absence.
-            may_be_empty = is_named(case.labels) or all(case.trust.get(name) == ABSENT for name in task.parts)
+            may_be_empty = is_named(case.labels) or all(
+                case.trust.get(name) == ABSENT for name in task.parts
+            )
             labels, odd = map_values(stored, task, values, may_be_empty=may_be_empty)
             findings += odd
             if not any(finding.code == "empty_labels" for finding in odd):
-                findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
+                findings += audit_labels(
+                    image_hu if is_hu else None, labels, grid, task, case.trust
+                )
                 if is_hu:
-                    findings += audit_placement(image_hu, labels, grid) or audit_shift(image_hu, labels, grid)
+                    findings += audit_placement(image_hu, labels, grid) or audit_shift(
+                        image_hu, labels, grid
+                    )
     volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
     audit = CaseAudit(
         grid,

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import CHANNEL_PREFIX, Case
-from medseg.io.inputs import dicom_files, input_format, is_dicom_file, is_dicomdir, volume_files, volume_suffix
+from medseg.io.inputs import (
+    dicom_files,
+    input_format,
+    is_dicom_file,
+    is_dicomdir,
+    volume_files,
+    volume_suffix,
+)
 from medseg.task import Task
 
 

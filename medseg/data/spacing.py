@@ -10,7 +10,9 @@ from medseg.task_options import TaskOptions
 def make_grid_rule(spacing: SpacingOptions) -> GridRule:
     """Make the rule that a spacing strategy has for the size of crops."""
     is_cube = spacing.strategy is SpacingStrategy.fixed_resolution
-    return GridRule(spacing.size, is_cube, is_padded=spacing.fill is Fill.pad, range_mm=spacing.range_mm)
+    return GridRule(
+        spacing.size, is_cube, is_padded=spacing.fill is Fill.pad, range_mm=spacing.range_mm
+    )
 
 
 def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) -> None:
@@ -33,8 +35,16 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     cases = find_sources(data, task)[0].split.train
     average, channels = FOUND_IN_DATA[spacing.strategy], make_task(task).channels
     grids = [
-        read_grid(case.image, case.series, channels[0].modality, case.images(len(channels)).count(case.image)) for case in cases
+        read_grid(
+            case.image,
+            case.series,
+            channels[0].modality,
+            case.images(len(channels)).count(case.image),
+        )
+        for case in cases
     ]
-    spacing.target_spacing_mm = typical_spacing_mm([oriented_grid(grid).spacing_mm for grid in grids], average)
+    spacing.target_spacing_mm = typical_spacing_mm(
+        [oriented_grid(grid).spacing_mm for grid in grids], average
+    )
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
     say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")

@@ -1,7 +1,7 @@
 """Ordered list of the transforms of a training sample: effects of `medseg.data.augment` and dictionary transforms such as MONAI's.
 
-Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone: not on the number of loader workers,
-their start method or an interruption.
+Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone:
+not on the number of loader workers, their start method or an interruption.
 """
 
 import copy
@@ -19,17 +19,24 @@ from medseg.data.sampler import sample_rng
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE, LABEL = "image", "label"
 NUM_PROBES, PROBE_SHAPE = 24, (20, 24, 28)  # samples that a transform is tried on
-PROBE_VALUES = (50, 100, 150, 200)  # labels of four blocks in them; interpolated labels differ from all four
+PROBE_VALUES = (
+    50,
+    100,
+    150,
+    200,
+)  # labels of four blocks in them; interpolated labels differ from all four
 
 
 class Transforms:
     """Transforms of a training sample in their order.
 
-    `WindowShift` and `Affine` act while the scan is read, before all others, wherever they stand in the list.
+    `WindowShift` and `Affine` act while the scan is read, before all others, wherever they stand in
+    the list.
 
     Args:
-        transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary with `image` (C, D, H, W) and `label`
-            (1, D, H, W) to such a dictionary. One with a method `set_random_state`, as MONAI's have, is seeded for each sample.
+        transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary
+            with `image` (C, D, H, W) and `label` (1, D, H, W) to such a dictionary. One with a
+            method `set_random_state`, as MONAI's have, is seeded for each sample.
 
     Raises:
         ValueError: If there are several objects of `Affine`.
@@ -43,7 +50,9 @@ class Transforms:
                 f"the list has {len(self.affines)} transforms Affine, but a sample is resampled only once; keep one of them"
             )
 
-    def draw_window(self, rng: np.random.Generator, window_hu: tuple[float, float]) -> tuple[float, float]:
+    def draw_window(
+        self, rng: np.random.Generator, window_hu: tuple[float, float]
+    ) -> tuple[float, float]:
         """Draw the HU window of a sample."""
         for one in self.transforms:
             window_hu = one.draw(rng, window_hu) if isinstance(one, WindowShift) else window_hu
@@ -53,7 +62,9 @@ class Transforms:
         """Draw the affine resampling of a sample; None without one."""
         return self.affines[0].draw(rng, spacing_mm) if self.affines else None
 
-    def alter(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def alter(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Apply all transforms that follow the reading, see `Effect`."""
         for one in self.transforms:
             if isinstance(one, Effect):
@@ -63,7 +74,9 @@ class Transforms:
         return image, labels
 
 
-def _apply_to_dictionary(transform: Any, image: Tensor, labels: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _apply_to_dictionary(
+    transform: Any, image: Tensor, labels: Tensor, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
     if hasattr(transform, "set_random_state"):
         transform.set_random_state(seed=int(rng.integers(2**32)))
     changed = transform({IMAGE: image, LABEL: labels[None]})
@@ -81,12 +94,15 @@ def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) 
         given: Names of the arguments that the user gives.
 
     Raises:
-        ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would interpolate the labels.
+        ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would
+            interpolate the labels.
     """
     if "keys" not in known:
         return {}
     is_spatial = f"{target.__module__}.".startswith(SPATIAL_MODULES)
-    added: dict[str, Any] = {} if "keys" in given else {"keys": [IMAGE, LABEL] if is_spatial else [IMAGE]}
+    added: dict[str, Any] = (
+        {} if "keys" in given else {"keys": [IMAGE, LABEL] if is_spatial else [IMAGE]}
+    )
     if is_spatial and "mode" in known and "mode" not in given:
         if not added:
             raise ValueError(
@@ -96,20 +112,28 @@ def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) 
     return added
 
 
-def check_transform(transform: Any, *, has_sides: bool, is_coarse: bool, num_channels: int = 1) -> None:
+def check_transform(
+    transform: Any, *, has_sides: bool, is_coarse: bool, num_channels: int = 1
+) -> None:
     """Try a transform on samples of four blocks.
 
     Args:
         transform: Transform of a list of `Transforms`.
         has_sides: Whether the task distinguishes left and right, so that it must not mirror them.
-        is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges left and right.
+        is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges
+            left and right.
         num_channels: Channels of the image.
 
     Raises:
-        ValueError: If it fails, changes the shape, interpolates labels, moves the image without the labels, or mirrors the sides.
+        ValueError: If it fails, changes the shape, interpolates labels, moves the image without the
+            labels, or mirrors the sides.
     """
     keys = getattr(transform, "keys", None)
-    if f"{type(transform).__module__}.".startswith(SPATIAL_MODULES) and keys is not None and set(keys) != {IMAGE, LABEL}:
+    if (
+        f"{type(transform).__module__}.".startswith(SPATIAL_MODULES)
+        and keys is not None
+        and set(keys) != {IMAGE, LABEL}
+    ):
         raise ValueError(
             f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer fit; got keys={list(keys)}"
         )
@@ -132,11 +156,17 @@ def check_transform(transform: Any, *, has_sides: bool, is_coarse: bool, num_cha
                 changed, target = warp.apply(changed, target, PROBE_SHAPE)
             changed, target = transforms.alter(changed, target, rng, (1.0, 1.0, 1.0))
         except Exception as error:
-            raise ValueError(f"it cannot be applied to a sample ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"it cannot be applied to a sample ({type(error).__name__}: {error})"
+            ) from error
         if changed.shape != image.shape or target.shape != labels.shape:
-            raise ValueError(f"it changes the shape of a sample, here from {PROBE_SHAPE} to {tuple(target.shape)}")
+            raise ValueError(
+                f"it changes the shape of a sample, here from {PROBE_SHAPE} to {tuple(target.shape)}"
+            )
         if not set(target.unique().tolist()) <= {0, *PROBE_VALUES}:
-            raise ValueError("it interpolates between labels; give mode=nearest for the labels, such as mode=[bilinear,nearest]")
+            raise ValueError(
+                "it interpolates between labels; give mode=nearest for the labels, such as mode=[bilinear,nearest]"
+            )
         if has_sides and _is_mirrored(target, is_coarse=is_coarse):
             raise ValueError(
                 "it mirrors left and right, which the task distinguishes; leave that axis out, or give augment.allow_mirroring=true"
@@ -147,6 +177,8 @@ def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
     """Whether the four blocks of a probe have changed their handedness; in a crop of one region only a reversed x axis counts."""
     if any(not (target == value).any() for value in PROBE_VALUES):
         return False  # a block has left the field of view
-    origin, x_end, y_end, z_end = ((target == value).nonzero().double().mean(0) for value in PROBE_VALUES)
+    origin, x_end, y_end, z_end = (
+        (target == value).nonzero().double().mean(0) for value in PROBE_VALUES
+    )
     axes = torch.stack([z_end - origin, y_end - origin, x_end - origin])
     return bool(torch.linalg.det(axes) < 0) and (is_coarse or float(axes[2, 2]) < 0)

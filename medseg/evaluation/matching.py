@@ -38,13 +38,20 @@ def find_predictions(pred_dir: Path) -> dict[str, list[Path]]:
     Raises:
         UserError: If there is none.
     """
-    require(pred_dir.is_dir(), f"pred={pred_dir} is not a folder; give the folder that predict wrote.")
+    require(
+        pred_dir.is_dir(), f"pred={pred_dir} is not a folder; give the folder that predict wrote."
+    )
     found = _label_maps(pred_dir)
-    require(bool(found), f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder.")
+    require(
+        bool(found),
+        f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder.",
+    )
     return found
 
 
-def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[dict[str, Reference], set[str]]:
+def find_references(
+    ref: Path, labels_column: str, split: str | None
+) -> tuple[dict[str, Reference], set[str]]:
     """Find the references to score, by the key of their case.
 
     Args:
@@ -61,7 +68,10 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():
-        require(split is None, f"split={split} needs a case table as ref, got the folder {ref}; leave split out.")
+        require(
+            split is None,
+            f"split={split} needs a case table as ref, got the folder {ref}; leave split out.",
+        )
         found = _label_maps(ref)
         for paths in found.values():
             names = " and ".join(path.name for path in paths[:2])
@@ -73,9 +83,14 @@ def find_references(ref: Path, labels_column: str, split: str | None) -> tuple[d
         return {key: Reference(case_name(path), path) for key, (path,) in found.items()}, set()
     require(ref.exists(), f"ref={ref} does not exist; give a case table or a folder of label maps.")
     cases = read_case_table(ref, labels_column)
-    references = {_key(one.name): Reference(one.name, one.labels, one) for one in cases if split in (None, one.split)}
+    references = {
+        _key(one.name): Reference(one.name, one.labels, one)
+        for one in cases
+        if split in (None, one.split)
+    }
     require(
-        bool(references), f"{ref} has no case with split={split}; give another split, or fill in the column split of the table."
+        bool(references),
+        f"{ref} has no case with split={split}; give another split, or fill in the column split of the table.",
     )
     return references, {_key(one.name) for one in cases} - set(references)
 
@@ -99,7 +114,13 @@ def read_pair(
     # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
-    check_grid("prediction's", grid, "reference's", target_grid, "; predict the image that the reference belongs to")
+    check_grid(
+        "prediction's",
+        grid,
+        "reference's",
+        target_grid,
+        "; predict the image that the reference belongs to",
+    )
     require(
         int(pred.min()) >= 0 and int(pred.max()) <= len(task.labels),
         f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, expected 0 to "
@@ -109,13 +130,20 @@ def read_pair(
     if task.ignore_label is not None:
         # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label
-        pred, target = np.where(is_ignored, 0, pred), np.where(is_ignored, 0, target).astype(np.uint8)
+        pred, target = (
+            np.where(is_ignored, 0, pred),
+            np.where(is_ignored, 0, target).astype(np.uint8),
+        )
     return pred, target, grid
 
 
-def check_grid(owner: str, grid: VoxelGrid, other_owner: str, other: VoxelGrid, cure: str = "") -> None:
+def check_grid(
+    owner: str, grid: VoxelGrid, other_owner: str, other: VoxelGrid, cure: str = ""
+) -> None:
     """Refuse two grids that differ by more than the tolerance of the audit."""
-    difference = f"the {owner} grid ({_describe(grid)}) is not the {other_owner} ({_describe(other)})"
+    difference = (
+        f"the {owner} grid ({_describe(grid)}) is not the {other_owner} ({_describe(other)})"
+    )
     require(grid.is_close(other, GRID_TOLERANCE_MM), difference + cure)
 
 
@@ -139,7 +167,9 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def task_values(labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]) -> np.ndarray:
+def task_values(
+    labels: np.ndarray, path: Path, task: Task, label_values: Mapping[int, str]
+) -> np.ndarray:
     """Translate the values of a reference file into the task's, uint8; labels that the task does not have become 0."""
     table = np.zeros(max(0, *label_values) + 1, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]

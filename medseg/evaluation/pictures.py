@@ -22,7 +22,9 @@ from medseg.task import LabelValues, Task
 Row = Mapping[str, Any]
 
 
-def draw_overlay(scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path) -> list[str]:
+def draw_overlay(
+    scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path
+) -> list[str]:
     """Draw a case on its scan; returns the warnings of the reader of the scan.
 
     Raises:
@@ -79,7 +81,9 @@ def write_viewers(
         Case to its viewer.
     """
     written = {}
-    for name in [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()][:num_viewers]:
+    for name in [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()][
+        :num_viewers
+    ]:
         pred_files, reference = pairs[name]
         scan = scan_of(reference, pred_files[0], task)
         assert scan is not None, "its overlay was drawn"
@@ -87,5 +91,11 @@ def write_viewers(
         image, _ = _read_image(scan, grid, task)
         statistics = label_statistics(image if task.is_ct else None, pred, grid, task.labels)
         written[name] = folder / f"{name}{SUFFIX}"
-        write_case_viewer(written[name], pack_case(image, pred, grid, target, task), statistics, read_words(pred_files[0]), task)
+        write_case_viewer(
+            written[name],
+            pack_case(image, pred, grid, target, task),
+            statistics,
+            read_words(pred_files[0]),
+            task,
+        )
     return written

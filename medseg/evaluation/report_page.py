@@ -13,7 +13,13 @@ from medseg.errors import UserError, require
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv, write_csv
 from medseg.report.cases import Files, render_cases
-from medseg.report.differences import FORMATS, Difference, describe_patients, paired_difference, write_difference
+from medseg.report.differences import (
+    FORMATS,
+    Difference,
+    describe_patients,
+    paired_difference,
+    write_difference,
+)
 from medseg.wording import first_few
 
 # Metric to 1 where more is better, or -1 where less is.
@@ -38,14 +44,23 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         UserError: If there is no `metrics.csv`, or `evaluate` did not write it.
     """
     path = folder / "metrics.csv"
-    require(path.is_file(), f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.")
+    require(
+        path.is_file(),
+        f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.",
+    )
     try:
         return [
-            {"case": row["case"], "region": row["region"], **{metric: float(row[metric]) for metric in RANKED}}
+            {
+                "case": row["case"],
+                "region": row["region"],
+                **{metric: float(row[metric]) for metric in RANKED},
+            }
             for row in read_csv(path)
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again.") from error
+        raise UserError(
+            f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again."
+        ) from error
 
 
 def compare_rows(
@@ -55,8 +70,8 @@ def compare_rows(
 ) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
 
-    A region whose score is not finite on one side, such as the distance of one that was missed, counts on
-    neither.
+    A region whose score is not finite on one side, such as the distance of one that was missed,
+    counts on neither.
 
     Args:
         rows: `case`, `region` and the metrics of `RANKED`.
@@ -107,7 +122,9 @@ def _describe_pairs(
         ("this evaluation", [case for case in scored if case not in before]),
     ):
         if alone:
-            sentences.append(f"not compared, as only {where} has scores of them: {first_few(alone)}")
+            sentences.append(
+                f"not compared, as only {where} has scores of them: {first_few(alone)}"
+            )
     return sentences
 
 
@@ -146,13 +163,23 @@ def write_page(
         baseline_rows: Its scores.
         patients: Case to its patient, where the references name patients.
     """
-    rows = [{**row, **{metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}} for row in rows]
+    rows = [
+        {**row, **{metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}} for row in rows
+    ]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing: list[str] = []
     if baseline is not None:
-        require(bool(compared), f"baseline={baseline}: it has none of the scored cases; give scores of the same cases.")
-        table = [{"region": region, "metric": metric, **one._asdict()} for region, metric, one in compared]
-        write_csv(output / "differences.csv", table, ("region", "metric", *Difference._fields), FORMATS)
+        require(
+            bool(compared),
+            f"baseline={baseline}: it has none of the scored cases; give scores of the same cases.",
+        )
+        table = [
+            {"region": region, "metric": metric, **one._asdict()}
+            for region, metric, one in compared
+        ]
+        write_csv(
+            output / "differences.csv", table, ("region", "metric", *Difference._fields), FORMATS
+        )
         for region, metric, one in compared:
             if metric == "dice":
                 pairs = f"{one.cases} cases of {one.patients} patients"
@@ -169,7 +196,9 @@ def write_page(
         picture = overlays / f"{case}.png" if overlays else None
         picture = picture if picture and picture.is_file() else None
         linked = picture, viewers.get(case), prediction_viewers.get(case)
-        picture_link, viewer_link, prediction_link = (_link(path, output) if path else "" for path in linked)
+        picture_link, viewer_link, prediction_link = (
+            _link(path, output) if path else "" for path in linked
+        )
         sentences = {region: str(bound) for region, bound in bounds.get(case, {}).items()}
         files[case] = Files(picture, picture_link, viewer_link, prediction_link, sentences)
     page = render_cases(
@@ -183,7 +212,11 @@ def write_page(
         notes=notes,
         costs=costs,
         baseline=str(baseline or ""),
-        baseline_dices={(row["case"], row["region"]): row["dice"] for row in baseline_rows if math.isfinite(row["dice"])},
+        baseline_dices={
+            (row["case"], row["region"]): row["dice"]
+            for row in baseline_rows
+            if math.isfinite(row["dice"])
+        },
         compared=compared,
         pairing=pairing,
     )

@@ -1,6 +1,7 @@
 """Voxel grids and voxel boxes: position, spacing and direction of the voxels of an array in the patient, and ranges of voxels.
 
-Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
+Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS
+millimetres.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, 
 class VoxelBox:
     """A box of voxels on some grid; it may reach outside that grid.
 
-    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes to the high end (`stop`).
+    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes
+    to the high end (`stop`).
 
     Attributes:
         start: First voxel per axis, (z, y, x).
@@ -49,7 +51,9 @@ class VoxelBox:
         for name in ("start", "stop"):
             object.__setattr__(self, name, _triple(getattr(self, name), name, int))
         if any(stop < start for start, stop in zip(self.start, self.stop, strict=True)):
-            raise ValueError(f"a box must not end before it starts: start {self.start}, stop {self.stop}")
+            raise ValueError(
+                f"a box must not end before it starts: start {self.start}, stop {self.stop}"
+            )
 
     @classmethod
     def of(cls, starts: Iterable[int], stops: Iterable[int]) -> VoxelBox:
@@ -70,7 +74,9 @@ class VoxelBox:
         for axis in range(3):
             # Outside the bounds found so far the mask is empty: each further axis reads less.
             inside = mask[tuple(itertools.starmap(slice, bounds))]
-            hits = np.flatnonzero(inside.any(axis=tuple(other for other in range(3) if other != axis)))
+            hits = np.flatnonzero(
+                inside.any(axis=tuple(other for other in range(3) if other != axis))
+            )
             if hits.size == 0:
                 return None
             bounds.append((int(hits[0]), int(hits[-1]) + 1))
@@ -79,7 +85,9 @@ class VoxelBox:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Voxels per axis, (D, H, W)."""
-        return _triple((stop - start for start, stop in zip(self.start, self.stop, strict=True)), "shape", int)
+        return _triple(
+            (stop - start for start, stop in zip(self.start, self.stop, strict=True)), "shape", int
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +101,9 @@ class VoxelBox:
             ValueError: If the box starts below zero, where numpy would count from the end.
         """
         if min(self.start) < 0:
-            raise ValueError(f"a box that starts below zero cannot index an array: start {self.start}")
+            raise ValueError(
+                f"a box that starts below zero cannot index an array: start {self.start}"
+            )
         z, y, x = map(slice, self.start, self.stop)
         return z, y, x
 
@@ -108,7 +118,12 @@ class VoxelBox:
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
         """Move the box by an offset in voxels, (z, y, x)."""
-        return VoxelBox.of(*([a + b for a, b in zip(ends, offset, strict=True)] for ends in (self.start, self.stop)))
+        return VoxelBox.of(
+            *(
+                [a + b for a, b in zip(ends, offset, strict=True)]
+                for ends in (self.start, self.stop)
+            )
+        )
 
     def expanded(self, voxels: Sequence[int]) -> VoxelBox:
         """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
@@ -140,7 +155,8 @@ def resampled_shape(
 ) -> tuple[int, int, int]:
     """Count the voxels per axis that keep the field of view at a new spacing.
 
-    The extent changes by at most half a target voxel per axis; an axis never shrinks below one voxel.
+    The extent changes by at most half a target voxel per axis; an axis never shrinks below one
+    voxel.
 
     Args:
         shape: Volume size in voxels, (D, H, W).
@@ -160,7 +176,9 @@ def resampled_shape(
     if min(*spacing_mm, *target_spacing_mm) <= 0:
         raise ValueError(f"spacings must be positive, got {spacing_mm} and {target_spacing_mm}")
     # A half is rounded up, also where rounding noise lies just below it.
-    sizes = np.floor(np.array(shape) * spacing_mm / np.array(target_spacing_mm) + 0.5 + INDEX_TOLERANCE)
+    sizes = np.floor(
+        np.array(shape) * spacing_mm / np.array(target_spacing_mm) + 0.5 + INDEX_TOLERANCE
+    )
     return _triple(np.maximum(1, sizes), "shape", int)
 
 
@@ -168,14 +186,16 @@ def resampled_shape(
 class VoxelGrid:
     """Size, spacing, origin and direction of a volume; copies what it is given and never changes.
 
-    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive exactly.
+    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive
+    exactly.
 
     Attributes:
         shape: Voxels per axis, (D, H, W), each at least 1.
         spacing_mm: Distance of neighbouring voxel centres in mm, (z, y, x).
         origin_xyz_mm: World point of the centre of voxel (0, 0, 0), LPS.
-        direction: 3×3; column j is the world unit vector (x, y, z) along index axis j, where j counts (x, y, z) as
-            ITK does. Orthonormal within `DIRECTION_TOLERANCE`; left-handed (flipped) axes are allowed.
+        direction: 3×3; column j is the world unit vector (x, y, z) along index axis j, where j
+            counts (x, y, z) as ITK does. Orthonormal within `DIRECTION_TOLERANCE`; left-handed
+            (flipped) axes are allowed.
     """
 
     shape: tuple[int, int, int]
@@ -186,15 +206,21 @@ class VoxelGrid:
     def __post_init__(self) -> None:
         for name, kind in (("shape", int), ("spacing_mm", float), ("origin_xyz_mm", float)):
             object.__setattr__(self, name, _triple(getattr(self, name), name, kind))
-        object.__setattr__(self, "direction", tuple(_triple(row, "a row of direction") for row in self.direction))
+        object.__setattr__(
+            self, "direction", tuple(_triple(row, "a row of direction") for row in self.direction)
+        )
         if min(self.shape) < 1 or min(self.spacing_mm) <= 0:
-            raise ValueError(f"shape must be at least 1 and spacing_mm positive, got {self.shape} and {self.spacing_mm}")
+            raise ValueError(
+                f"shape must be at least 1 and spacing_mm positive, got {self.shape} and {self.spacing_mm}"
+            )
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
         matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
-            raise ValueError(f"direction is not orthonormal: off by {error:.2g}, allowed {DIRECTION_TOLERANCE:g}")
+            raise ValueError(
+                f"direction is not orthonormal: off by {error:.2g}, allowed {DIRECTION_TOLERANCE:g}"
+            )
 
     def _steps_mm(self) -> np.ndarray:
         """World step per index step: 3×3, columns in the order (z, y, x) of array indices."""
@@ -209,7 +235,9 @@ class VoxelGrid:
         Returns:
             LPS points in mm, (..., 3) in (x, y, z), float64.
         """
-        return np.asarray(index_zyx, dtype=np.float64) @ self._steps_mm().T + np.array(self.origin_xyz_mm)
+        return np.asarray(index_zyx, dtype=np.float64) @ self._steps_mm().T + np.array(
+            self.origin_xyz_mm
+        )
 
     def world_to_index_zyx(self, points_xyz_mm: np.ndarray | Sequence[Any]) -> np.ndarray:
         """Find the continuous indices of world points; the inverse of `index_to_world_xyz_mm`.
@@ -225,9 +253,17 @@ class VoxelGrid:
 
     def corners_xyz_mm(self) -> np.ndarray:
         """World points (8, 3) of the centres of the eight corner voxels, the first being voxel (0, 0, 0)."""
-        return self.index_to_world_xyz_mm(list(itertools.product(*((0, size - 1) for size in self.shape))))
+        return self.index_to_world_xyz_mm(
+            list(itertools.product(*((0, size - 1) for size in self.shape)))
+        )
 
-    def _moved(self, shape: Sequence[int], spacing_mm: Sequence[float], origin_xyz_mm: np.ndarray, direction: Any) -> VoxelGrid:
+    def _moved(
+        self,
+        shape: Sequence[int],
+        spacing_mm: Sequence[float],
+        origin_xyz_mm: np.ndarray,
+        direction: Any,
+    ) -> VoxelGrid:
         return VoxelGrid(tuple(shape), tuple(spacing_mm), tuple(origin_xyz_mm), direction)  # type: ignore[arg-type]
 
     def crop(self, box: VoxelBox) -> VoxelGrid:
@@ -236,12 +272,15 @@ class VoxelGrid:
         Raises:
             ValueError: If the box is empty.
         """
-        return self._moved(box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction)
+        return self._moved(
+            box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction
+        )
 
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
 
-        The size follows `resampled_shape`, so the extent may change by half a target voxel per axis. None: the grid itself.
+        The size follows `resampled_shape`, so the extent may change by half a target voxel per
+        axis. None: the grid itself.
         """
         if target_spacing_mm is None:
             return self
@@ -249,14 +288,21 @@ class VoxelGrid:
         centre = (np.array(self.shape) - 1) / 2
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
         first = centre - (np.array(shape) - 1) / 2 * ratio
-        return self._moved(shape, target_spacing_mm, self.index_to_world_xyz_mm(first), self.direction)
+        return self._moved(
+            shape, target_spacing_mm, self.index_to_world_xyz_mm(first), self.direction
+        )
 
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
         """Make the grid of another shape (D, H, W) over exactly the same field of view; its spacing follows."""
         ratio = np.array(self.shape) / np.array(shape)
         # The outer face of the first voxel stays where it is.
         first = ratio / 2 - 0.5
-        return self._moved(shape, ratio * np.array(self.spacing_mm), self.index_to_world_xyz_mm(first), self.direction)
+        return self._moved(
+            shape,
+            ratio * np.array(self.spacing_mm),
+            self.index_to_world_xyz_mm(first),
+            self.direction,
+        )
 
     def reoriented(self, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> VoxelGrid:
         """Follow an array through `array.transpose(order)` and then a flip of each new axis where `flips` says so.
@@ -268,8 +314,11 @@ class VoxelGrid:
         Raises:
             ValueError: If `order` is no permutation: the new axes would not be orthonormal.
         """
-        first = [(self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))]
-        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its column.
+        first = [
+            (self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))
+        ]
+        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its
+        # column.
         columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)
         return self._moved(
             [self.shape[old] for old in order],
@@ -280,13 +329,16 @@ class VoxelGrid:
 
     def is_close(self, other: VoxelGrid, tolerance_mm: float = 1e-3) -> bool:
         """Whether both grids have the same shape and all corners agree."""
-        return self.shape == other.shape and np.allclose(self.corners_xyz_mm(), other.corners_xyz_mm(), rtol=0, atol=tolerance_mm)
+        return self.shape == other.shape and np.allclose(
+            self.corners_xyz_mm(), other.corners_xyz_mm(), rtol=0, atol=tolerance_mm
+        )
 
     def axis_map_to(self, other: VoxelGrid) -> tuple[tuple[float, float], ...]:
         """Express this grid's indices as indices of another grid with the same axes.
 
         Returns:
-            Per axis (z, y, x) a pair (scale, offset) with `other_index = scale * self_index + offset`.
+            Per axis (z, y, x) a pair (scale, offset) with `other_index = scale * self_index +
+            offset`.
 
         Raises:
             ValueError: If the axes differ.
@@ -295,12 +347,15 @@ class VoxelGrid:
             raise ValueError("the two grids do not have the same axes")
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)
         scales = np.array(self.spacing_mm) / np.array(other.spacing_mm)
-        return tuple((float(scale), float(offset)) for scale, offset in zip(scales, offsets, strict=True))
+        return tuple(
+            (float(scale), float(offset)) for scale, offset in zip(scales, offsets, strict=True)
+        )
 
     def box_from(self, other: VoxelGrid, box: VoxelBox) -> VoxelBox:
         """Cover a box of another grid with the smallest box of this grid's voxels.
 
-        Outer faces of voxels are compared; noise below `INDEX_TOLERANCE` grows nothing. An empty box stays empty.
+        Outer faces of voxels are compared; noise below `INDEX_TOLERANCE` grows nothing. An empty
+        box stays empty.
 
         Args:
             other: Grid with the same axes.
@@ -309,11 +364,14 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid; it may reach outside.
         """
-        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding 0.5.
+        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding
+        # 0.5.
         scale, offset = np.transpose(other.axis_map_to(self))
         starts = np.floor(scale * (np.array(box.start) - 0.5) + offset + 0.5 + INDEX_TOLERANCE)
         stops = np.ceil(scale * (np.array(box.stop) - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
-        return VoxelBox.of(starts, np.where(np.equal(box.start, box.stop), starts, np.maximum(stops, starts + 1)))
+        return VoxelBox.of(
+            starts, np.where(np.equal(box.start, box.stop), starts, np.maximum(stops, starts + 1))
+        )
 
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
         """Find the voxels of this grid's lattice whose centres are in the field of view of another grid.

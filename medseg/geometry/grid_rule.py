@@ -1,7 +1,8 @@
 """Crops of a stage and their grids: one rule for training, validation and prediction.
 
-A case has a lattice for each stage: its own grid, or that grid at the stage's spacing (`VoxelGrid.resampled`). The network's input is a
-crop: a box on the lattice, or a region or scan resampled to a grid of its own with the same axes.
+A case has a lattice for each stage: its own grid, or that grid at the stage's spacing
+(`VoxelGrid.resampled`). The network's input is a crop: a box on the lattice, or a region or scan
+resampled to a grid of its own with the same axes.
 """
 
 import math
@@ -18,7 +19,8 @@ class Crop(NamedTuple):
     Attributes:
         lattice: Grid whose voxels the box counts; it continues beyond its ends.
         box: Crop in voxels of it; may reach outside.
-        content: Box in voxels of the lattice beyond which the network sees air; None: it sees the whole crop.
+        content: Box in voxels of the lattice beyond which the network sees air; None: it sees the
+            whole crop.
     """
 
     lattice: VoxelGrid
@@ -37,9 +39,12 @@ class GridRule:
 
     Attributes:
         size: Each crop is resized to this shape, (D, H, W); None keeps the lattice.
-        is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal spacing on all axes.
-        is_padded: Whether the voxels by which a crop grows to a cube are air; else they are those of the scan.
-        range_mm: Least and largest spacing of an axis that the network was trained with; None: that of the lattice alone.
+        is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal
+            spacing on all axes.
+        is_padded: Whether the voxels by which a crop grows to a cube are air; else they are those
+            of the scan.
+        range_mm: Least and largest spacing of an axis that the network was trained with; None: that
+            of the lattice alone.
     """
 
     size: tuple[int, int, int] | None = None
@@ -47,7 +52,9 @@ class GridRule:
     is_padded: bool = False
     range_mm: tuple[float, float] | None = None
 
-    def spacing_mm(self, scan_spacing_mm: tuple[float, float, float]) -> tuple[float, float, float] | None:
+    def spacing_mm(
+        self, scan_spacing_mm: tuple[float, float, float]
+    ) -> tuple[float, float, float] | None:
         """Choose the spacing of a crop: the value of the range that is nearest to the scan's own spacing, axis by axis.
 
         Args:
@@ -71,7 +78,8 @@ class GridRule:
         Args:
             box: Region with its margin, in voxels of the lattice.
             lattice: The stage's lattice for this case.
-            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the divisor, larger than a single one.
+            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the
+                divisor, larger than a single one.
             divisor: What a whole crop must be a multiple of, (z, y, x).
             least_size: A whole crop grows to at least this size before it grows to multiples.
 
@@ -93,7 +101,9 @@ PLAIN = GridRule()
 """Crops lie on the lattice, and are as small as the network allows."""
 
 
-def clamp_spacing(range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]) -> tuple[float, float, float]:
+def clamp_spacing(
+    range_mm: tuple[float, float], spacing_mm: tuple[float, float, float]
+) -> tuple[float, float, float]:
     """Clamp each axis of a spacing to a range.
 
     Example:
@@ -117,9 +127,10 @@ def region_crop(
 ) -> Crop:
     """Choose the crop of a region, in training and in prediction.
 
-    The crop covers the region and the margin, its centre within half a voxel of the region's centre. Where an axis must
-    grow by an odd number of voxels, the odd voxel goes to the high end. Its faces are faces of the lattice's voxels. It may
-    reach outside the volume, so that the region stays in the middle.
+    The crop covers the region and the margin, its centre within half a voxel of the region's
+    centre. Where an axis must grow by an odd number of voxels, the odd voxel goes to the high end.
+    Its faces are faces of the lattice's voxels. It may reach outside the volume, so that the region
+    stays in the middle.
 
     Args:
         tight_box: Tight box of the region in voxels of `from_grid`.

@@ -9,8 +9,8 @@ Shape = tuple[int, int, int]
 def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     """Raise a size to one that a network takes: multiples of its divisor, more than one of them on some axis.
 
-    With one multiple on every axis the deepest level of a network has a single voxel, and the norm of one sample has no
-    variance: such a size is raised to two multiples on every axis.
+    With one multiple on every axis the deepest level of a network has a single voxel, and the norm
+    of one sample has no variance: such a size is raised to two multiples on every axis.
 
     Args:
         shape: Size in voxels, (D, H, W).

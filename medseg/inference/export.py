@@ -33,8 +33,10 @@ class Exported(NamedTuple):
 
     Attributes:
         files: Content of each file, by its suffix.
-        fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple of the divisor.
-        difference: Largest difference of the logits to those of torch, as a share of the largest logit.
+        fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple
+            of the divisor.
+        difference: Largest difference of the logits to those of torch, as a share of the largest
+            logit.
         form: Name and version of the format.
     """
 
@@ -51,10 +53,12 @@ class Format(NamedTuple):
         name: Name of the format.
         extra: Extra of medseg that installs its libraries.
         modules: These libraries.
-        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that of the example alone.
+        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that
+            of the example alone.
         load: Makes a function that runs a converted network.
         describe: Names format and version of a converted network.
-        write: Turns a converted network and its metadata, a JSON text, into the content of files by suffix.
+        write: Turns a converted network and its metadata, a JSON text, into the content of files by
+            suffix.
     """
 
     name: str
@@ -82,20 +86,26 @@ def export_network(
         in_channels: Channels of its input.
         divisor: Required multiple of its input size, (z, y, x).
         small_size: A small input size, (z, y, x).
-        fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it may not.
+        fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it
+            may not.
         suffix: Key of `FORMATS`.
         describe: Function of the only input size, or of None, that makes the metadata.
 
     Raises:
-        UserError: If a library is missing, or the network cannot be converted, or computes something else than in torch.
+        UserError: If a library is missing, or the network cannot be converted, or computes
+            something else than in torch.
     """
     form, name = FORMATS[suffix], type(network.network).__name__
     for module in form.modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise UserError(f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'") from error
-    depth, height, width = (step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True))
+            raise UserError(
+                f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
+            ) from error
+    depth, height, width = (
+        step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True)
+    )
     # A network that reads its input size in Python is converted for that size alone.
     trials: list[tuple[Shape, bool, list[Shape]]] = []
     if small_size != fixed_size:
@@ -108,14 +118,21 @@ def export_network(
             converted = form.convert(network, torch.zeros(1, in_channels, *size), is_dynamic)
             run = form.load(converted)
             difference = max(_difference(network, run, in_channels, shape) for shape in compared)
-            found = f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            found = (
+                f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            )
         except Exception as error:  # converters and runtimes raise errors of many classes
             if is_out_of_memory(error):
                 raise
             difference, found = math.inf, first_line(error) or type(error).__name__
         if difference <= TOLERANCE:
             only = None if is_dynamic else size
-            return Exported(form.write(converted, json.dumps(describe(only))), only, difference, form.describe(converted))
+            return Exported(
+                form.write(converted, json.dumps(describe(only))),
+                only,
+                difference,
+                form.describe(converted),
+            )
         reason = reason or found[:300]
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
@@ -141,7 +158,13 @@ def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
         warnings.simplefilter("ignore")  # of the exporter about itself
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
-            network, (example,), dynamo=True, dynamic_shapes=sizes, input_names=[INPUT], output_names=[OUTPUT], verbose=False
+            network,
+            (example,),
+            dynamo=True,
+            dynamic_shapes=sizes,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            verbose=False,
         )
     assert program is not None, "dynamo=True returns a program"
     return program.model_proto
@@ -153,7 +176,9 @@ def _load_onnx(model: Any) -> Run:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     return lambda image: torch.from_numpy(session.run([OUTPUT], {INPUT: image.numpy()})[0])
 
 
@@ -195,6 +220,22 @@ def _describe_openvino(_: Any) -> str:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", "export", ("onnx", "onnxscript", "onnxruntime"), _to_onnx, _load_onnx, _describe_onnx, _write_onnx),
-    ".xml": Format("OpenVINO", "openvino", ("openvino",), _to_openvino, _load_openvino, _describe_openvino, _write_openvino),
+    ".onnx": Format(
+        "ONNX",
+        "export",
+        ("onnx", "onnxscript", "onnxruntime"),
+        _to_onnx,
+        _load_onnx,
+        _describe_onnx,
+        _write_onnx,
+    ),
+    ".xml": Format(
+        "OpenVINO",
+        "openvino",
+        ("openvino",),
+        _to_openvino,
+        _load_openvino,
+        _describe_openvino,
+        _write_openvino,
+    ),
 }

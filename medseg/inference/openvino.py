@@ -1,7 +1,8 @@
 """OpenVINO backend: networks converted and compiled for the processor; needs the extra `medseg[openvino]`.
 
-On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels where torch takes
-4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07 instead of 0.97 GB.
+On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels
+where torch takes 4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07
+instead of 0.97 GB.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from medseg.io.calibration import Circumstances, measure_until, read_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-# Packages whose code a converted network may come from: their versions and files say whether it has changed.
+# Packages whose code a converted network may come from: their versions and files say whether it has
+# changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
-# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
-# (openvinotoolkit/openvino#36980).
+# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16
+# kernels, and 2026.4 ends in a segmentation fault (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 # Libraries and kernels of a compiled network, measured; OpenVINO also holds its weights twice, as a
 # model and in the layout of its kernels.
@@ -65,9 +67,9 @@ def openvino_bytes(network: nn.Module) -> int:
 def core() -> Any:
     """OpenVINO's devices, the same object as long as the process lives.
 
-    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When the last OpenVINO object is
-    deleted in another thread, that stack is freed but stays in use: the next signal, such as the end of a child process, ends the
-    process.
+    OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When
+    the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the
+    next signal, such as the end of a child process, ends the process.
     """
     import openvino
 
@@ -80,7 +82,8 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
         precision: `fp32` or `bf16`.
-        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this machine; empty = it is not kept.
+        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this
+            machine; empty = it is not kept.
 
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
@@ -97,7 +100,9 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
         )
     kept = _kept_path(network.network, checksum) if checksum else None
     hint = "bf16" if precision == "bf16" else "f32"
-    compiled = _Compiled(network.network, network.in_channels, network.traits.small_size, hint, kept)
+    compiled = _Compiled(
+        network.network, network.in_channels, network.traits.small_size, hint, kept
+    )
     network.network.forward = compiled
 
 
@@ -118,7 +123,9 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)  # of `torch.jit.trace`, which OpenVINO calls
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of `torch.jit.trace`, which OpenVINO calls
         return openvino.convert_model(network, example_input=torch.zeros(1, in_channels, *size))
 
 
@@ -138,7 +145,11 @@ def _kept_path(network: nn.Module, name: str) -> Path | None:
     if any(module.partition(".")[0] not in KNOWN_PACKAGES for module in modules):
         return None
     digest = hashlib.sha256(name.encode())
-    digest.update(" ".join(importlib.metadata.version(name) for name in ("monai", "openvino", "torch")).encode())
+    digest.update(
+        " ".join(
+            importlib.metadata.version(name) for name in ("monai", "openvino", "torch")
+        ).encode()
+    )
     for module in sorted(modules):
         digest.update(Path(sys.modules[module].__file__ or "").read_bytes())
     return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
@@ -166,8 +177,21 @@ def _keep(path: Path, model: Any) -> None:
 class _Compiled:
     """Forward pass in OpenVINO: read or converted at the first call, compiled for one input size at a time."""
 
-    def __init__(self, network: nn.Module, in_channels: int, size: Shape, precision: str, kept: Path | None = None) -> None:
-        self._network, self._in_channels, self._size, self._precision, self._kept = network, in_channels, size, precision, kept
+    def __init__(
+        self,
+        network: nn.Module,
+        in_channels: int,
+        size: Shape,
+        precision: str,
+        kept: Path | None = None,
+    ) -> None:
+        self._network, self._in_channels, self._size, self._precision, self._kept = (
+            network,
+            in_channels,
+            size,
+            precision,
+            kept,
+        )
         self._model: Any = None
         self._compiled: Any = None
         self._shape: tuple[int, ...] = ()
@@ -180,15 +204,18 @@ class _Compiled:
         if self._shape != tuple(image.shape):
             self._compiled = None  # its memory, before that of the next size is taken
             self._model.reshape(openvino.PartialShape(list(image.shape)))
-            options = {"INFERENCE_PRECISION_HINT": self._precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+            options = {
+                "INFERENCE_PRECISION_HINT": self._precision,
+                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+            }
             self._compiled = core().compile_model(self._model, "CPU", options)
             self._shape = tuple(image.shape)
         request = self._compiled.create_infer_request()
         logits = np.empty(list(self._compiled.output(0).shape), np.float32)
         request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))  # saves a copy
         request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
-        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage and
-        # the rest of the prediction.
+        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage
+        # and the rest of the prediction.
         del request
         self._compiled.release_memory()
         return torch.from_numpy(logits)
@@ -256,7 +283,9 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     image = torch.zeros(1, channels, depth, height, width)
     in_openvino = _Compiled(in_torch, channels, network.traits.small_size, "f32")
     previous, latest, circumstances = measure_until(
-        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)), _agree, MOST_MEASUREMENTS
+        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)),
+        _agree,
+        MOST_MEASUREMENTS,
     )
     # Other programs only lengthen a duration.
     return [min(durations) for durations in zip(previous, latest, strict=True)], circumstances

@@ -22,7 +22,9 @@ class TilingOptions:
             "voxels (D, H, W)",
         ),
     ] = None
-    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")] = 0.5
+    overlap: Annotated[float, Knob("Share of a tile that its neighbour covers too.", "[0, 1)")] = (
+        0.5
+    )
 
 
 @dataclass(kw_only=True)
@@ -47,13 +49,19 @@ class InferenceOptions(TilingOptions):
     ] = None
     add_parts: Annotated[
         bool,
-        Knob("Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm)."),
+        Knob(
+            "Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm)."
+        ),
     ] = True
     tta: Annotated[
         bool,
-        Knob("Average over flipped inputs, without left-right flips where the task has sides; four times the time."),
+        Knob(
+            "Average over flipped inputs, without left-right flips where the task has sides; four times the time."
+        ),
     ] = False
-    half_weights: Annotated[bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")] = False
+    half_weights: Annotated[
+        bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")
+    ] = False
     backend: Annotated[
         Backend | None,
         Knob(

@@ -1,7 +1,8 @@
 """Post-processing of masks and label maps: small components, gas components and holes.
 
-A component is connected over faces (6 neighbours). Masks are processed in slabs along z: component numbers take four bytes a voxel, and
-only those of one slab are in memory, whatever the size of the mask.
+A component is connected over faces (6 neighbours). Masks are processed in slabs along z: component
+numbers take four bytes a voxel, and only those of one slab are in memory, whatever the size of the
+mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
 
-# A region of 2 l at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered again when they are needed.
+# A region of 2 l at 1 mm is one slab and is numbered once; the slabs of larger masks are numbered
+# again when they are needed.
 SLAB_VOXELS = 2**25
 COUNTED_AT_ONCE = 2**16
 
@@ -38,11 +40,14 @@ class Components:
     """Connected components of a mask, numbered from 1; 0 is the background.
 
     Attributes:
-        counts: For each mask to count, its number of voxels in each component, by the component's number; 0 is the background.
+        counts: For each mask to count, its number of voxels in each component, by the component's
+            number; 0 is the background.
         is_open: Whether the component reaches a face of the volume; true for the background.
     """
 
-    def __init__(self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()
+    ) -> None:
         """Number the components slab by slab, then join the numbers that touch across the border of two slabs.
 
         Args:
@@ -74,7 +79,10 @@ class Components:
             self._offsets.append(num)
         self._component_of = _join(num + 1, np.concatenate(pairs, axis=1))
         # Float64 sums of counts are exact up to 2**53.
-        self.counts = [np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64) for of_mask in counts]
+        self.counts = [
+            np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64)
+            for of_mask in counts
+        ]
         self.is_open = np.zeros(int(self._component_of.max()) + 1, dtype=bool)
         self.is_open[0] = True
         self.is_open[self._component_of[np.concatenate(open_numbers)]] = True
@@ -89,8 +97,12 @@ class Components:
             return
         # From the end: the slab that was numbered last is still in memory.
         for index, planes in reversed(list(enumerate(self._slabs))):
-            numbers = self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
-            component_of = self._component_of[self._offsets[index] + 1 : self._offsets[index + 1] + 1]
+            numbers = (
+                self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
+            )
+            component_of = self._component_of[
+                self._offsets[index] + 1 : self._offsets[index + 1] + 1
+            ]
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
@@ -120,7 +132,9 @@ def remove_components(
         return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
 
     components = Components(
-        inner.shape, lambda planes: inner[planes] == value, [None, *(counted(one.where) for one in rejections)]
+        inner.shape,
+        lambda planes: inner[planes] == value,
+        [None, *(counted(one.where) for one in rejections)],
     )
     sizes, *counts = components.counts
     rejected = [count > one.share * sizes for count, one in zip(counts, rejections, strict=True)]
@@ -145,7 +159,8 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
     if box is None:
         return
     inner = labels[box.slices()]
-    # A cavity cannot touch the faces of the bounding box: background components that do are outside.
+    # A cavity cannot touch the faces of the bounding box: background components that do are
+    # outside.
     components = Components(inner.shape, lambda planes: inner[planes] != value)
     for planes, is_cavity in components.where(~components.is_open):
         inner[planes][is_cavity & (inner[planes] == 0)] = value
@@ -176,7 +191,10 @@ def _count(numbers: np.ndarray, num: int, where: np.ndarray | None = None) -> np
     step = max(1, COUNTED_AT_ONCE // numbers[0].size)
     for start in range(0, len(numbers), step):
         part = numbers[start : start + step]
-        sizes += np.bincount((part if where is None else part[where[start : start + step]]).reshape(-1), minlength=num + 1)
+        sizes += np.bincount(
+            (part if where is None else part[where[start : start + step]]).reshape(-1),
+            minlength=num + 1,
+        )
     return sizes[1:]
 
 

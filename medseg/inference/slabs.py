@@ -1,9 +1,10 @@
 """Slab execution: our UNet layer by layer in slabs along z, with the same result as one pass and within a memory budget.
 
-A layer reads the planes of its input that its kernel reaches, and writes each plane of its output once. An instance or group norm
-needs statistics over the whole field of view: they are summed over all slabs of the convolution before it, and the norm is applied when the
-next layer reads its input. Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of the present layer
-takes the other half.
+A layer reads the planes of its input that its kernel reaches, and writes each plane of its output
+once. An instance or group norm needs statistics over the whole field of view: they are summed over
+all slabs of the convolution before it, and the norm is applied when the next layer reads its input.
+Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of
+the present layer takes the other half.
 """
 
 import functools
@@ -30,7 +31,8 @@ from medseg.models.blocks import (
 )
 from medseg.models.unet import Head, RefiningHead, UNet
 
-# Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels, and sums in fp32.
+# Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels,
+# and sums in fp32.
 WORKSPACE = 3.0
 # Bytes of a feature in fp32; the plan of the slabs counts those of half precision the same.
 ITEMSIZE = 4
@@ -47,14 +49,18 @@ def logits_in_slabs(
 
     Args:
         network: In evaluation mode.
-        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on another device than the network.
+        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on
+            another device than the network.
         budget_bytes: Memory of feature maps and layers, beside the image and the weights.
-        take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device of the network.
+        take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device
+            of the network.
 
     Raises:
         ValueError: If one plane of a layer exceeds half of the budget.
     """
-    _SlabPass(budget_bytes, next(network.parameters()).device, image.device).run(network, image, take)
+    _SlabPass(budget_bytes, next(network.parameters()).device, image.device).run(
+        network, image, take
+    )
 
 
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
@@ -80,7 +86,10 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
 def _layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
     """Memory of a convolution for each plane of its output, and for the planes beside them that its kernel reaches; `area` of its input."""
     kernel, stride = conv.kernel_size[0], conv.stride[0]
-    into, out = ITEMSIZE * conv.in_channels * area, ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
+    into, out = (
+        ITEMSIZE * conv.in_channels * area,
+        ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:]),
+    )
     # The last summand is the copy in fp32 for the statistics.
     return WORKSPACE * (stride * into + out) + out, WORKSPACE * (kernel - stride) * into
 
@@ -95,10 +104,17 @@ class _Features:
     """Feature map (1, C, D, H, W) of which ranges of planes are read and written.
 
     Attributes:
-        finish: Function of each voxel that is due to planes when they are read: the norm and activation of their layer.
+        finish: Function of each voxel that is due to planes when they are read: the norm and
+            activation of their layer.
     """
 
-    def __init__(self, depth: int, owner: "_SlabPass", values: Tensor | None = None, finish: Finish | None = None) -> None:
+    def __init__(
+        self,
+        depth: int,
+        owner: "_SlabPass",
+        values: Tensor | None = None,
+        finish: Finish | None = None,
+    ) -> None:
         self.depth = depth
         self.finish = finish
         self.num_bytes = 0  # in memory
@@ -120,7 +136,11 @@ class _Features:
         low, high = max(start, 0), min(stop, self.depth)
         planes = self._values[low:high].transpose(0, 1)[None].to(self._owner.device)
         planes = planes if self.finish is None else self.finish(planes)
-        return F.pad(planes, (0, 0, 0, 0, low - start, stop - high)) if (low, high) != (start, stop) else planes
+        return (
+            F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
+            if (low, high) != (start, stop)
+            else planes
+        )
 
     def write(self, start: int, planes: Tensor) -> None:
         """Set the planes from `start` on to (1, C, d, H, W)."""
@@ -135,7 +155,11 @@ class _Features:
         """Make room for all planes, in the layout of the first ones."""
         channels, height, width = like.shape[1:]
         is_last = like.is_contiguous(memory_format=torch.channels_last)
-        sizes = (self.depth, height, width, channels) if is_last else (self.depth, channels, height, width)
+        sizes = (
+            (self.depth, height, width, channels)
+            if is_last
+            else (self.depth, channels, height, width)
+        )
         num_bytes = self.depth * like[0].nbytes
         if self._owner.has_room(num_bytes):
             self.num_bytes = num_bytes
@@ -143,7 +167,9 @@ class _Features:
             values = torch.empty(sizes, dtype=like.dtype, device=self._owner.storage)
         else:
             self._is_file = True
-            values = torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(like.dtype).view(sizes)
+            values = (
+                torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(like.dtype).view(sizes)
+            )
         return values.permute(0, 3, 1, 2) if is_last else values
 
 
@@ -158,7 +184,9 @@ class _Cells:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Planes of cells, as `_Features.read`."""
-        return space_to_depth(self._image.read(start * self._cell[0], stop * self._cell[0]), self._cell)
+        return space_to_depth(
+            self._image.read(start * self._cell[0], stop * self._cell[0]), self._cell
+        )
 
 
 class _Statistics:
@@ -170,11 +198,17 @@ class _Statistics:
     def add(self, planes: Tensor) -> None:
         """Include planes (1, C, d, H, W)."""
         values = planes if planes.dtype == torch.float64 else planes.float()
-        variance, mean = (one.double() for one in torch.var_mean(values, dim=(0, 2, 3, 4), correction=0))
+        variance, mean = (
+            one.double() for one in torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
+        )
         count, before = planes[0, 0].numel(), self.count
         self.count += count
         shift = mean - self.mean.to(mean.device)
-        self.square = self.square.to(mean.device) + variance * count + shift.square() * before * count / self.count
+        self.square = (
+            self.square.to(mean.device)
+            + variance * count
+            + shift.square() * before * count / self.count
+        )
         self.mean = self.mean.to(mean.device) + shift * count / self.count
 
     def norm(self, module: InstanceNorm | nn.GroupNorm) -> Finish:
@@ -186,7 +220,9 @@ class _Statistics:
             mean, variance = (one.mean(1).repeat_interleave(size) for one in (means, variances))
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
-        return lambda planes: F.batch_norm(planes, mean, variance, weight, bias, training=False, eps=module.eps)
+        return lambda planes: F.batch_norm(
+            planes, mean, variance, weight, bias, training=False, eps=module.eps
+        )
 
 
 class _SlabPass:
@@ -230,18 +266,28 @@ class _SlabPass:
             planes = features.read(start, stop)
             take(head(planes, planes))
 
-    def _slabs(self, source: "_Features | _Cells", conv: nn.Conv3d, step: int = 1) -> Iterator[tuple[int, int]]:
+    def _slabs(
+        self, source: "_Features | _Cells", conv: nn.Conv3d, step: int = 1
+    ) -> Iterator[tuple[int, int]]:
         """Split the output of a convolution into as few slabs as half of the budget allows, each a multiple of `step` planes."""
-        return self._split(source.depth // conv.stride[0], *_layer_bytes(conv, source.plane[1]), step)
+        return self._split(
+            source.depth // conv.stride[0], *_layer_bytes(conv, source.plane[1]), step
+        )
 
-    def _split(self, depth: int, bytes_per_plane: float, extra_bytes: float, step: int = 1) -> Iterator[tuple[int, int]]:
+    def _split(
+        self, depth: int, bytes_per_plane: float, extra_bytes: float, step: int = 1
+    ) -> Iterator[tuple[int, int]]:
         planes = int((self._half - extra_bytes) // bytes_per_plane) // step * step
         if planes < step:
-            raise ValueError(f"a plane of a layer needs {2 * (extra_bytes + step * bytes_per_plane) / 2**30:.2f} GiB")
+            raise ValueError(
+                f"a plane of a layer needs {2 * (extra_bytes + step * bytes_per_plane) / 2**30:.2f} GiB"
+            )
         for start in range(0, depth, planes):
             yield start, min(start + planes, depth)
 
-    def _convolve(self, conv: nn.Conv3d, source: "_Features | _Cells", start: int, stop: int) -> Tensor:
+    def _convolve(
+        self, conv: nn.Conv3d, source: "_Features | _Cells", start: int, stop: int
+    ) -> Tensor:
         """Planes start … stop - 1 of the output of a convolution."""
         if (start, stop * conv.stride[0]) == (0, source.depth):
             return conv(source.read(0, source.depth))
@@ -275,7 +321,9 @@ class _SlabPass:
             branch = self._unit(cast(ConvNormAct, unit), branch)
         channels, area = branch.plane
         for start, stop in self._split(branch.depth, WORKSPACE * ITEMSIZE * channels * area, 0):
-            branch.write(start, block.activation(branch.read(start, stop).add_(features.read(start, stop))))
+            branch.write(
+                start, block.activation(branch.read(start, stop).add_(features.read(start, stop)))
+            )
         branch.finish = None
         return branch
 
@@ -283,24 +331,45 @@ class _SlabPass:
         """Add the deeper features to the skip, in its place."""
         step, (channels, area) = int(factors[0]), skip.plane
         for start, stop in self._split(skip.depth, WORKSPACE * ITEMSIZE * channels * area, 0, step):
-            low = F.interpolate(deeper.read(start // step, stop // step), scale_factor=factors, mode="nearest")
+            low = F.interpolate(
+                deeper.read(start // step, stop // step), scale_factor=factors, mode="nearest"
+            )
             skip.write(start, low.add_(skip.read(start, stop)))
         skip.finish = None
         return skip
 
-    def _refine(self, head: RefiningHead, features: _Features, image: _Features, take: Callable[[Tensor], None]) -> None:
+    def _refine(
+        self,
+        head: RefiningHead,
+        features: _Features,
+        image: _Features,
+        take: Callable[[Tensor], None],
+    ) -> None:
         """Run the refining head; its voxels of half resolution are computed twice beside a border of two slabs."""
         step, reach = head.cell[0], int(head.conv.padding[0])
         per_plane = _refined_bytes(head, image.plane[1])
         for start, stop in self._split(features.depth, per_plane, 2 * per_plane):
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
-            voxels = head.activation(voxels.add_(self._convolve(head.detail, image, low * step, high * step)))
+            voxels = head.activation(
+                voxels.add_(self._convolve(head.detail, image, low * step, high * step))
+            )
             # Zeros beyond the ends, as in the convolution of the whole.
             first, last = (start - low) * step - reach, (stop - low) * step + reach
             size = voxels.shape[2]
-            voxels = F.pad(voxels[:, :, max(first, 0) : last], (0, 0, 0, 0, max(-first, 0), max(last - size, 0)))
-            take(F.conv3d(voxels, head.conv.weight, head.conv.bias, 1, (0, *map(int, head.conv.padding[1:]))))
+            voxels = F.pad(
+                voxels[:, :, max(first, 0) : last],
+                (0, 0, 0, 0, max(-first, 0), max(last - size, 0)),
+            )
+            take(
+                F.conv3d(
+                    voxels,
+                    head.conv.weight,
+                    head.conv.bias,
+                    1,
+                    (0, *map(int, head.conv.padding[1:])),
+                )
+            )
 
 
 def _apply(functions: Iterable[Callable[[Tensor], Tensor]], planes: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Tile workers: processes of torchrun that run a network on the tiles that rank 0 distributes.
 
-Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of `TileWorkers.run` is one scatter (a batch of tiles
-for each rank) followed by one gather (the logits, or the exception that the rank met). An empty task means "no batch this time" and None
-means "all work is done", so that scatter and gather always come in pairs on all ranks.
+Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of
+`TileWorkers.run` is one scatter (a batch of tiles for each rank) followed by one gather (the
+logits, or the exception that the rank met). An empty task means "no batch this time" and None means
+"all work is done", so that scatter and gather always come in pairs on all ranks.
 """
 
 import os
@@ -17,7 +18,8 @@ from torch import Tensor
 
 # Stage, index of its network, and the bytes that slabs may take (None: one pass).
 Job = tuple[str, int, float | None]
-# Tile workers wait idle while rank 0 reads, writes or resamples; gloo's own limit of 30 minutes would end them.
+# Tile workers wait idle while rank 0 reads, writes or resamples; gloo's own limit of 30 minutes
+# would end them.
 IDLE_LIMIT = timedelta(days=7)
 
 
@@ -26,13 +28,15 @@ def process_group() -> Iterator[None]:
     """Join the processes of torchrun for a while; torch finds them by the environment variables that torchrun sets."""
     store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # On one machine torchrun keeps its store when it restarts the processes, with the addresses of the dead ones (torch 2.13).
+        # On one machine torchrun keeps its store when it restarts the processes, with the addresses
+        # of the dead ones (torch 2.13).
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_LIMIT)
     try:
         yield
     finally:
-        # A process that exits while the threads of its group still run may abort with a failure code.
+        # A process that exits while the threads of its group still run may abort with a failure
+        # code.
         dist.destroy_process_group()
 
 
@@ -48,7 +52,9 @@ class TileWorkers:
     def __init__(self) -> None:
         self.size = dist.get_world_size()
 
-    def run(self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> list[Tensor]:
+    def run(
+        self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Run a network on at most `size` batches at once.
 
         Args:

@@ -36,22 +36,26 @@ def predict_probs(
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
-    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in training, and cut back.
-    Tiles are blended with Gaussian weights that sum to one. Beside the image and the result, memory holds the float32 sums of one
-    layer of tiles and the tiles of one batch. A tile of pure air may count as background without going through the network.
+    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in
+    training, and cut back. Tiles are blended with Gaussian weights that sum to one. Beside the
+    image and the result, memory holds the float32 sums of one layer of tiles and the tiles of one
+    batch. A tile of pure air may count as background without going through the network.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
         image: Normalised crop (1, C, D, H, W).
-        tile_size: Tile in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop as a whole.
+        tile_size: Tile in voxels (z, y, x), raised to a multiple of the divisor; None runs the crop
+            as a whole.
         overlap: Share of a tile that its neighbour covers too, in [0, 1).
         divisor: Required multiple of the network's input size, (z, y, x).
         batch_size: Number of tiles that go through the network together.
-        run_batches: Runs the network on several batches at once, in several processes; None runs them here, one by one.
+        run_batches: Runs the network on several batches at once, in several processes; None runs
+            them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
-        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in the body.
-        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one slab of planes after the other to a
-            function; None runs it in one pass.
+        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in
+            the body.
+        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
+            slab of planes after the other to a function; None runs it in one pass.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the device of the logits.
@@ -67,10 +71,14 @@ def predict_probs(
                 run_in_slabs(padded, result.add)
             return result.probs
         tile_size = network_size(tile_size, divisor)
-        padded = pad_at_end(image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR)
+        padded = pad_at_end(
+            image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR
+        )
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
         depth, height, width = shape
-        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)[:, :depth, :height, :width]
+        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)[
+            :, :depth, :height, :width
+        ]
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -101,19 +109,27 @@ def _blend_tiles(
 ) -> Tensor:
     """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W).
 
-    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile reaches the planes below, which are
-    final and move to float16.
+    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile
+    reaches the planes below, which are final and move to float16.
     """
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
-    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of their axis.
+    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
+    # their axis.
     weights = [
-        {start: torch.from_numpy(one).to(image.device) for start, one in axis_weights(size, tile, overlap).items()}
+        {
+            start: torch.from_numpy(one).to(image.device)
+            for start, one in axis_weights(size, tile, overlap).items()
+        }
         for size, tile in zip(shape, tile_size, strict=True)
     ]
     boxes = tile_boxes(shape, tile_size, overlap)
     # One transfer for all tiles: each would wait for the GPU.
-    has_air_only = torch.stack([(image[(..., *box.slices())] > AIR).any() for box in boxes]).logical_not().tolist()
+    has_air_only = (
+        torch.stack([(image[(..., *box.slices())] > AIR).any() for box in boxes])
+        .logical_not()
+        .tolist()
+    )
     has_air_only = [is_air and skips_air for is_air in has_air_only]
     # At least one tile must go through the network: its result has the number of classes.
     has_air_only[0] &= not all(has_air_only)
@@ -122,7 +138,9 @@ def _blend_tiles(
     first = next(tiles)
     tiles = chain([first], tiles)
     probs = new_tensor((len(first), *shape), PROBS_DTYPE, image.device)
-    sums = new_tensor((len(first), tile_size[0], height, width), torch.float32, image.device).zero_()
+    sums = new_tensor(
+        (len(first), tile_size[0], height, width), torch.float32, image.device
+    ).zero_()
     lowest = 0  # z of the lowest plane of `sums`
     for box, is_air in zip(boxes, has_air_only, strict=True):
         if num_final := box.start[0] - lowest:
@@ -142,7 +160,11 @@ def _blend_tiles(
 
 
 def _tile_probs(
-    run: Callable[[list[Tensor]], list[Tensor]], image: Tensor, boxes: list[VoxelBox], batch_size: int, num_parallel: int
+    run: Callable[[list[Tensor]], list[Tensor]],
+    image: Tensor,
+    boxes: list[VoxelBox],
+    batch_size: int,
+    num_parallel: int,
 ) -> Iterator[Tensor]:
     """Run the network on tiles; yield the probabilities (K, d, h, w) of each, float32, in their order."""
     places = [(..., *box.slices()) for box in boxes]
@@ -150,7 +172,10 @@ def _tile_probs(
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
         # A single tile is a view: nothing is copied.
-        images = [image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch]) for batch in group]
+        images = [
+            image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch])
+            for batch in group
+        ]
         for logits in run(images):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
@@ -179,9 +204,11 @@ class TilingPlan(NamedTuple):
     """Tiling plan of one crop: whole or in tiles, each in one pass or in slabs.
 
     Attributes:
-        tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a whole.
+        tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a
+            whole.
         batch_size: Number of tiles that go through the network together.
-        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None runs one pass, with the same result.
+        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None
+            runs one pass, with the same result.
     """
 
     tile_size: Shape | None
@@ -189,8 +216,14 @@ class TilingPlan(NamedTuple):
     slab_bytes: float | None = None
 
     def __str__(self) -> str:
-        size = "whole" if self.tile_size is None else f"tiles of {'×'.join(map(str, self.tile_size))}"
-        return size + f", {self.batch_size} at a time" * (self.batch_size > 1) + ", in slabs" * (self.slab_bytes is not None)
+        size = (
+            "whole" if self.tile_size is None else f"tiles of {'×'.join(map(str, self.tile_size))}"
+        )
+        return (
+            size
+            + f", {self.batch_size} at a time" * (self.batch_size > 1)
+            + ", in slabs" * (self.slab_bytes is not None)
+        )
 
 
 def plan_tiling(
@@ -204,7 +237,8 @@ def plan_tiling(
 ) -> TilingPlan:
     """Choose between one pass and slabs by the budget, and find the number of tiles that fit together.
 
-    The budget never changes the tile: a norm that depends on the field of view would change the labels.
+    The budget never changes the tile: a norm that depends on the field of view would change the
+    labels.
 
     Args:
         shape: Size of the crop, (z, y, x).
@@ -213,7 +247,8 @@ def plan_tiling(
         budget_bytes: Memory that the network may use.
         tile_size: Tile; None runs the crop as a whole.
         max_batch: Largest number of tiles at a time.
-        least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in slabs.
+        least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in
+            slabs.
 
     Raises:
         ValueError: If the budget allows neither; the message names the smallest one that does.
@@ -225,8 +260,14 @@ def plan_tiling(
     if num_bytes > budget_bytes:
         # Rounded up: the named number must be enough.
         gib = math.ceil(min(num_bytes, least_slab_bytes) / 2**30 * 100) / 100
-        raise ValueError(f"{'one tile' if tile_size else 'the crop'} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
-    return TilingPlan(size, max(1, min(max_batch, int(budget_bytes // max(1, num_bytes))))) if tile_size else TilingPlan(None)
+        raise ValueError(
+            f"{'one tile' if tile_size else 'the crop'} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB"
+        )
+    return (
+        TilingPlan(size, max(1, min(max_batch, int(budget_bytes // max(1, num_bytes)))))
+        if tile_size
+        else TilingPlan(None)
+    )
 
 
 def _starts(size: int, tile: int, overlap: float) -> list[int]:
@@ -238,7 +279,9 @@ def _starts(size: int, tile: int, overlap: float) -> list[int]:
     return [round(step * span / num_steps) for step in range(num_steps + 1)]
 
 
-def tile_boxes(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], overlap: float) -> list[VoxelBox]:
+def tile_boxes(
+    shape: tuple[int, int, int], tile_shape: tuple[int, int, int], overlap: float
+) -> list[VoxelBox]:
     """Cover a volume with tiles of one shape.
 
     All tiles lie inside the volume; an axis shorter than the tile gets one tile of its own length.
@@ -246,7 +289,8 @@ def tile_boxes(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], ov
     Args:
         shape: Volume size in voxels, (D, H, W).
         tile_shape: Tile size in voxels, (D, H, W).
-        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel of rounding.
+        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel
+            of rounding.
 
     Returns:
         Boxes in C order (x fastest) that cover every voxel.
@@ -264,14 +308,24 @@ def tile_boxes(shape: tuple[int, int, int], tile_shape: tuple[int, int, int], ov
         raise ValueError(f"overlap must lie in [0, 1), got {overlap}")
     lengths = [min(size, tile) for size, tile in zip(shape, tile_shape, strict=True)]
     depth, height, width = lengths
-    z_starts, y_starts, x_starts = (_starts(size, length, overlap) for size, length in zip(shape, lengths, strict=True))
-    return [VoxelBox((z, y, x), (z + depth, y + height, x + width)) for z in z_starts for y in y_starts for x in x_starts]
+    z_starts, y_starts, x_starts = (
+        _starts(size, length, overlap) for size, length in zip(shape, lengths, strict=True)
+    )
+    return [
+        VoxelBox((z, y, x), (z + depth, y + height, x + width))
+        for z in z_starts
+        for y in y_starts
+        for x in x_starts
+    ]
 
 
-def axis_weights(size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8) -> dict[int, np.ndarray]:
+def axis_weights(
+    size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8
+) -> dict[int, np.ndarray]:
     """Weigh the tiles of `tile_boxes` along one axis: most in the middle of a tile, in sum one at each voxel.
 
-    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
+    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum
+    needs to be kept.
 
     Args:
         size: Voxels of the volume along the axis.
@@ -282,7 +336,8 @@ def axis_weights(size: int, tile: int, overlap: float, sigma_scale: float = 1 / 
     Returns:
         Weights of a tile's voxels, float32, by the tile's start.
 
-    Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding windows.
+    Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding
+    windows.
     """
     length = min(size, tile)
     distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)

@@ -26,8 +26,9 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 def replace_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name in the same folder, which gets the wanted name at the end; missing folders are made.
 
-    The temporary name keeps the suffix, since libraries choose the format by it. After an error, an interrupt or a full disk the old
-    file is unchanged and the temporary one is removed. A link stays a link: the file that it points to is replaced.
+    The temporary name keeps the suffix, since libraries choose the format by it. After an error, an
+    interrupt or a full disk the old file is unchanged and the temporary one is removed. A link
+    stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
@@ -74,8 +75,9 @@ def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> Non
     Args:
         path: The file.
         text: Its text.
-        errors: How a byte of a file name that is not UTF-8 is written, a lone surrogate in Python: as its code, which JSON and YAML
-            read back and every program can show; or, with `RAW_NAMES` of `medseg.io.names`, as that byte.
+        errors: How a byte of a file name that is not UTF-8 is written, a lone surrogate in Python:
+            as its code, which JSON and YAML read back and every program can show; or, with
+            `RAW_NAMES` of `medseg.io.names`, as that byte.
 
     Raises:
         UserError: If the file cannot be written.
@@ -129,15 +131,17 @@ def check_writable(folder: Path) -> None:
 def _not_written(path: Path, error: OSError) -> UserError:
     is_below_file = isinstance(error, (FileExistsError, NotADirectoryError))
     reason = "a part of its path is a file" if is_below_file else error.strerror or error
-    return UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.")
+    return UserError(
+        f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
+    )
 
 
 @contextmanager
 def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     """Hold the lock of a file. Forked children, such as loader workers, do not hold it.
 
-    On a file system without locks nothing is held: the lock guards against accidents. A lock file that merely exists would outlive
-    a killed holder, so filelock's fallback to one is off.
+    On a file system without locks nothing is held: the lock guards against accidents. A lock file
+    that merely exists would outlive a killed holder, so filelock's fallback to one is off.
 
     Args:
         path: Lock file; made if needed, and left in place.
@@ -149,7 +153,9 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     Raises:
         UserError: If the file cannot be opened.
     """
-    lock = FileLock(path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False)
+    lock = FileLock(
+        path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False
+    )
     is_held = True
     try:
         lock.acquire()

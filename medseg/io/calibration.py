@@ -16,8 +16,8 @@ from medseg.io.atomic import replace_text
 
 # Drivers, kernels and neighbours of a virtual machine change: older calibrations are made anew.
 MAX_AGE_S = 30 * 86400.0
-# Part of the machine's processors that other programs may use while something is measured. A single background process
-# of a small machine is more than that.
+# Part of the machine's processors that other programs may use while something is measured. A single
+# background process of a small machine is more than that.
 QUIET_LOAD = 0.1
 # How long the present load is watched.
 WATCH_S = 0.25
@@ -41,7 +41,8 @@ class Circumstances(NamedTuple):
     def is_valid(self, present_load: Callable[[], float]) -> bool:
         """Whether a measurement still counts.
 
-        One that was made under load is better than none while the machine is loaded, and is made anew once it is quiet.
+        One that was made under load is better than none while the machine is loaded, and is made
+        anew once it is quiet.
 
         Args:
             present_load: Measures the load now; called only where the answer depends on it.
@@ -56,7 +57,8 @@ class LoadMeter:
     """Load by other programs while a block runs. Processes that the block starts are its own, once they have ended.
 
     Attributes:
-        load: Part of the machine's processors that other programs used, from 0 to 1; set when the block ends.
+        load: Part of the machine's processors that other programs used, from 0 to 1; set when the
+            block ends.
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,9 @@ class LoadMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        elapsed_s, busy_s, own_s = (end - start for start, end in zip(self._start, _readings_s(), strict=True))
+        elapsed_s, busy_s, own_s = (
+            end - start for start, end in zip(self._start, _readings_s(), strict=True)
+        )
         num_processors = psutil.cpu_count() or 1
         if elapsed_s > 0:
             self.load = min(1.0, max(0.0, busy_s - own_s) / elapsed_s / num_processors)
@@ -90,8 +94,8 @@ def measure_until(
         most_times: Measurements, at least 2, after which the last two are taken as they are.
 
     Returns:
-        The last two measurements, and when and under which load they were made. Two that do not agree count as made
-        under load, so that they are made anew on a quiet machine.
+        The last two measurements, and when and under which load they were made. Two that do not
+        agree count as made under load, so that they are made anew on a quiet machine.
     """
     with LoadMeter() as meter:
         previous, latest = measure(), measure()
@@ -132,7 +136,8 @@ def read_calibration(path: Path, count: int) -> list[float] | None:
         count: Expected number of numbers.
 
     Returns:
-        The numbers; None if there is no file, or a damaged, old or loaded one (see `Circumstances.is_valid`).
+        The numbers; None if there is no file, or a damaged, old or loaded one (see
+        `Circumstances.is_valid`).
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

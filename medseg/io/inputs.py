@@ -37,13 +37,20 @@ def volume_suffix(path: Path) -> str | None:
     """Find the suffix that makes a name a volume file, in lower case; None for others."""
     name = path.name.lower()
     return next(
-        (suffix for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES) if name.endswith(suffix) and len(name) > len(suffix)), None
+        (
+            suffix
+            for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES)
+            if name.endswith(suffix) and len(name) > len(suffix)
+        ),
+        None,
     )
 
 
 def volume_files(folder: Path) -> list[Path]:
     """List the volume files that lie in a folder itself, sorted by name."""
-    return [entry for entry in _visible(folder) if entry.is_file() and volume_suffix(entry) is not None]
+    return [
+        entry for entry in _visible(folder) if entry.is_file() and volume_suffix(entry) is not None
+    ]
 
 
 def image_in(folder: Path) -> Path | None:
@@ -56,8 +63,8 @@ def image_in(folder: Path) -> Path | None:
 def is_dicom_file(path: Path) -> bool:
     """Whether a file is DICOM, by its first bytes; names and suffixes are no evidence.
 
-    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups with which every object
-    begins.
+    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups
+    with which every object begins.
     """
     if not path.is_file():
         return False
@@ -65,7 +72,9 @@ def is_dicom_file(path: Path) -> bool:
         head = file.read(132)
     # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
     is_group = len(head) == 132 and head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
-    return head[128:] == b"DICM" or (is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0"))
+    return head[128:] == b"DICM" or (
+        is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
+    )
 
 
 def is_dicomdir(path: Path) -> bool:
@@ -90,7 +99,9 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         entries = [] if current.resolve() in seen else _visible(current)
         seen.add(current.resolve())
         yield from (
-            entry for entry in entries if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry)
+            entry
+            for entry in entries
+            if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry)
         )
         waiting += reversed([entry for entry in entries if is_deep and entry.is_dir()])
 
@@ -98,7 +109,8 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
 def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
     """Whether a folder holds DICOM files other than results of a prediction."""
     return any(
-        not path.name.lower().endswith((DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX)) for path in dicom_files(folder, is_deep=is_deep)
+        not path.name.lower().endswith((DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX))
+        for path in dicom_files(folder, is_deep=is_deep)
     )
 
 
@@ -120,8 +132,12 @@ def case_name(path: Path) -> str:
     suffix = volume_suffix(path)
     if suffix is not None and not path.is_dir():
         return CONTROL_CHARACTERS.sub("_", path.name[: -len(suffix)])
-    folder = path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
-    return CONTROL_CHARACTERS.sub("_", folder.name if folder.name not in ("", "..") else folder.resolve().name)
+    folder = (
+        path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
+    )
+    return CONTROL_CHARACTERS.sub(
+        "_", folder.name if folder.name not in ("", "..") else folder.resolve().name
+    )
 
 
 def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
@@ -163,21 +179,23 @@ def input_format(path: Path) -> str:
 def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]:
     """List the scans that a path stands for.
 
-    A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its label map beside them. Any other
-    folder gives its volume files, and those of its subfolders that hold DICOM files at any depth or an image `ct.nii.gz`, one scan each,
-    sorted by name. Other files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched counts as a scan, whose
-    reading then fails.
+    A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its
+    label map beside them. Any other folder gives its volume files, and those of its subfolders that
+    hold DICOM files at any depth or an image `ct.nii.gz`, one scan each, sorted by name. Other
+    files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be
+    searched counts as a scan, whose reading then fails.
 
     Args:
         path: File or folder.
-        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left out.
+        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left
+            out.
 
     Returns:
         Pairs (case name, path).
 
     Raises:
-        UserError: If there is no scan, two scans would have the same name, volume files are beside DICOM files, or the path cannot
-            be searched.
+        UserError: If there is no scan, two scans would have the same name, volume files are beside
+            DICOM files, or the path cannot be searched.
     """
     try:
         if not path.is_dir():
@@ -185,7 +203,9 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
             return [(case_name(path), path)]
         entries = _visible(path)
         # 3D Slicer keeps a segmentation beside its scan.
-        found = [entry for entry in volume_files(path) if volume_suffix(entry) != SEGMENTATION_SUFFIX]
+        found = [
+            entry for entry in volume_files(path) if volume_suffix(entry) != SEGMENTATION_SUFFIX
+        ]
         if any(map(is_dicomdir, entries)) or _has_slices(path, is_deep=False):
             others = [entry.name for entry in found if case_name(entry) != case_name(path)]
             require(
@@ -213,4 +233,6 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
         return [(name, folders.get(entry) or entry) for name, entry in cases.items()]
     except OSError as error:
         where = error.filename or path
-        raise UserError(f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+        raise UserError(
+            f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions."
+        ) from error

@@ -27,8 +27,8 @@ def is_utf8(name: str) -> bool:
 def utf8_path(path: Path) -> Iterator[Path]:
     """Yield a path to the same file for libraries in C++ and Rust, which fail on a name that is not UTF-8 or end the process.
 
-    Such a file is reached through a temporary folder, by a link to its own folder, or to itself if its name is not UTF-8 either. The
-    path is good for opening the file, which may stay open longer.
+    Such a file is reached through a temporary folder, by a link to its own folder, or to itself if
+    its name is not UTF-8 either. The path is good for opening the file, which may stay open longer.
     """
     if is_utf8(str(path)):
         yield path

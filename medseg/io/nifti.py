@@ -19,7 +19,14 @@ from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
 from medseg.io.label_table import EXTENSION_CODE, Structure, nifti_extension
-from medseg.io.volume import LazyVolume, check_shape, grid_from_columns, is_gzip, lazy_volume, size_text
+from medseg.io.volume import (
+    LazyVolume,
+    check_shape,
+    grid_from_columns,
+    is_gzip,
+    lazy_volume,
+    size_text,
+)
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 UNIT_MM = {1: 1000.0, 3: 0.001}
@@ -54,9 +61,13 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
         (header_type, order)
         for header_type in (Nifti1Header, Nifti2Header)
         for order in ("little", "big")
-        if len(block) >= header_type.sizeof_hdr and block.startswith(header_type.sizeof_hdr.to_bytes(4, order))
+        if len(block) >= header_type.sizeof_hdr
+        and block.startswith(header_type.sizeof_hdr.to_bytes(4, order))
     ]
-    require(bool(types), f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file.")
+    require(
+        bool(types),
+        f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
+    )
     header_type, order = types[0]
     header = header_type(block[: header_type.sizeof_hdr], order, check=False)
     mark = header["magic"].item()
@@ -66,7 +77,8 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
         ".hdr/.img pair first.",
     )
     require(
-        header_type is not Nifti2Header or header["eol_check"].tolist() in ([13, 10, 26, 10], [0, 0, 0, 0]),
+        header_type is not Nifti2Header
+        or header["eol_check"].tolist() in ([13, 10, 26, 10], [0, 0, 0, 0]),
         f"{path}: the line ends of the NIfTI-2 header were changed, as by a transfer in text mode, and so were its voxels; copy it again.",
     )
     return header
@@ -91,35 +103,45 @@ def _form(header: Nifti1Header, name: str) -> tuple[np.ndarray, str]:
         name: `sform` or `qform`.
 
     Returns:
-        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a volume, "" where it is one.
+        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a
+        volume, "" where it is one.
     """
     if name == "sform":
         affine = np.asarray(header.get_sform(), dtype=np.float64)
         return affine, _fault(affine)
     steps = np.array(header["pixdim"][1:4], dtype=np.float64)
-    quaternion = np.array([header["quatern_b"], header["quatern_c"], header["quatern_d"]], dtype=np.float64)
+    quaternion = np.array(
+        [header["quatern_b"], header["quatern_c"], header["quatern_d"]], dtype=np.float64
+    )
     affine = np.eye(4)
     real_squared = 1.0 - quaternion @ quaternion
     if not real_squared >= -QUATERNION_TOLERANCE:
         return affine, "holds no rotation"
     # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
-    affine[:3, :3] = quat2mat([np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0, *quaternion]) * steps
+    affine[:3, :3] = (
+        quat2mat([np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0, *quaternion]) * steps
+    )
     affine[:3, 2] *= -1.0 if header["pixdim"][0] < 0 else 1.0
     affine[:3, 3] = header["qoffset_x"], header["qoffset_y"], header["qoffset_z"]
     is_flat = np.isfinite(steps).all() and steps.min() <= 0
-    return affine, f"has no positive spacing: pixdim is {_numbers(steps)}" if is_flat else _fault(affine)
+    return affine, f"has no positive spacing: pixdim is {_numbers(steps)}" if is_flat else _fault(
+        affine
+    )
 
 
 def _numbers(values: np.ndarray) -> str:
     return " x ".join(f"{value:.6g}" for value in values)
 
 
-def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) -> tuple[np.ndarray, list[str]]:
+def _choose_form(
+    path: Path, header: Nifti1Header, shape: tuple[int, int, int]
+) -> tuple[np.ndarray, list[str]]:
     """Choose between sform and qform as ITK does.
 
-    The sform counts if its code says scanner coordinates (1) or if there is no qform, else the qform; a faulty one gives way to the
-    other. Without either, index axes are assumed to be LPS axes and the origin is zero. Two forms that turn the scan into opposite
-    directions are refused: the wrong one swaps the patient's sides.
+    The sform counts if its code says scanner coordinates (1) or if there is no qform, else the
+    qform; a faulty one gives way to the other. Without either, index axes are assumed to be LPS
+    axes and the origin is zero. Two forms that turn the scan into opposite directions are refused:
+    the wrong one swaps the patient's sides.
 
     Returns:
         Affine (index to RAS) and warnings for the user.
@@ -143,7 +165,11 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
         f"{forms[names[0]][1]}; repair the header or export the scan again.",
     )
     chosen, affine = usable[0], forms[usable[0]][0]
-    warnings = [f"the {name} of the header {forms[name][1]}: the {chosen} is used" for name in names if forms[name][1]]
+    warnings = [
+        f"the {name} of the header {forms[name][1]}: the {chosen} is used"
+        for name in names
+        if forms[name][1]
+    ]
     if len(usable) == 2:
         other = forms[usable[1]][0]
         require(
@@ -151,7 +177,14 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
             f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that "
             "its left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0.",
         )
-        corners = np.array([(i, j, k, 1) for i in (0, shape[2] - 1) for j in (0, shape[1] - 1) for k in (0, shape[0] - 1)])
+        corners = np.array(
+            [
+                (i, j, k, 1)
+                for i in (0, shape[2] - 1)
+                for j in (0, shape[1] - 1)
+                for k in (0, shape[0] - 1)
+            ]
+        )
         offsets = corners @ (affine - other).T[:, :3]
         voxels = float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
         if voxels > FORM_TOLERANCE_VOXELS:
@@ -166,7 +199,9 @@ def _choose_form(path: Path, header: Nifti1Header, shape: tuple[int, int, int]) 
     return affine, warnings
 
 
-def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tuple[VoxelGrid, list[str]]:
+def grid_of_header(
+    path: Path, header: Nifti1Header, num_volumes: int = 1
+) -> tuple[VoxelGrid, list[str]]:
     """Read the grid that a header describes, and warnings for the user.
 
     Args:
@@ -178,7 +213,10 @@ def grid_of_header(path: Path, header: Nifti1Header, num_volumes: int = 1) -> tu
         UserError: If it describes no regular 3D volume.
     """
     dim = [int(size) for size in header["dim"]]
-    require(1 <= dim[0] <= 7, f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again.")
+    require(
+        1 <= dim[0] <= 7,
+        f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again.",
+    )
     require(
         dim[0] < 5 or not dim[4] == 1 < dim[5],
         f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); export grey values.",
@@ -254,22 +292,33 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
     )
 
 
-def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None = None) -> Nifti1Header:
+def new_header(
+    dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None = None
+) -> Nifti1Header:
     """Make the header of a NIfTI file.
 
     Args:
         dtype: Type of the voxels.
         grid: Shape and position.
-        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None: sform and qform are equal, code 1.
+        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None:
+            sform and qform are equal, code 1.
     """
     # NIfTI-1 counts voxels with 16 bits.
-    header_type = type(like) if like is not None else Nifti1Header if max(grid.shape) < 2**15 else Nifti2Header
+    header_type = (
+        type(like)
+        if like is not None
+        else Nifti1Header
+        if max(grid.shape) < 2**15
+        else Nifti2Header
+    )
     header = header_type(endianness="<" if like is None else like.endianness)
     header.set_data_dtype(dtype)
     header.set_data_shape(grid.shape[::-1])
     if like is None:
         columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
-        affine = np.vstack([RAS_FROM_LPS @ np.column_stack([columns, grid.origin_xyz_mm]), [0.0, 0.0, 0.0, 1.0]])
+        affine = np.vstack(
+            [RAS_FROM_LPS @ np.column_stack([columns, grid.origin_xyz_mm]), [0.0, 0.0, 0.0, 1.0]]
+        )
         header.set_sform(affine, SCANNER_CODE)
         header.set_qform(affine, SCANNER_CODE)
         header.set_xyzt_units("mm", "sec")
@@ -282,7 +331,11 @@ def new_header(dtype: np.dtype[Any], grid: VoxelGrid, like: Nifti1Header | None 
 
 
 def write_nifti(
-    path: Path, array: np.ndarray, grid: VoxelGrid, like: Nifti1Header | None, structures: Sequence[Structure] = ()
+    path: Path,
+    array: np.ndarray,
+    grid: VoxelGrid,
+    like: Nifti1Header | None,
+    structures: Sequence[Structure] = (),
 ) -> None:
     """Write voxels (D, H, W) to one file.
 
@@ -305,7 +358,11 @@ def write_nifti(
     header["vox_offset"] = 0  # nibabel adds the size of the extensions
     with replace_path(path) as part, part.open("xb") as file:
         # Without a name and a time in the stream, equal labels give equal files.
-        packed = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0) if path.name.lower().endswith(".gz") else nullcontext(file)
+        packed = (
+            igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
+            if path.name.lower().endswith(".gz")
+            else nullcontext(file)
+        )
         with packed as target:
             header.write_to(target)
             for plane in array:
@@ -313,7 +370,12 @@ def write_nifti(
 
 
 def packed_nifti(
-    array: np.ndarray, grid: VoxelGrid, slope: float = 1.0, intercept: float = 0.0, *, is_labels: bool = False
+    array: np.ndarray,
+    grid: VoxelGrid,
+    slope: float = 1.0,
+    intercept: float = 0.0,
+    *,
+    is_labels: bool = False,
 ) -> bytes:
     """Make a small .nii.gz in memory, compressed as far as zlib can.
 
@@ -327,4 +389,6 @@ def packed_nifti(
     header = new_header(array.dtype, grid)
     header["scl_slope"], header["scl_inter"] = slope, intercept
     header["intent_code"] = LABEL_INTENT if is_labels else 0
-    return gzip.compress(header.binaryblock.ljust(int(header["vox_offset"]), b"\0") + array.tobytes(), 9, mtime=0)
+    return gzip.compress(
+        header.binaryblock.ljust(int(header["vox_offset"]), b"\0") + array.tobytes(), 9, mtime=0
+    )

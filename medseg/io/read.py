@@ -46,14 +46,19 @@ def _open(
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
     """Turn the exceptions that a damaged file causes into one sentence."""
     try:
-        # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts as air.
+        # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts
+        # as air.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
     except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
         if isinstance(error, OSError) and error.errno is not None:
-            raise UserError(f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions.") from error
+            raise UserError(
+                f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions."
+            ) from error
         reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"
-        raise UserError(f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again.") from error
+        raise UserError(
+            f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again."
+        ) from error
 
 
 def read_grid(
@@ -75,7 +80,9 @@ def read_grid(
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(path, lambda known: _open(known, series, modality, 0, num_channels, files).grid)
+    return _explained(
+        path, lambda known: _open(known, series, modality, 0, num_channels, files).grid
+    )
 
 
 def read_image(
@@ -89,16 +96,19 @@ def read_image(
     """Read a scan in the storage order of its file.
 
     Args:
-        path: Volume file, DICOM folder (searched to its bottom) or DICOMDIR, or one file of a DICOM series.
-        series: Which DICOM series, where there are several: Series Instance UID or Series Number, with `/<part>` for a
-            part of one; None for the only one.
-        modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any); other files do not name theirs.
+        path: Volume file, DICOM folder (searched to its bottom) or DICOMDIR, or one file of a DICOM
+            series.
+        series: Which DICOM series, where there are several: Series Instance UID or Series Number,
+            with `/<part>` for a part of one; None for the only one.
+        modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any);
+            other files do not name theirs.
         channel: Which volume of a 4D NIfTI file, from 0.
         num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file.
         files: The DICOM files to read, where they are not all files at the path.
 
     Returns:
-        HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where that is exact, else float32.
+        HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where
+        that is exact, else float32.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume of numbers.

@@ -1,7 +1,8 @@
 """Scratch arrays: voxels in a temporary file instead of memory, read and written like any other array.
 
-Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays. Their pages leave the memory of this
-process a moment after they were used; the values stay in the file.
+Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays.
+Their pages leave the memory of this process a moment after they were used; the values stay in the
+file.
 """
 
 import _thread
@@ -58,7 +59,9 @@ def new_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return scratch_array(shape, dtype) if is_large else np.zeros(shape, dtype)
 
 
-def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def new_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
     """Make a tensor without values; on the CPU in memory or in a temporary file.
 
     Raises:
@@ -81,7 +84,9 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             # Room for all of it now: a write to a map on a full disk would end the process.
-            reserve = getattr(os, "posix_fallocate", lambda number, _, size: os.ftruncate(number, size))  # macOS has no such call
+            reserve = getattr(
+                os, "posix_fallocate", lambda number, _, size: os.ftruncate(number, size)
+            )  # macOS has no such call
             reserve(file.fileno(), 0, num_bytes)
             pages = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
@@ -91,10 +96,15 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         ) from error
     with _lock:
         if not _maps:
-            # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory for a thread.
+            # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory
+            # for a thread.
             _thread.start_new_thread(_release_repeatedly, ())
         _maps.add(pages)
-    return np.frombuffer(pages, np.uint8, num_bytes)[: math.prod(shape) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+    return (
+        np.frombuffer(pages, np.uint8, num_bytes)[: math.prod(shape) * np.dtype(dtype).itemsize]
+        .view(dtype)
+        .reshape(shape)
+    )
 
 
 def release_pages() -> None:

@@ -1,7 +1,8 @@
 """NRRD and MetaImage by SimpleITK: checked headers, streams of voxels, the writer, and images in memory.
 
-SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts the heap on a damaged header and
-opens whatever file a header names. The voxels are decoded here, because SimpleITK ignores damage to compressed voxels (README.md).
+SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts
+the heap on a damaged header and opens whatever file a header names. The voxels are decoded here,
+because SimpleITK ignores damage to compressed voxels (README.md).
 """
 
 import itertools
@@ -23,7 +24,15 @@ from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
-from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, lazy_volume, load_image, shown
+from medseg.io.volume import (
+    LazyVolume,
+    Volume,
+    check_shape,
+    grid_from_columns,
+    lazy_volume,
+    load_image,
+    shown,
+)
 from medseg.task import AIR_HU
 
 MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
@@ -31,15 +40,20 @@ MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
 # Patterns of one word. No number is so long that a C program reads it in another way than Python.
 NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
-# The values that a header field may have: the number of words as a power of the number of axes, or None where the value is one
-# text; regular expression of each word or of the text, letters of either case; description for messages.
+# The values that a header field may have: the number of words as a power of the number of axes, or
+# None where the value is one text; regular expression of each word or of the text, letters of
+# either case; description for messages.
 Rules = dict[str, tuple[int | None, str, str]]
 SIZES = (1, r"[1-9]\d{0,8}", "a whole number for each axis")
 NUMBERS = (1, NUMBER, "a number for each axis")
 POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
 NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
 # Other programs ignore units, so a length in another unit than mm is ambiguous.
-LENGTHS = (None, r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*", "lengths in mm")
+LENGTHS = (
+    None,
+    r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*",
+    "lengths in mm",
+)
 NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
 NRRD_RULES: Rules = {
     "dimension": (None, "[3-5]", "3 to 5 axes"),
@@ -49,7 +63,11 @@ NRRD_RULES: Rules = {
     "spacings": POSITIVE_NUMBERS,
     "axis mins": NUMBERS,
     "type": (None, NRRD_TYPES, "a number type"),
-    "encoding": (None, "raw|gzip|gz|bzip2|bz2|ascii|text|txt", "raw, gzip, gz, bzip2, bz2, ascii, text or txt"),
+    "encoding": (
+        None,
+        "raw|gzip|gz|bzip2|bz2|ascii|text|txt",
+        "raw, gzip, gz, bzip2, bz2, ascii, text or txt",
+    ),
     "endian": (None, "little|big", "little or big"),
     "units": LENGTHS,
     "space units": LENGTHS,
@@ -86,11 +104,16 @@ META_GEOMETRY: Rules = {
 
 META_RULES: Rules = {
     **META_GEOMETRY,
-    **dict.fromkeys(("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")),
+    **dict.fromkeys(
+        ("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")
+    ),
     "HeaderSize": NUM_BYTES,
     "DistanceUnits": LENGTHS,
 }
-LPS_SPACES = re.compile(r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?", re.I)
+LPS_SPACES = re.compile(
+    r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?",
+    re.I,
+)
 
 NUMPY_CODES = {
     "8-bit unsigned integer": "u1",
@@ -116,14 +139,18 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
     """Read the fields of a header and find the files with its voxels; the values are not checked.
 
     Returns:
-        Values of the fields by name, white space at the ends removed; first byte after the header; files that hold the voxels in
-        equal shares, in their order, which is the header's own file where they follow the header.
+        Values of the fields by name, white space at the ends removed; first byte after the header;
+        files that hold the voxels in equal shares, in their order, which is the header's own file
+        where they follow the header.
 
     Raises:
-        UserError: If it is no header of its format, gives a field twice, or names files outside its own folder.
+        UserError: If it is no header of its format, gives a field twice, or names files outside its
+            own folder.
     """
     nrrd, fields = is_nrrd(path), dict[str, str]()
-    name, separator, data_key = ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
+    name, separator, data_key = (
+        ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
+    )
     with path.open("rb") as file:
         require(
             not nrrd or re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is not None,
@@ -141,17 +168,26 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
                 f"{path}: expected a {name} file with a name, '{separator}' and a value on each line of its header, got {shown(text)}; check the file.",
             )
             key = NRRD_SYNONYMS.get(key.lower(), key.lower()) if nrrd else key
-            require(key not in fields, f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
+            require(
+                key not in fields,
+                f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.",
+            )
             fields[key] = value
             if key == data_key and (not nrrd or value.upper().startswith("LIST")):
                 break
         offset = file.tell()
-        following = file.read(MAX_HEADER_BYTES) if fields.get(data_key, "").upper().startswith("LIST") else b""
+        following = (
+            file.read(MAX_HEADER_BYTES)
+            if fields.get(data_key, "").upper().startswith("LIST")
+            else b""
+        )
     require(
         offset <= MAX_HEADER_BYTES and (nrrd or data_key in fields),
         f"{path}: expected a {name} file, but its header does not say where the voxels are ({data_key}); check the file.",
     )
-    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (nrrd and data_key in fields)
+    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (
+        nrrd and data_key in fields
+    )
     listed = following.decode("utf-8", "surrogateescape").splitlines()
     return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], listed)
 
@@ -166,7 +202,9 @@ def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...
     if words and words[0].upper() == "LIST":
         names = [line.strip() for line in following if line.strip()]
     elif "%" in value and len(words) >= 4:
-        is_pattern = re.fullmatch(r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII)
+        is_pattern = re.fullmatch(
+            r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII
+        )
         first, last, step = map(int, words[1:4]) if is_pattern else (0, 0, 1)
         numbers = range(first, last + (1 if step > 0 else -1), step)
         require(
@@ -205,14 +243,18 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
             f"{path}: expected the field '{key}' in the header, but it is missing or empty; check the file.",
         )
     blanks = re.compile(r"(?<=[(,])\s+|\s+(?=[,)])")
-    values = {key: " ".join(blanks.sub("", value.replace(")", ") ")).split()) for key, value in fields.items()}
+    values = {
+        key: " ".join(blanks.sub("", value.replace(")", ") ")).split())
+        for key, value in fields.items()
+    }
     for key in [key for key in rules if key in values]:
         power, pattern, expected = rules[key]
         words = [values[key]] if power is None else values[key].split()
         # The number of axes is checked first: it is a digit here.
         count = 1 if power is None else int(values[required[0]]) ** power
         require(
-            len(words) == count and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
+            len(words) == count
+            and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
             f"{path}: expected {expected} in the header field '{key}', got {shown(fields[key])}; repair the header or export the scan "
             "again.",
         )
@@ -226,12 +268,22 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
     """
     directions = values.get("space directions", "").split()
-    if "none" in directions and "kinds" not in values:  # SimpleITK finds axes that are not spatial by their kind alone
-        values = values | {"kinds": " ".join("list" if direction == "none" else "domain" for direction in directions)}
+    if (
+        "none" in directions and "kinds" not in values
+    ):  # SimpleITK finds axes that are not spatial by their kind alone
+        values = values | {
+            "kinds": " ".join(
+                "list" if direction == "none" else "domain" for direction in directions
+            )
+        }
     if is_nrrd(path):
         lines = [
             "NRRD0005",
-            *(f"{key}: {value}" for key, value in values.items() if key not in ("data file", "line skip", "byte skip")),
+            *(
+                f"{key}: {value}"
+                for key, value in values.items()
+                if key not in ("data file", "line skip", "byte skip")
+            ),
             "\n",
         ]
     else:
@@ -245,13 +297,22 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:
-            reason = re.sub(r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?", "", str(error).strip().splitlines()[-1])
+            reason = re.sub(
+                r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?",
+                "",
+                str(error).strip().splitlines()[-1],
+            )
             plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
-            raise UserError(f"{path}: the header cannot be read ({plain}); repair it or export the scan again.") from None
+            raise UserError(
+                f"{path}: the header cannot be read ({plain}); repair it or export the scan again."
+            ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
-    # The layers of a segmentation are expected; any other number of components is refused by `grid_of`.
-    return grid_of(path, reader, 1 if num_components == num_layers else num_components), NUMPY_CODES[type_name]
+    # The layers of a segmentation are expected; any other number of components is refused by
+    # `grid_of`.
+    return grid_of(
+        path, reader, 1 if num_components == num_layers else num_components
+    ), NUMPY_CODES[type_name]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
@@ -274,10 +335,12 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 
     Args:
         path: The file.
-        num_layers: Numbers of each voxel; with several, the volume is that many times wider and holds them side by side.
+        num_layers: Numbers of each voxel; with several, the volume is that many times wider and
+            holds them side by side.
 
     Raises:
-        UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too short or too long.
+        UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too
+            short or too long.
     """
     fields, offset, files = read_header(path)
     values = _checked(path, fields)
@@ -286,9 +349,15 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
     stored = replace(grid, shape=(depth, height, width * num_layers))
     true = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
-        is_big, encoding = values.get("endian", "").lower() == "big", NRRD_ENCODINGS[values["encoding"].lower()]
+        is_big, encoding = (
+            values.get("endian", "").lower() == "big",
+            NRRD_ENCODINGS[values["encoding"].lower()],
+        )
     else:
-        is_big, is_text = not true.isdisjoint(META_ORDERS), "BinaryData" in values and "BinaryData" not in true
+        is_big, is_text = (
+            not true.isdisjoint(META_ORDERS),
+            "BinaryData" in values and "BinaryData" not in true,
+        )
         encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
     return lazy_volume(
         path,
@@ -326,7 +395,8 @@ def read_segments(path: Path) -> list[Segment]:
         The segments in their order; none for a file of another program.
 
     Raises:
-        UserError: If the header cannot be read, gives a field two values, or a segment has no value or that of another one.
+        UserError: If the header cannot be read, gives a field two values, or a segment has no value
+            or that of another one.
     """
     num_layers = _num_layers(read_header(path)[0])
     pairs = _read_pairs(path)
@@ -336,16 +406,28 @@ def read_segments(path: Path) -> list[Segment]:
     owners: dict[tuple[int, int], str] = {}
     for number in sorted(numbers):
         # 3D Slicer shows the ID of a segment without a name.
-        name = pairs.get(f"Segment{number}_Name") or pairs.get(f"Segment{number}_ID") or f"Segment {number}"
-        value, layer = pairs.get(f"Segment{number}_LabelValue", ""), pairs.get(f"Segment{number}_Layer", "0")
-        if not (re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII) and re.fullmatch(r"\d{1,6}", layer, re.ASCII)):
+        name = (
+            pairs.get(f"Segment{number}_Name")
+            or pairs.get(f"Segment{number}_ID")
+            or f"Segment {number}"
+        )
+        value, layer = (
+            pairs.get(f"Segment{number}_LabelValue", ""),
+            pairs.get(f"Segment{number}_Layer", "0"),
+        )
+        if not (
+            re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII)
+            and re.fullmatch(r"\d{1,6}", layer, re.ASCII)
+        ):
             raise UserError(
                 f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got {shown(value)} and "
                 f"{shown(layer)}; save the segmentation again."
             )
         segment = Segment(name, int(value), int(layer), num_layers)
         if segment.layer >= num_layers:
-            raise UserError(f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again.")
+            raise UserError(
+                f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again."
+            )
         place = segment.layer, segment.value
         if place in owners:
             raise UserError(
@@ -369,7 +451,9 @@ def _read_pairs(path: Path) -> dict[str, str]:
             if not separator:
                 continue
             if pairs.setdefault(key, value) != value:
-                raise UserError(f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.")
+                raise UserError(
+                    f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
+                )
     return pairs
 
 
@@ -406,20 +490,26 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
 
     Args:
         path: File, for messages.
-        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which the others hold one frame.
+        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which
+            the others hold one frame.
         num_components: Numbers per voxel.
 
     Raises:
         UserError: If it is not one regular 3D volume of grey values.
     """
-    require(num_components == 1, f"{path}: expected one number per voxel, got {num_components}; export grey values.")
+    require(
+        num_components == 1,
+        f"{path}: expected one number per voxel, got {num_components}; export grey values.",
+    )
     shape = check_shape(path, source.GetSize())
     direction = np.reshape(source.GetDirection(), (source.GetDimension(), -1))
     require(
         not (direction[:3, 3:].any() or direction[3:, :3].any()),
         f"{path}: expected three axes in space and one in time, but the direction {direction.tolist()} mixes them; repair the header.",
     )
-    return grid_from_columns(path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3])
+    return grid_from_columns(
+        path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3]
+    )
 
 
 def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
@@ -435,7 +525,10 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     Raises:
         UserError: If it is no image, or not one regular 3D volume of numbers.
     """
-    require(isinstance(image, SimpleITK.Image), f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}")
+    require(
+        isinstance(image, SimpleITK.Image),
+        f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}",
+    )
     path = Path("SimpleITK image")
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
@@ -450,7 +543,13 @@ def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     return result
 
 
-def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
+def _save(
+    path: Path,
+    part: Path,
+    array: np.ndarray,
+    grid: VoxelGrid,
+    fields: Mapping[str, str] | None = None,
+) -> None:
     """Write voxels to a temporary file, compressed; its suffix chooses the format, `path` is for messages."""
     image = SimpleITK.GetImageFromArray(array)
     for key, value in (fields or {}).items():
@@ -463,13 +562,18 @@ def _save(path: Path, part: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
             SimpleITK.WriteImage(image, str(writable), True)
     except RuntimeError as error:
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
-        raise UserError(f"{path}: cannot be written ({reason}); check the folder, its permissions and its space.") from error
+        raise UserError(
+            f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
+        ) from error
 
 
-def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None) -> None:
+def write_text_volume(
+    path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None
+) -> None:
     """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
 
-    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
+    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of
+    the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
@@ -488,14 +592,19 @@ def write_text_volume(path: Path, array: np.ndarray, grid: VoxelGrid, fields: Ma
         pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
         old = [file for file in read_header(path)[2] if re.fullmatch(pattern, str(file))]
     names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    voxels = next(new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw")))
+    voxels = next(
+        new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw"))
+    )
     try:
         with replace_path(voxels) as part:
-            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one file, which is divided here.
+            # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one
+            # file, which is divided here.
             whole = part.with_suffix(".mha")
             try:
                 _save(path, whole, array, grid)
-                header, _, data = whole.read_bytes().partition(b"LOCAL\n")  # the value of ElementDataFile, the last field
+                header, _, data = whole.read_bytes().partition(
+                    b"LOCAL\n"
+                )  # the value of ElementDataFile, the last field
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)

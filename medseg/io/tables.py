@@ -21,7 +21,13 @@ Formats = Mapping[str, str | Callable[[Any], str]] | None
 """Column key to a format such as `.4f`, or to a function of the value. Other values are written by `str`."""
 
 
-def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats = None, errors: str = "backslashreplace") -> None:
+def write_csv(
+    path: Path,
+    rows: Rows,
+    columns: Columns = None,
+    formats: Formats = None,
+    errors: str = "backslashreplace",
+) -> None:
     """Write a CSV file, whole or not at all; `errors` is that of `replace_text`.
 
     Raises:
@@ -33,7 +39,8 @@ def write_csv(path: Path, rows: Rows, columns: Columns = None, formats: Formats 
 def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> str:
     r"""Format rows as CSV with a header line; None and a missing key give an empty cell.
 
-    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_csv` removes.
+    Texts that a spreadsheet would run as a formula get an apostrophe in front, which `read_csv`
+    removes.
 
     Raises:
         ValueError: If a row has a key that is not in `columns`.
@@ -73,8 +80,13 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
     except csv.Error as error:
-        raise UserError(f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it.") from error
-    return [{key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()} for row in rows]
+        raise UserError(
+            f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it."
+        ) from error
+    return [
+        {key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
+        for row in rows
+    ]
 
 
 def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
@@ -93,7 +105,9 @@ def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
             raise UserError(f"{path} holds {what}")
 
 
-def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> str:
+def markdown_table(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> str:
     r"""Format rows as a Markdown table that ends with a line break; None and a missing key give `missing`.
 
     Example:
@@ -106,7 +120,9 @@ def markdown_table(rows: Rows, columns: Columns = None, formats: Formats = None,
     return "".join([first, "|---" * len(headings) + "|\n", *others])
 
 
-def table_lines(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> list[str]:
+def table_lines(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> list[str]:
     """Lay rows out for a terminal: columns of numbers to the right, all others to the left, two spaces between them.
 
     Example:
@@ -124,14 +140,17 @@ def table_lines(rows: Rows, columns: Columns = None, formats: Formats = None, mi
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its columns ask for.
+    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its
+    # columns ask for.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def print_table(rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = "") -> None:
+def print_table(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> None:
     """Print rows in aligned columns, as `table_lines` lays them out."""
     print("\n".join(table_lines(rows, columns, formats, missing)), flush=True)
 
@@ -143,7 +162,9 @@ def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
     return dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
 
 
-def _cells(rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = "") -> list[list[str]]:
+def _cells(
+    rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = ""
+) -> list[list[str]]:
     def text(key: str, value: Any) -> str:
         if value is None:
             return missing

@@ -27,7 +27,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     Args:
         path: The file.
         max_bytes: The limit.
-        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES` of `medseg.io.names` keeps them.
+        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES`
+            of `medseg.io.names` keeps them.
 
     Raises:
         UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
@@ -48,9 +49,13 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
             return data.decode("utf-16")
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: expected text in UTF-8, but byte {error.start} is none; save it in UTF-8.") from error
+        raise UserError(
+            f"{path}: expected text in UTF-8, but byte {error.start} is none; save it in UTF-8."
+        ) from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions.") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions."
+        ) from error
 
 
 def read_json(path: Path, *, unique_keys: bool = False) -> Any:
@@ -68,7 +73,9 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
         mapping: dict[str, Any] = {}
         for key, value in pairs:
             if key in mapping:
-                raise UserError(f"{path}: the key {key!r} appears twice in one mapping; keep one of them.")
+                raise UserError(
+                    f"{path}: the key {key!r} appears twice in one mapping; keep one of them."
+                )
             mapping[key] = value
         return mapping
 
@@ -76,23 +83,34 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected JSON, but the file is damaged ({first_line(error)}); restore or remove it.") from error
+        raise UserError(
+            f"{path}: expected JSON, but the file is damaged ({first_line(error)}); restore or remove it."
+        ) from error
 
 
 def read_yaml_text(path: Path) -> str:
     """Read a YAML file and check it, without building its values.
 
-    Aliases are refused: a few lines of them can stand for more values than any memory holds, and no file that medseg writes has one.
+    Aliases are refused: a few lines of them can stand for more values than any memory holds, and no
+    file that medseg writes has one.
 
     Raises:
         UserError: If it cannot be read, is damaged, or uses an alias.
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        # The quick parser refuses the escaped bytes of a file name, which the one that builds the values accepts.
-        events = yaml.parse(_ESCAPED_BYTE.sub(r"\\ufffd", text), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        # The quick parser refuses the escaped bytes of a file name, which the one that builds the
+        # values accepts.
+        events = yaml.parse(
+            _ESCAPED_BYTE.sub(r"\\ufffd", text), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
         has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: expected YAML, but the file is damaged ({first_line(error)}); restore or remove it.") from error
-    require(not has_alias, f"{path}: expected YAML without aliases (&name, *name); write the repeated values out.")
+        raise UserError(
+            f"{path}: expected YAML, but the file is damaged ({first_line(error)}); restore or remove it."
+        ) from error
+    require(
+        not has_alias,
+        f"{path}: expected YAML without aliases (&name, *name); write the repeated values out.",
+    )
     return text

@@ -63,7 +63,8 @@ class Volume:
     Attributes:
         array: Voxels (D, H, W): int16 or float32 HU of an image, integers of a label map.
         grid: Position of the voxels, LPS.
-        header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and unit; None for other formats.
+        header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and
+            unit; None for other formats.
         findings: What the reader left out, assumed or repaired; the caller shows it to the user.
     """
 
@@ -85,12 +86,14 @@ class LazyVolume:
         path: The file, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
-        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of any length.
+        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of
+            any length.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         findings: See `Volume.findings`.
         header: nibabel header of a NIfTI file; None for other formats.
-        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel bytes is known.
+        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel
+            bytes is known.
     """
 
     path: Path
@@ -114,7 +117,9 @@ def size_text(sizes: Sequence[int]) -> str:
     return " x ".join(map(str, sizes))
 
 
-def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]) -> VoxelGrid:
+def grid_from_columns(
+    path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]
+) -> VoxelGrid:
     """Make the grid of a file from its world steps.
 
     Small deviations from right angles (rounded decimals) are kept, so that no corner moves.
@@ -126,7 +131,8 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         origin: LPS point of the first voxel's centre, in mm.
 
     Raises:
-        UserError: If the axes are sheared, an axis has no length, or the scan is larger than any scanner.
+        UserError: If the axes are sheared, an axis has no length, or the scan is larger than any
+            scanner.
     """
     spacing = np.linalg.norm(columns, axis=0)
     require(
@@ -152,7 +158,9 @@ def grid_from_columns(path: Path, shape: Sequence[int], columns: np.ndarray, ori
         "mm.",
     )
     try:
-        return VoxelGrid(tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist())  # type: ignore[arg-type]
+        return VoxelGrid(
+            tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist()
+        )  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(
             f"{path}: expected axes at right angles, but {error}; resample the scan to a regular grid first."
@@ -196,7 +204,11 @@ def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> 
     if encoding == "deflate" and not is_gzip(file):
         return _inflate(path, file)
     stream: Any = (
-        file if encoding == "raw" else bz2.BZ2File(file) if encoding == "bzip2" else igzip.IGzipFile(fileobj=file, mode="rb")
+        file
+        if encoding == "raw"
+        else bz2.BZ2File(file)
+        if encoding == "bzip2"
+        else igzip.IGzipFile(fileobj=file, mode="rb")
     )
     return iter(partial(stream.read, SLAB_BYTES), b"")
 
@@ -211,7 +223,10 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
         yield decoder.decompress(packed, PACKED_BYTES)
     # Some programs fill up the file with zeros.
     rest = decoder.unused_data + file.read(PACKED_BYTES)
-    require(not rest.strip(b"\0"), f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.")
+    require(
+        not rest.strip(b"\0"),
+        f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.",
+    )
 
 
 def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
@@ -222,7 +237,8 @@ def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[b
         # The last word may continue in the next part.
         rest = words.pop() if part and not part[-1:].isspace() else b""
         try:
-            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for every word.
+            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for
+            # every word.
             if b"_" in part or max(map(len, [*words, rest])) > MAX_WORD_BYTES:
                 raise ValueError
             yield np.array(words, "S").astype(dtype).tobytes()
@@ -258,12 +274,14 @@ def lazy_volume(
         encoding: As for `decoded`.
         offset: First byte after the header.
         num_lines: Lines to skip after it.
-        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last bytes of their file.
+        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last
+            bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.
         **others: Further attributes of the lazy volume.
 
     Raises:
-        UserError: If a file is missing, too short or too long, or the header asks for what no program writes.
+        UserError: If a file is missing, too short or too long, or the header asks for what no
+            program writes.
     """
     depth, height, width = grid.shape
     require(
@@ -274,12 +292,17 @@ def lazy_volume(
     share, slice_bytes = depth // len(files), height * width * dtype.itemsize
     share_bytes, ratio = share * slice_bytes, MAX_RATIOS[encoding]
     expected = f"{path}: expected {share_bytes} bytes of voxels ({size_text((width, height, share))} of {dtype.itemsize} bytes)"
-    surplus = f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
+    surplus = (
+        f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
+    )
     # First byte of the voxels in each file, or of their encoded stream.
     starts: dict[Path, int] = {}
     packed_bytes = 0
     for name in files:
-        require(name.is_file(), f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.")
+        require(
+            name.is_file(),
+            f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.",
+        )
         with name.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(offset)
@@ -318,7 +341,9 @@ def lazy_volume(
                 "copy or export it again.",
             )
 
-    return LazyVolume(path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others)
+    return LazyVolume(
+        path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others
+    )
 
 
 def memory_bytes() -> int:
@@ -331,27 +356,40 @@ def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
         return True
     limits = np.iinfo(dtype)
-    return bool(values.min() >= limits.min and values.max() <= limits.max and (values == np.rint(values)).all())
+    return bool(
+        values.min() >= limits.min
+        and values.max() <= limits.max
+        and (values == np.rint(values)).all()
+    )
 
 
-def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) -> tuple[np.ndarray, int]:
+def _load(
+    volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU
+) -> tuple[np.ndarray, int]:
     """Read all voxels in the first of some types that holds them.
 
     Returns:
-        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can hold; these become air.
+        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can
+        hold; these become air.
 
     Raises:
-        UserError: If no type holds a value, the file is too short or too long, or the machine cannot hold the volume.
+        UserError: If no type holds a value, the file is too short or too long, or the machine
+            cannot hold the volume.
     """
     shape = volume.grid.shape
     num_voxels = math.prod(shape)
-    needed_gib, memory_gib = num_voxels * np.dtype(dtypes[0]).itemsize / 2**30, memory_bytes() / 2**30
+    needed_gib, memory_gib = (
+        num_voxels * np.dtype(dtypes[0]).itemsize / 2**30,
+        memory_bytes() / 2**30,
+    )
     require(
         needed_gib <= memory_gib,
         f"{volume.path}: its {size_text(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
         "memory; crop or resample the scan first.",
     )
-    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(SURE_BYTES, SURE_RATIO * volume.packed_bytes):
+    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(
+        SURE_BYTES, SURE_RATIO * volume.packed_bytes
+    ):
         deque(volume.runs(), maxlen=0)
     array, first, num_gaps = new_array((num_voxels,), dtypes[0]), 0, 0
     for values in filter(len, volume.runs()):
@@ -364,7 +402,10 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
             values = values.astype(np.float32, copy=False)
             gaps = ~np.isfinite(values)
             if gaps.any():
-                values, num_gaps = np.where(gaps, np.float32(air), values), num_gaps + int(gaps.sum())
+                values, num_gaps = (
+                    np.where(gaps, np.float32(air), values),
+                    num_gaps + int(gaps.sum()),
+                )
         fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting:
             raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
@@ -380,11 +421,13 @@ def _load(volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU) ->
 def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
-    A label may miss its number by the rounding of the scale in the header: the value 255 with the slope 1/255 in 32 bits gives
-    1.00000006. The error is relative to the product and to the intercept, which may nearly cancel.
+    A label may miss its number by the rounding of the scale in the header: the value 255 with the
+    slope 1/255 in 32 bits gives 1.00000006. The error is relative to the product and to the
+    intercept, which may nearly cancel.
 
-    A program that scales labels to the range of an integer type also rounds what it stores: labels up to 2 get the slope 2/255 in
-    uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its number by at most half a step.
+    A program that scales labels to the range of an integer type also rounds what it stores: labels
+    up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
+    number by at most half a step.
 
     Args:
         values: Scaled labels, float.
@@ -394,10 +437,12 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
         UserError: If a value misses every whole number by more than rounding.
     """
     whole = np.rint(values)
-    # Not below the rounding of a label 1: a resampler weighs labels against the background, and leaves 1e-08 of one.
+    # Not below the rounding of a label 1: a resampler weighs labels against the background, and
+    # leaves 1e-08 of one.
     sizes = np.maximum(np.abs(values - volume.intercept) + abs(volume.intercept), 1.0)
     step = abs(volume.slope)
-    # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds them.
+    # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds
+    # them.
     half_step = step / 2 if volume.dtype.kind in "iu" and step < 1.0 else 0.0
     tolerance = np.maximum(ROUNDING * sizes, half_step * (1.0 + ROUNDING))
     is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)
@@ -425,11 +470,17 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
-    require(num_gaps < image_hu.size, f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.")
+    require(
+        num_gaps < image_hu.size,
+        f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.",
+    )
     warnings = {
         f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
         + (f"air, {air} HU" if air else "0"): num_gaps > 0,
-        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(image_hu.shape) == 1,
+        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(
+            image_hu.shape
+        )
+        == 1,
     }
     found = warnings_of("reading", (sentence for sentence, applies in warnings.items() if applies))
     return Volume(image_hu, volume.grid, volume.header, (*volume.findings, *found))

@@ -29,22 +29,34 @@ def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> 
         from medseg.io.simpleitk import write_text_volume
 
         write_text_volume(
-            path, volume.array, volume.grid, slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None
+            path,
+            volume.array,
+            volume.grid,
+            slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None,
         )
 
 
-def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = None, structures: Sequence[Structure] = ()) -> None:
+def write_labels(
+    path: Path,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    like: Any = None,
+    structures: Sequence[Structure] = (),
+) -> None:
     """Write a label map whole or not at all; missing folders are made.
 
     The corners of the written grid agree with `grid` within 0.001 mm.
 
     Args:
-        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw beside it) or .seg.nrrd (a
-            segmentation of 3D Slicer).
-        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are narrowed.
+        path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw
+            beside it) or .seg.nrrd (a segmentation of 3D Slicer).
+        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are
+            narrowed.
         grid: Position of the voxels.
-        like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte order, sform, qform and unit.
-        structures: Names and colours of the labels, for .nii.gz, .nii and .seg.nrrd; other formats have no place for them.
+        like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte
+            order, sform, qform and unit.
+        structures: Names and colours of the labels, for .nii.gz, .nii and .seg.nrrd; other formats
+            have no place for them.
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.
@@ -54,7 +66,9 @@ def write_labels(path: Path, labels: np.ndarray, grid: VoxelGrid, like: Any = No
         raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
     if labels.dtype.kind == "b" or labels.dtype.itemsize > 4 or labels.dtype == np.uint32:
         low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
-        fitting = [d for d in LABEL_DTYPES[:4] if np.iinfo(d).min <= low and high <= np.iinfo(d).max]
+        fitting = [
+            d for d in LABEL_DTYPES[:4] if np.iinfo(d).min <= low and high <= np.iinfo(d).max
+        ]
         if not fitting:
             raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
         labels = labels.astype(fitting[0])

@@ -16,13 +16,15 @@ SLAB_VOXELS_GPU = 2**22
 class DiceCrossEntropyLoss(nn.Module):
     """Weighted sum of one minus the mean soft Dice and the mean cross-entropy.
 
-    The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p of the logits and the reference t. For
-    a class that is absent from the reference it is near 1 where the class is not predicted, and near 0 where it is. Half-precision logits
-    are converted to fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in fp64.
+    The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p
+    of the logits and the reference t. For a class that is absent from the reference it is near 1
+    where the class is not predicted, and near 0 where it is. Half-precision logits are converted to
+    fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in
+    fp64.
 
-    MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the target, the softmax and the log-softmax,
-    and saves several of them for the backward pass. Here only the logits and the target are saved; the backward pass recomputes the
-    softmax slab by slab.
+    MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the
+    target, the softmax and the log-softmax, and saves several of them for the backward pass. Here
+    only the logits and the target are saved; the backward pass recomputes the softmax slab by slab.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class DiceCrossEntropyLoss(nn.Module):
         Args:
             dice_weight: Weight of the Dice term, >= 0.
             ce_weight: Weight of the cross-entropy, >= 0; one of the two is positive.
-            include_background: Whether class 0 counts in the mean Dice. It always counts in the cross-entropy.
-            batch_dice: Whether the samples of a batch are scored as one volume instead of one by one.
+            include_background: Whether class 0 counts in the mean Dice. It always counts in the
+                cross-entropy.
+            batch_dice: Whether the samples of a batch are scored as one volume instead of one by
+                one.
             smooth: Added to numerator and denominator of the Dice, in voxels, > 0.
 
         Raises:
@@ -47,9 +51,13 @@ class DiceCrossEntropyLoss(nn.Module):
         """
         super().__init__()
         if min(dice_weight, ce_weight) < 0 or dice_weight + ce_weight <= 0:
-            raise ValueError(f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}")
+            raise ValueError(
+                f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}"
+            )
         if smooth <= 0:
-            raise ValueError(f"smooth must be positive, or an absent class has no Dice, got {smooth}")
+            raise ValueError(
+                f"smooth must be positive, or an absent class has no Dice, got {smooth}"
+            )
         self.dice_weight = dice_weight
         self.ce_weight = ce_weight
         self.include_background = include_background
@@ -61,7 +69,8 @@ class DiceCrossEntropyLoss(nn.Module):
 
         Args:
             logits: (N, K, D, H, W), floating point.
-            target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are undefined, as in torch's losses.
+            target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are
+                undefined, as in torch's losses.
             ignore_value: Value of ignored voxels; None if there are none.
 
         Returns:
@@ -78,12 +87,15 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"target must hold integers, got {target.dtype}")
         if logits.shape[1] < (1 if self.include_background else 2):
             raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
-        # One pass over the volume gives the sums of the loss; autograd differentiates the arithmetic between them.
+        # One pass over the volume gives the sums of the loss; autograd differentiates the
+        # arithmetic between them.
         overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
         voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
-            overlaps, predicted, counts = (sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts))
+            overlaps, predicted, counts = (
+                sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts)
+            )
         dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
         if not self.include_background:
             dice = dice[:, 1:]
@@ -95,7 +107,9 @@ class _Moments(torch.autograd.Function):
     """Sums of each sample in fp64: sum(p t) and sum(p) per class (N, K), and -log p of the reference (N,)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
         predicted = torch.zeros_like(overlaps)
@@ -125,8 +139,9 @@ class _Moments(torch.autograd.Function):
             labels = target[sample, slab]
             by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
             # With a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and c = dL/d(entropy), per voxel:
-            #   dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
-            # t_k p_k b_k, summed over k: for each voxel one class is not zero.
+            # dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j
+            # dL/dp_j) + c (p_k - t_k). t_k p_k b_k, summed over k: for each voxel one class is not
+            # zero.
             reference = torch.zeros_like(probs[0])
             common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):
@@ -135,7 +150,9 @@ class _Moments(torch.autograd.Function):
             reference -= by_entropy
             for k in range(len(probs)):
                 grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
-                grad_logits[sample, k, slab] = grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
+                grad_logits[sample, k, slab] = (
+                    grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
+                )
         return grad_logits, None, None
 
 

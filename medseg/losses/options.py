@@ -13,11 +13,14 @@ DICE_CE = "medseg.losses.dice_ce.DiceCrossEntropyLoss"
 class LossOptions:
     """Loss: its class with the arguments of the class, and the keys below."""
 
-    _target_: Annotated[str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")] = DICE_CE
+    _target_: Annotated[
+        str, Knob("Class of the loss, of medseg.losses, monai.losses, torch.nn or trusted_targets.")
+    ] = DICE_CE
     output_weights: Annotated[
         list[float] | None,
         Knob(
-            "Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.", "[0, inf)"
+            "Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.",
+            "[0, inf)",
         ),
     ] = None
 
@@ -29,7 +32,9 @@ class DiceCeOptions(LossOptions):
     dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]
     ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]
     include_background: Annotated[bool, Knob("Count the background in the Dice term.")]
-    batch_dice: Annotated[bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")]
+    batch_dice: Annotated[
+        bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")
+    ]
 
 
 def loss_clashes(loss: Mapping[str, Any]) -> Iterator[str]:

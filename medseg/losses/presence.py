@@ -8,10 +8,11 @@ from torch.nn import functional as F
 class PresenceLoss(nn.Module):
     """Binary cross-entropy of the presence of each class but the background.
 
-    The logit of the presence of a class is the logit of the class minus that of the background, averaged over the `voxels` voxels
-    where this difference is largest; for a class that is present, over at most as many voxels as it has. The loss adds no
-    weights, so it works with every network and at every size: a class that is absent is pushed below the background everywhere,
-    not only on average.
+    The logit of the presence of a class is the logit of the class minus that of the background,
+    averaged over the `voxels` voxels where this difference is largest; for a class that is present,
+    over at most as many voxels as it has. The loss adds no weights, so it works with every network
+    and at every size: a class that is absent is pushed below the background everywhere, not only on
+    average.
     """
 
     target_form = "indices"
@@ -42,8 +43,12 @@ class PresenceLoss(nn.Module):
         """
         most = min(self.voxels, target[0].numel())
         scores = (logits[:, 1:] - logits[:, :1]).flatten(2).topk(most, dim=2).values
-        sizes = torch.stack([(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1)
+        sizes = torch.stack(
+            [(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1
+        )
         is_there = sizes > 0
         pooled = torch.where(is_there, sizes.clamp(max=most), most)[..., None]
-        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[..., 0]
+        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[
+            ..., 0
+        ]
         return F.binary_cross_entropy_with_logits(presence, is_there.to(presence.dtype))

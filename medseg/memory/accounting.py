@@ -20,7 +20,13 @@ from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.traits import build_on_meta
 
-PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = "parameters", "gradients", "optimizer state", "input", "target"
+PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "input",
+    "target",
+)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
@@ -43,16 +49,18 @@ class StepMemory:
         voxels: Voxels of the input, all samples of a micro-batch together.
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters.
-        optimizer_state: State of the optimiser, and the moving average of the weights where there is one.
+        optimizer_state: State of the optimiser, and the moving average of the weights where there
+            is one.
         input: The image.
         target: The reference.
-        saved: What autograd keeps from forward to backward, by the part of the network that made it, in forward order.
+        saved: What autograd keeps from forward to backward, by the part of the network that made
+            it, in forward order.
         offloaded: What waits in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
-        peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`, `target`, `forward`
-            (activations), `backward` (gradients of activations and recomputed activations) and `update` (temporaries of the
-            optimiser).
+        peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
+            `target`, `forward` (activations), `backward` (gradients of activations and recomputed
+            activations) and `update` (temporaries of the optimiser).
         order: Parts of the network in the order in which they ran.
     """
 
@@ -95,31 +103,50 @@ def count_step(
 ) -> StepMemory:
     """Count the memory of a training step, from the second step on.
 
-    The step runs on torch's fake tensors: all operations are dispatched, none is computed and nothing is allocated. For a GPU, which need
-    not be present, the count includes the fp32 copies of CUDA's autocast (norms, softmax) and the copies that nearest upsampling
-    makes of channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's reserve of a norm.
+    The step runs on torch's fake tensors: all operations are dispatched, none is computed and
+    nothing is allocated. For a GPU, which need not be present, the count includes the fp32 copies
+    of CUDA's autocast (norms, softmax) and the copies that nearest upsampling makes of
+    channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's
+    reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
         image_shape: (N, C, D, H, W) of a micro-batch.
-        loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1, D, H, W).
+        loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1,
+            D, H, W).
         make_optimizer: From parameters to an optimiser.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
         averages: Whether a moving average of the weights is kept.
-        compute: Allocate and compute everything on the CPU: slow, with the same result; used to check the count.
+        compute: Allocate and compute everything on the CPU: slow, with the same result; used to
+            check the count.
         is_gpu: Count what a GPU keeps; else, a CPU.
-        timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are not recorded.
+        timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are
+            not recorded.
 
     Returns:
         The counts.
 
     Raises:
-        ValueError: If the network or the loss decides by computed values, which fake tensors do not have.
+        ValueError: If the network or the loss decides by computed values, which fake tensors do not
+            have.
     """
-    with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (network, tracker, order):
+    with _fake_network(make_network, compute=compute, is_gpu=is_gpu, timeline=timeline) as (
+        network,
+        tracker,
+        order,
+    ):
         return _count(
-            network.train(), image_shape, tracker, loss, make_optimizer, precision, accumulate, averages, order, timeline
+            network.train(),
+            image_shape,
+            tracker,
+            loss,
+            make_optimizer,
+            precision,
+            accumulate,
+            averages,
+            order,
+            timeline,
         )
 
 
@@ -161,7 +188,11 @@ def count_forward(
 
 @contextlib.contextmanager
 def _fake_network(
-    make_network: Callable[[], nn.Module], *, compute: bool = False, is_gpu: bool, timeline: Timeline | None
+    make_network: Callable[[], nn.Module],
+    *,
+    compute: bool = False,
+    is_gpu: bool,
+    timeline: Timeline | None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
     """Make a network of fake tensors; yield it with a tracker that is on, and the parts that have run.
 
@@ -177,17 +208,29 @@ def _fake_network(
 
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline)
+    tracker = MemoryTracker(
+        None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline
+    )
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
     network = make_network() if compute else build_on_meta(make_network)
     try:
         with mode:
             if not compute:
                 _make_fake(network)
-            with tracker, _watch_parts(network, tracker) as order, _CudaPrecision() if is_gpu else contextlib.nullcontext():
+            with (
+                tracker,
+                _watch_parts(network, tracker) as order,
+                _CudaPrecision() if is_gpu else contextlib.nullcontext(),
+            ):
                 yield network, tracker, order
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise ValueError(f"the memory cannot be counted without computing ({error}); give compute=true") from error
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        raise ValueError(
+            f"the memory cannot be counted without computing ({error}); give compute=true"
+        ) from error
 
 
 def _count(
@@ -207,7 +250,11 @@ def _count(
     tracker.now = Owner(OPTIMIZER)
     optimizer = make_optimizer(network.parameters())
     _make_state(optimizer)
-    _average = [tensor.clone() for tensor in network.state_dict().values() if averages and torch.is_floating_point(tensor)]
+    _average = [
+        tensor.clone()
+        for tensor in network.state_dict().values()
+        if averages and torch.is_floating_point(tensor)
+    ]
     optimizer_state = tracker.live_bytes(OPTIMIZER)
     for parameter in network.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
@@ -223,7 +270,11 @@ def _count(
         if timeline is not None:
             timeline.segments.clear()
         tracker.now = Owner(FORWARD, LOSS)
-        hooks = saved_tensors_hooks(tracker.save, _unchanged) if timeline is not None else contextlib.nullcontext()
+        hooks = (
+            saved_tensors_hooks(tracker.save, _unchanged)
+            if timeline is not None
+            else contextlib.nullcontext()
+        )
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
             logits = network(image)
             with _RealRanges():
@@ -232,7 +283,11 @@ def _count(
         if timeline is not None:
             timeline.held = tracker.held(FORWARD)
         offloaded = tracker.live_bytes(HOST)
-        saved = {owner.part: size for owner, size in tracker.live.items() if owner.kind == FORWARD and size}
+        saved = {
+            owner.part: size
+            for owner, size in tracker.live.items()
+            if owner.kind == FORWARD and size
+        }
         tracker.now = Owner(BACKWARD, LOSS)
         value.backward()
         del value
@@ -249,7 +304,9 @@ def _count(
         optimizer_state=optimizer_state,
         input=tracker.live_bytes(INPUT),
         target=tracker.live_bytes(TARGET),
-        saved={part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved},
+        saved={
+            part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved
+        },
         offloaded=offloaded,
         peak=tracker.peak_bytes,
         peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
@@ -261,8 +318,14 @@ def _count(
 class _CudaPrecision(TorchFunctionMode):
     """Compute what CUDA's autocast computes in fp32 from fp32 copies of half-precision features, on tensors of the CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu") and args[0].dtype in HALF.values():
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func in FP32_ON_CUDA
+            and torch.is_autocast_enabled("cpu")
+            and args[0].dtype in HALF.values()
+        ):
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
 
@@ -270,7 +333,9 @@ class _CudaPrecision(TorchFunctionMode):
 class _RealRanges(TorchFunctionMode):
     """Lets `torch.arange` make real tensors: MONAI's losses read the axes that they sum over from one, and a fake tensor has no values."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         is_range = func is torch.arange and all(isinstance(one, int) for one in args)
@@ -290,7 +355,8 @@ def _no_loss() -> float:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimiser's state for all parameters by a step on gradients of zero.
 
-    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser keeps.
+    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser
+    keeps.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -333,7 +399,9 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[st
         hooks.enter_context(network.register_forward_pre_hook(functools.partial(enter, BETWEEN)))
         for name, modules in named_parts(network).items():
             for module in modules:
-                hooks.enter_context(module.register_forward_pre_hook(functools.partial(enter, name)))
+                hooks.enter_context(
+                    module.register_forward_pre_hook(functools.partial(enter, name))
+                )
                 hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
         hooks.enter_context(network.register_forward_hook(functools.partial(leave, BETWEEN)))
         yield order
@@ -349,15 +417,19 @@ def _make_fake(network: nn.Module) -> None:
                     continue
                 if tensor not in made:
                     fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-                    made[tensor] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+                    made[tensor] = (
+                        nn.Parameter(fake, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else fake
+                    )
                 table[name] = made[tensor]  # type: ignore[assignment]
 
 
 def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """Give the results of a fake norm the dtypes that the real kernels return.
 
-    With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return a half-precision gradient; torch
-    2.13's fake kernels do the opposite.
+    With half-precision features and fp32 weights the kernels keep the statistics in fp32 and return
+    a half-precision gradient; torch 2.13's fake kernels do the opposite.
     """
     if func in NORM_WEIGHTS:
         features, weight = args[0], args[NORM_WEIGHTS[func]]
@@ -371,18 +443,26 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """Bytes that nearest upsampling copies on a GPU: its kernel takes and gives contiguous tensors only."""
-    if func not in (aten.upsample_nearest3d.default, aten.upsample_nearest3d.vec, aten.upsample_nearest3d_backward.default):
+    if func not in (
+        aten.upsample_nearest3d.default,
+        aten.upsample_nearest3d.vec,
+        aten.upsample_nearest3d_backward.default,
+    ):
         return 0
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
 
 
-# Kernels copy their inputs into layouts of their own, which a count of tensors does not see. Measured: 1.1 to 2.1 times the live
-# tensors over stems, norms, `refine`, precisions and processors.
+# Kernels copy their inputs into layouts of their own, which a count of tensors does not see.
+# Measured: 1.1 to 2.1 times the live tensors over stems, norms, `refine`, precisions and
+# processors.
 WORKSPACE = 2.5
 
 
 def forward_bytes_per_voxel(
-    network: nn.Module, call: Callable[[Tensor], Tensor], image_shape: tuple[int, int, int, int, int], device: torch.device
+    network: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    image_shape: tuple[int, int, int, int, int],
+    device: torch.device,
 ) -> float:
     """Count the peak bytes of a forward pass per voxel of its input.
 
@@ -393,11 +473,14 @@ def forward_bytes_per_voxel(
         device: Device of the network.
 
     Returns:
-        Peak bytes of activations and logits per voxel, with the kernels' workspaces, without weights and image.
+        Peak bytes of activations and logits per voxel, with the kernels' workspaces, without
+        weights and image.
     """
     image = torch.zeros(image_shape, device=device)
     with torch.inference_mode(), MemoryTracker() as tracker:
         for tensor in (image, *network.parameters(), *network.buffers()):
             tracker.assign(tensor, "given")
         call(image)
-    return WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])
+    return (
+        WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])
+    )

@@ -18,7 +18,9 @@ def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> t
     """
     if accelerator is Accelerator.gpu and not torch.cuda.is_available():
         raise UserError(f"{key}=gpu: torch sees no GPU here; choose {key}=cpu")
-    return torch.device("cuda" if accelerator is not Accelerator.cpu and torch.cuda.is_available() else "cpu")
+    return torch.device(
+        "cuda" if accelerator is not Accelerator.cpu and torch.cuda.is_available() else "cpu"
+    )
 
 
 def pick_device_type(accelerator: Accelerator) -> str:

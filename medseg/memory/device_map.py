@@ -39,8 +39,8 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 
     Args:
         network: Network with a method `blocks()`, all of it on `home`.
-        device_map: Device by the name of a part, or by the beginning of names up to a dot (`encoder`, `encoder.0`); the longest
-            match counts. Unnamed parts stay on `home`.
+        device_map: Device by the name of a part, or by the beginning of names up to a dot
+            (`encoder`, `encoder.0`); the longest match counts. Unnamed parts stay on `home`.
         home: Device of the input and of the loss.
 
     Raises:
@@ -52,7 +52,9 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
         device = torch.device(devices.get(name, home))
         for module in modules:
             module.to(device)
-            module.register_forward_pre_hook(functools.partial(_move_inputs, device), with_kwargs=True)
+            module.register_forward_pre_hook(
+                functools.partial(_move_inputs, device), with_kwargs=True
+            )
     forward = network.forward
 
     @functools.wraps(forward)
@@ -66,17 +68,26 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 class _JoinDevices(TorchFunctionMode):
     """Bring the operands of an operation between parts, such as the sum of a skip and deeper features, to one device.
 
-    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on one device already, so that recomputation in
-    the backward pass, which this mode does not reach, needs no copies.
+    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on
+    one device already, so that recomputation in the backward pass, which this mode does not reach,
+    needs no copies.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         # A tensor without axes may lie on the CPU in any operation.
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [
+            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim
+        ]
         if len({tensor.device for tensor in tensors}) > 1 and func not in (Tensor.to, Tensor.copy_):
-            device = next((tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), tensors[0]).device
-            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(device) if tensor.ndim else tensor, (args, kwargs))
+            device = next(
+                (tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), tensors[0]
+            ).device
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: tensor.to(device) if tensor.ndim else tensor, (args, kwargs)
+            )
         return func(*args, **kwargs)
 
 
@@ -98,7 +109,9 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
     for wanted in sorted(device_map, key=len):
         matches = names_below(names, wanted)
         if not matches:
-            raise ValueError(f"device_map names {wanted!r}, which is no part of the network; the parts are {', '.join(names)}")
+            raise ValueError(
+                f"device_map names {wanted!r}, which is no part of the network; the parts are {', '.join(names)}"
+            )
         found |= dict.fromkeys(matches, device_map[wanted])
     return {name: found[name] for name in names if name in found}
 
@@ -106,7 +119,8 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
 def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> dict[str, str]:
     """Divide parts among devices so that the largest share of a device's memory is as small as possible.
 
-    Each device gets neighbouring parts in the order of the forward pass, so that little data passes between devices.
+    Each device gets neighbouring parts in the order of the forward pass, so that little data passes
+    between devices.
 
     Args:
         sizes: Bytes of each part, in the order of the forward pass.
@@ -130,12 +144,25 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
         choices = []
         for stop in range(start, len(names) + 1):
             rest, stops = best(stop, device + 1)
-            choices.append((max((sums[stop] - sums[start]) / capacities[devices[device]], rest), (stop, *stops)))
+            choices.append(
+                (
+                    max((sums[stop] - sums[start]) / capacities[devices[device]], rest),
+                    (stop, *stops),
+                )
+            )
         return min(choices)
 
     ends = itertools.pairwise((0, *best(0, 0)[1]))
-    return {name: device for device, (start, stop) in zip(devices, ends, strict=True) for name in names[start:stop]}
+    return {
+        name: device
+        for device, (start, stop) in zip(devices, ends, strict=True)
+        for name in names[start:stop]
+    }
 
 
-def _move_inputs(device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+def _move_inputs(
+    device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return tree_map_only(
+        Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+    )

@@ -1,16 +1,17 @@
 """Heap of the C library: large blocks are mapped one by one and in huge pages, so that freed tensors leave no holes in memory.
 
-Choice of 2026-11-23. By itself glibc, once it has freed a mapped block of at most 32 MiB, serves all smaller blocks from its
-heap. Tensors of other sizes then leave holes there, which stay resident: a step of a network took up to twice the memory of its
-tensors. Mapped blocks go back to the system when they are freed, but the kernel must clear each of their pages anew, which
-huge pages make cheaper. Measured with six networks in seven settings on one thread: 1 to 52 % less resident memory (that of the
-libraries is not counted), and from 17 % less to 5 % more processor time of a step. Three of them at another time on the same
-machine: 20 to 33 % less memory, 0 to 23 % more time. Since version 6.13 Linux aligns a block to huge pages only if its size is a
-multiple of a huge page. Other blocks have some 500 small pages at their ends, whose page faults are expensive in a virtual
-machine.
-Not chosen: mapping smaller blocks too (from 2 MiB: up to 8 % slower, a tenth less memory), mapping without huge pages (40 to 60 %
-slower), a model of glibc's heap in `plan` (the memory would only be predicted, not saved), another allocator (must be preloaded
-by the user).
+Choice of 2026-11-23. By itself glibc, once it has freed a mapped block of at most 32 MiB, serves
+all smaller blocks from its heap. Tensors of other sizes then leave holes there, which stay
+resident: a step of a network took up to twice the memory of its tensors. Mapped blocks go back to
+the system when they are freed, but the kernel must clear each of their pages anew, which huge pages
+make cheaper. Measured with six networks in seven settings on one thread: 1 to 52 % less resident
+memory (that of the libraries is not counted), and from 17 % less to 5 % more processor time of a
+step. Three of them at another time on the same machine: 20 to 33 % less memory, 0 to 23 % more
+time. Since version 6.13 Linux aligns a block to huge pages only if its size is a multiple of a huge
+page. Other blocks have some 500 small pages at their ends, whose page faults are expensive in a
+virtual machine. Not chosen: mapping smaller blocks too (from 2 MiB: up to 8 % slower, a tenth less
+memory), mapping without huge pages (40 to 60 % slower), a model of glibc's heap in `plan` (the
+memory would only be predicted, not saved), another allocator (must be preloaded by the user).
 """
 
 import ctypes
@@ -28,7 +29,8 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def map_large_blocks() -> None:
     """Map large blocks of memory of this process and of those that it starts; must come before torch makes a tensor.
 
-    Does nothing where the C library is not glibc, the kernel gives no huge pages, or the user has set glibc's variables.
+    Does nothing where the C library is not glibc, the kernel gives no huge pages, or the user has
+    set glibc's variables.
     """
     if (
         platform.libc_ver()[0] != "glibc"
@@ -43,7 +45,9 @@ def map_large_blocks() -> None:
     ):
         libc.mallopt(parameter, size)
         os.environ[name] = str(size)  # glibc reads it when a process begins
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages for tensors of 2 MiB and more
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # torch asks for huge pages for tensors of 2 MiB and more
 
 
 def maps_large_blocks() -> bool:
@@ -56,7 +60,18 @@ class _HeapInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
     ]
 
 

@@ -23,17 +23,25 @@ from medseg.io.atomic import replace_text
 from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
 from medseg.memory.instructions import instruction_limit
-from medseg.memory.profile import peak_resident_bytes, release_free_memory, reset_peak_resident, resident_bytes
+from medseg.memory.profile import (
+    peak_resident_bytes,
+    release_free_memory,
+    reset_peak_resident,
+    resident_bytes,
+)
 from medseg.memory.tracker import Call, Operand
 
-# A larger operation is measured on two parts of its slices. They are so large that the memory of each tensor is mapped anew, as for all larger
-# tensors (see `medseg.memory.heap`), so that the measured time contains the page faults.
+# A larger operation is measured on two parts of its slices. They are so large that the memory of
+# each tensor is mapped anew, as for all larger tensors (see `medseg.memory.heap`), so that the
+# measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
-# All operations are timed in rounds, so that a processor that is slower for a while is so for all of them.
+# All operations are timed in rounds, so that a processor that is slower for a while is so for all
+# of them.
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
-# Slices are divided by a common divisor of all depths, which must be larger than any size of a kernel or number of an axis.
+# Slices are divided by a common divisor of all depths, which must be larger than any size of a
+# kernel or number of an axis.
 LEAST_DIVISOR = 8
 MARK = "medseg operation "
 aten = torch.ops.aten
@@ -47,7 +55,8 @@ class Cost(NamedTuple):
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
         written: Bytes of them that the kernel writes; the system provides no memory for the others.
-        lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for these sizes.
+        lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for
+            these sizes.
         seconds: Duration.
     """
 
@@ -76,7 +85,9 @@ class KernelCosts:
         """
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        heap = " mapped" if device.type == "cpu" and maps_large_blocks() else ""  # page faults are a part of the seconds
+        heap = (
+            " mapped" if device.type == "cpu" and maps_large_blocks() else ""
+        )  # page faults are a part of the seconds
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap} {instruction_limit()}".rstrip()
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
@@ -110,8 +121,16 @@ class KernelCosts:
             lasting = self._lasting(largest)
             workspaces = self._workspaces(largest)
             # An operation without a workspace on its larger part has none on the whole.
-            smaller = self._workspaces({key: some[0][1] for key, some in parts.items() if len(some) > 1 and workspaces.get(key)})
-            written = {key: self._written_share(largest[key], size) for key, size in workspaces.items()}
+            smaller = self._workspaces(
+                {
+                    key: some[0][1]
+                    for key, some in parts.items()
+                    if len(some) > 1 and workspaces.get(key)
+                }
+            )
+            written = {
+                key: self._written_share(largest[key], size) for key, size in workspaces.items()
+            }
             durations_s = self._durations({key: largest[key] for key in workspaces})
         self._buffers.clear()
         costs = {}
@@ -156,7 +175,9 @@ class KernelCosts:
         file.costs |= measured
         file._circumstances |= {key: self._circumstances[key] for key in measured}
         rows = {key: [*cost, *file._circumstances[key]] for key, cost in file.costs.items()}
-        with contextlib.suppress(UserError):  # a folder that cannot be written: measured again the next time
+        with contextlib.suppress(
+            UserError
+        ):  # a folder that cannot be written: measured again the next time
             replace_text(self.path, json.dumps(rows))
 
     def _lasting(self, calls: Mapping[str, Call]) -> dict[str, int]:
@@ -177,14 +198,19 @@ class KernelCosts:
         for dtype in (torch.float32, torch.bfloat16):
             image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=self.device, requires_grad=True)
             weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=self.device, requires_grad=True)
-            with torch.enable_grad(), contextlib.suppress(RuntimeError):  # a format that is missing here
+            with (
+                torch.enable_grad(),
+                contextlib.suppress(RuntimeError),
+            ):  # a format that is missing here
                 torch.nn.functional.conv3d(image, weight).sum().backward()
 
     def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
         """Run each operation once and measure the bytes of its workspace; those that fail are missing in the result."""
         if self.device.type == "cuda":
             return self._workspaces_on_gpu(calls)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # of the profiler's library, which prints lines otherwise
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "99"
+        )  # of the profiler's library, which prints lines otherwise
         numbers: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for number, (key, call) in enumerate(calls.items()):
@@ -226,25 +252,30 @@ class KernelCosts:
         before = resident_bytes()
         result = run()
         peak, after = peak_resident_bytes(), resident_bytes()
-        kept = sum(one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor))
-        # A result from the heap adds nothing to what is resident, and a workspace from the heap may stay there.
+        kept = sum(
+            one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)
+        )
+        # A result from the heap adds nothing to what is resident, and a workspace from the heap may
+        # stay there.
         return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
 
     def _clock(self) -> Callable[[], float]:
         """Clock of the device.
 
-        On a CPU it is the processor time of the calling thread: other programs on the machine do not lengthen it. Of
-        several threads the calling one works from the beginning to the end: torch and oneDNN divide an operation evenly
-        and give it the first and largest part. With two threads nine operations took it 1.00 to 1.4 times half of the
-        processor time of both, and 0.50 to 0.65 times its time alone.
+        On a CPU it is the processor time of the calling thread: other programs on the machine do
+        not lengthen it. Of several threads the calling one works from the beginning to the end:
+        torch and oneDNN divide an operation evenly and give it the first and largest part. With two
+        threads nine operations took it 1.00 to 1.4 times half of the processor time of both, and
+        0.50 to 0.65 times its time alone.
         """
         return time.thread_time if self.device.type == "cpu" else time.perf_counter
 
     def _seconds(self, call: Call) -> float:
         """Time an operation once.
 
-        In a step each operation runs among others: its code and its tensors are no longer in the processor's caches. A
-        repetition would find them there; steps took 10 to 25 % longer than the sum of repeated operations.
+        In a step each operation runs among others: its code and its tensors are no longer in the
+        processor's caches. A repetition would find them there; steps took 10 to 25 % longer than
+        the sum of repeated operations.
         """
         clock, run = self._clock(), self._prepared(call)
         start_s = clock()
@@ -261,20 +292,28 @@ class KernelCosts:
         def as_value(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return self.device
-            return self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
+            return (
+                self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
+            )
 
         arguments, options = tree_map(as_value, (call.arguments, call.options), is_leaf=_is_operand)
         return lambda: call.operation(*arguments, **options)
 
-    def _as_tensor(self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int) -> Tensor:
+    def _as_tensor(
+        self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int
+    ) -> Tensor:
         """Take a tensor from the buffer of its place among the arguments: new memory would cost more than many operations."""
         size = 0 if 0 in operand.shape else 1
-        size += size and sum((length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True))
+        size += size and sum(
+            (length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True)
+        )
         buffer = buffers.get((place, operand.dtype))
         if buffer is None or len(buffer) < size:
             # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
             value = 0.5 if operand.dtype.is_floating_point else 0
-            buffer = buffers[place, operand.dtype] = torch.full((size,), value, dtype=operand.dtype, device=self.device)
+            buffer = buffers[place, operand.dtype] = torch.full(
+                (size,), value, dtype=operand.dtype, device=self.device
+            )
         return buffer.as_strided(operand.shape, operand.stride)
 
 
@@ -299,7 +338,11 @@ def parts_of(call: Call) -> list[tuple[float, Call]]:
 
     A small operation is its only part; one that is too large and cannot be divided has none.
     """
-    operands = [leaf for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand) if _is_operand(leaf)]
+    operands = [
+        leaf
+        for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
+        if _is_operand(leaf)
+    ]
     sizes = [math.prod(one.shape) * one.dtype.itemsize for one in operands]
     if max(sizes, default=0) <= MEASURED_BYTES:
         return [(1.0, call)]
@@ -320,12 +363,18 @@ def _part(call: Call, weight: Operand | None, numerator: int, denominator: int) 
         if _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight:
             shape = (*leaf.shape[:2], leaf.shape[2] * numerator // denominator, *leaf.shape[3:])
             return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
-        is_size = isinstance(leaf, (list, tuple)) and len(leaf) in (3, 5) and all(isinstance(one, int) for one in leaf)
+        is_size = (
+            isinstance(leaf, (list, tuple))
+            and len(leaf) in (3, 5)
+            and all(isinstance(one, int) for one in leaf)
+        )
         if is_size and weight is None and leaf[-3] and leaf[-3] % denominator == 0:
             return [*leaf[:-3], leaf[-3] * numerator // denominator, *leaf[-2:]]
         return leaf
 
-    return Call(call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes))
+    return Call(
+        call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes)
+    )
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -338,7 +387,9 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_operand_or_sizes(leaf: Any) -> bool:
-    return _is_operand(leaf) or (isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf))
+    return _is_operand(leaf) or (
+        isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf)
+    )
 
 
 def _is_operand(leaf: Any) -> bool:
@@ -354,7 +405,9 @@ def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
             continue
         sizes = [size for _, size in sorted(_allocations(root))]
         totals = [sum(sizes[: count + 1]) for count in range(len(sizes))]
-        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (totals[-1] if totals else 0)
+        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (
+            totals[-1] if totals else 0
+        )
     return found
 
 

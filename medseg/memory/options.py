@@ -16,17 +16,37 @@ Accelerator = StrEnum("Accelerator", ["auto", "cpu", "gpu"])
 class MemoryOptions:
     """Switches that are applied to the network from outside."""
 
-    precision: Annotated[Precision, Knob("Number format of forward and backward pass; weights stay fp32. tf32, fp16: GPU only.")]
-    checkpointing: Annotated[
-        Any, Knob("Blocks recomputed in the backward pass: none, sqrt, all, or a [list] of block names.", neutral=True)
+    precision: Annotated[
+        Precision,
+        Knob(
+            "Number format of forward and backward pass; weights stay fp32. tf32, fp16: GPU only."
+        ),
     ]
-    accumulate: Annotated[int, Knob("Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches", neutral=True)]
+    checkpointing: Annotated[
+        Any,
+        Knob(
+            "Blocks recomputed in the backward pass: none, sqrt, all, or a [list] of block names.",
+            neutral=True,
+        ),
+    ]
+    accumulate: Annotated[
+        int,
+        Knob(
+            "Micro-batches per optimiser step and rank.", "[1, inf)", "micro-batches", neutral=True
+        ),
+    ]
     offload: Annotated[bool, Knob("Keep saved activations in host memory (GPU).", neutral=True)]
     channels_last: Annotated[bool, Knob("Channels-last memory layout.", neutral=True)]
     compile: Annotated[
-        bool, Knob("Compile the network with torch.compile, for variable sizes where crops differ in size.", neutral=True)
+        bool,
+        Knob(
+            "Compile the network with torch.compile, for variable sizes where crops differ in size.",
+            neutral=True,
+        ),
     ]
-    cudnn_benchmark: Annotated[bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)]
+    cudnn_benchmark: Annotated[
+        bool, Knob("Search the fastest kernels at each new shape (GPU).", neutral=True)
+    ]
     budget_gib: Annotated[
         float | None,
         Knob(
@@ -37,7 +57,11 @@ class MemoryOptions:
         ),
     ]
     compile_mode: Annotated[
-        CompileMode, Knob("Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.", neutral=True)
+        CompileMode,
+        Knob(
+            "Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.",
+            neutral=True,
+        ),
     ] = CompileMode.default
 
     def clashes(self, _: str) -> Iterator[str]:

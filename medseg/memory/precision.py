@@ -21,28 +21,37 @@ def check_precision(precision: str, device_type: str) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
     if device_type == "cpu" and precision == "fp16":
-        raise ValueError("precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16")
+        raise ValueError(
+            "precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16"
+        )
     if device_type == "cpu" and precision == "tf32":
-        raise ValueError("precision tf32 is a format of NVIDIA's GPUs, but the device is cpu: use fp32 or bf16")
+        raise ValueError(
+            "precision tf32 is a format of NVIDIA's GPUs, but the device is cpu: use fp32 or bf16"
+        )
 
 
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
     """Make the context in which a network computes.
 
-    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32` change nothing here.
+    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32`
+    change nothing here.
 
     Raises:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return torch.autocast(device_type, HALF[precision]) if precision in HALF else contextlib.nullcontext()
+    return (
+        torch.autocast(device_type, HALF[precision])
+        if precision in HALF
+        else contextlib.nullcontext()
+    )
 
 
 def inference_precision(trained: str, device_type: str) -> str:
     """Choose the precision in which a trained network runs.
 
-    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its fast kernels, and a network takes
-    several times as long as in fp32.
+    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its
+    fast kernels, and a network takes several times as long as in fp32.
 
     Args:
         trained: Precision of the training.
@@ -58,7 +67,11 @@ def inference_precision(trained: str, device_type: str) -> str:
 
 def has_fast_bf16() -> bool:
     """Whether torch's convolution kernels support bf16 on this processor; torch itself decides by the same call."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+    return (
+        bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        if torch.backends.mkldnn.is_available()
+        else False
+    )
 
 
 def lightning_precision(precision: str, device_type: str) -> str:
@@ -68,7 +81,9 @@ def lightning_precision(precision: str, device_type: str) -> str:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[precision]
+    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
+        precision
+    ]
 
 
 def set_tf32(precision: str) -> None:

@@ -27,12 +27,15 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Largest resident memory of this process so far."""
-    # On Linux `ru_maxrss` survives `exec`, so a new process starts with the peak of the process that started it.
+    # On Linux `ru_maxrss` survives `exec`, so a new process starts with the peak of the process
+    # that started it.
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 class ControlGroup(NamedTuple):
@@ -78,10 +81,13 @@ class ControlGroup(NamedTuple):
 def memory_limit_bytes() -> int:
     """Memory that this process may use: that of the machine, or less in a container.
 
-    Each control group bounds the groups inside it, so the smallest bound from the process's group upwards counts.
+    Each control group bounds the groups inside it, so the smallest bound from the process's group
+    upwards counts.
     """
     bounds = [group.limit_bytes() for group in control_groups()]
-    return min([int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)])
+    return min(
+        [int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)]
+    )
 
 
 def free_memory_bytes() -> int:
@@ -129,7 +135,9 @@ def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[P
             continue
         root, mount_point = place.split(" ")[3:5]
         top = Path(mount_point.replace("\\040", " "))
-        if not name.is_relative_to(root):  # a container sees only its own group, under the name that it has outside
+        if not name.is_relative_to(
+            root
+        ):  # a container sees only its own group, under the name that it has outside
             return [top]
         inner = top / name.relative_to(root)
         return [inner, *(folder for folder in inner.parents if folder.is_relative_to(top))]
@@ -168,8 +176,8 @@ def private_bytes(pid: int) -> int:
 def bytes_beside(pid: int, others: Sequence[int]) -> int:
     """Sum the memory that other processes take beside that of a process from which they were forked.
 
-    That is what they have written themselves, and old copies of pages that the process has written since. A page that
-    several of them share counts once. Pages of files are shared by all.
+    That is what they have written themselves, and old copies of pages that the process has written
+    since. A page that several of them share counts once. Pages of files are shared by all.
 
     Args:
         pid: The process.
@@ -217,7 +225,8 @@ class MemoryProfile:
 
     def __enter__(self) -> MemoryProfile:
         self._sample()
-        # `threading.Thread.start` waits for ever for a thread that ends at once because there is no memory for it.
+        # `threading.Thread.start` waits for ever for a thread that ends at once because there is no
+        # memory for it.
         _thread.start_new_thread(self._watch, ())
         return self
 

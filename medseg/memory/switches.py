@@ -34,8 +34,8 @@ def apply_switches(
 ) -> nn.Module:
     """Change how a network runs, never what it computes or what its weights are called.
 
-    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them), checkpointing (of blocks), offload (of
-    what the blocks still save), compilation (of everything).
+    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them),
+    checkpointing (of blocks), offload (of what the blocks still save), compilation (of everything).
 
     Args:
         network: Network with a method `blocks()` that names its blocks, like `StageNetwork`.
@@ -44,7 +44,8 @@ def apply_switches(
         channels_last: Use the channels-last memory layout.
         compile: Compile with `torch.compile` at the first call.
         compile_mode: Mode of `torch.compile`, with underscores.
-        has_many_shapes: Whether inputs differ in shape, so that the compiler must treat sizes as variables.
+        has_many_shapes: Whether inputs differ in shape, so that the compiler must treat sizes as
+            variables.
         synchronise: Share the statistics of batch norms among all ranks.
         device_type: Device that the network will run on, `cpu` or `cuda`.
 
@@ -63,7 +64,11 @@ def apply_switches(
         raise ValueError(
             "compile and synchronised batch norm cannot be combined, because compiled code would not wait for the other ranks: turn one off"
         )
-    if compile and checkpoints and any(isinstance(module, _BatchNorm) for module in network.modules()):
+    if (
+        compile
+        and checkpoints
+        and any(isinstance(module, _BatchNorm) for module in network.modules())
+    ):
         raise ValueError(
             "compile, checkpointing and batch norm cannot be combined, because compiled code cannot pause running statistics: "
             "use norm=instance or turn one off"
@@ -78,8 +83,9 @@ def apply_switches(
     if offload:
         offload_activations(network, device_type)
     if compile:
-        # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name. Left to choose, torch would treat sizes as
-        # variables from the second shape on, such as that of a validation case, which it cannot do for every network.
+        # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
+        # Left to choose, torch would treat sizes as variables from the second shape on, such as
+        # that of a validation case, which it cannot do for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
 
@@ -96,7 +102,9 @@ def switch_on(
     try:
         return apply_switches(
             network,
-            checkpointing=memory.checkpointing if isinstance(memory.checkpointing, str) else tuple(memory.checkpointing),
+            checkpointing=memory.checkpointing
+            if isinstance(memory.checkpointing, str)
+            else tuple(memory.checkpointing),
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
@@ -112,7 +120,11 @@ def switch_on(
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
     """Run a compiled network as it is written: each whole case of a validation has a shape of its own, which would be compiled."""
     # Only then, since torch's compiler takes a second to import.
-    return torch.compiler.set_stance("force_eager") if network._compiled_call_impl is not None else contextlib.nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if network._compiled_call_impl is not None
+        else contextlib.nullcontext()
+    )
 
 
 def use_channels_last(network: nn.Module) -> None:
@@ -138,9 +150,11 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
-        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and patterns (`encoder.*.block0`), where
-            the beginning of a name up to a dot stands for all blocks below it (`encoder.0`). In a UNet a level saves four times the
-            bytes of the next one and costs twice its operations, so the finest blocks give the most memory per second.
+        policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and
+            patterns (`encoder.*.block0`), where the beginning of a name up to a dot stands for all
+            blocks below it (`encoder.0`). In a UNet a level saves four times the bytes of the next
+            one and costs twice its operations, so the finest blocks give the most memory per
+            second.
 
     Returns:
         Names of the blocks, in the order of `blocks`.
@@ -151,28 +165,37 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     names = list(blocks)
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise ValueError(f"checkpointing must be one of {POLICIES} or a tuple of block names, got {policy!r}")
+            raise ValueError(
+                f"checkpointing must be one of {POLICIES} or a tuple of block names, got {policy!r}"
+            )
         count = {"none": 0, "sqrt": math.ceil(math.sqrt(len(names))), "all": len(names)}[policy]
         return names[:count]
     chosen: set[str] = set()
     for wanted in policy:
         found = names_below(names, wanted)
         if not found:
-            raise ValueError(f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}"
+            )
         chosen.update(found)
     return [name for name in names if name in chosen]
 
 
 def names_below(names: Sequence[str], wanted: str) -> list[str]:
     """List the names that equal a wanted one, continue it after a dot or match it as a pattern (`encoder.*`)."""
-    return [name for name in names if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)]
+    return [
+        name
+        for name in names
+        if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)
+    ]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
     """Recompute the chosen blocks in the backward pass, each on its own; parameters and their names stay.
 
-    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation draws the same random numbers, and
-    a batch norm updates its statistics once per batch although it runs twice.
+    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation
+    draws the same random numbers, and a batch norm updates its statistics once per batch although
+    it runs twice.
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
@@ -189,8 +212,12 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
 
 
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    forward, norms = block.forward, [module for module in block.modules() if isinstance(module, _BatchNorm)]
-    # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block may draw random numbers.
+    forward, norms = (
+        block.forward,
+        [module for module in block.modules() if isinstance(module, _BatchNorm)],
+    )
+    # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block
+    # may draw random numbers.
     keeps_state = any(map(_may_draw, block.modules()))
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -202,7 +229,9 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs
+        )
 
     return run
 
@@ -222,11 +251,14 @@ def _may_draw(module: nn.Module) -> bool:
 def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     """Let the batch norms update copies of their statistics, which are then dropped.
 
-    Buffers must be present: the kernel saves them for the backward pass, and both runs must save the same number of tensors.
+    Buffers must be present: the kernel saves them for the backward pass, and both runs must save
+    the same number of tensors.
     """
     kept = [dict(norm._buffers) for norm in norms]
     for norm, buffers in zip(norms, kept, strict=True):
-        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        norm._buffers.update(
+            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+        )
     try:
         yield
     finally:
@@ -247,17 +279,21 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
         device_type: `cuda`, or another device that is not the host.
 
     Raises:
-        ValueError: If the network runs on the CPU, whose memory offloading would move activations to.
+        ValueError: If the network runs on the CPU, whose memory offloading would move activations
+            to.
     """
     if device_type == "cpu":
-        raise ValueError("offload moves activations from a GPU to host memory and saves nothing on cpu: turn it off")
+        raise ValueError(
+            "offload moves activations from a GPU to host memory and saves nothing on cpu: turn it off"
+        )
     save_to_host(network)
 
 
 def save_to_host(network: nn.Module) -> None:
     """Wrap the network's forward pass so that saved activations go to the host and come back in the same memory layout.
 
-    Torch's `save_on_cpu` copies the parameters too, and returns channels-last activations in contiguous layout.
+    Torch's `save_on_cpu` copies the parameters too, and returns channels-last activations in
+    contiguous layout.
     """
     forward = network.forward
 

@@ -43,7 +43,11 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """Describe an operation that is about to run."""
-        return cls(operation, _with_operands(arguments), {name: _with_operands(value) for name, value in options.items()})
+        return cls(
+            operation,
+            _with_operands(arguments),
+            {name: _with_operands(value) for name, value in options.items()},
+        )
 
 
 def _with_operands(value: Any) -> Any:
@@ -69,7 +73,9 @@ def _small_bytes(num_bytes: int) -> int:
 
 def _is_composite(func: Any) -> bool:
     """Whether an operation's only kernel calls other operations. Decompositions in Python, which torch also has, are made for compilers."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), DispatchKey.CompositeImplicitAutograd)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), DispatchKey.CompositeImplicitAutograd
+    )
 
 
 @dataclass
@@ -79,8 +85,10 @@ class Segment:
     Attributes:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
-        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring it, and its key in `Timeline.calls`.
-        small: Of each call: bytes after it of storages that are too small to be mapped, see `medseg.memory.heap`.
+        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring
+            it, and its key in `Timeline.calls`.
+        small: Of each call: bytes after it of storages that are too small to be mapped, see
+            `medseg.memory.heap`.
     """
 
     owner: Owner
@@ -117,12 +125,14 @@ class Timeline:
 class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live tensors by owner, and their peak.
 
-    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts until nothing holds it, be it Python,
-    autograd's graph or a hook. Hooks on saved tensors would see less, because inner hooks (checkpointing, offloading) hide what they
-    save from outer ones. Not counted are workspaces that a kernel takes and frees within one operation, and the rounding and
-    fragmentation of an allocator.
+    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts
+    until nothing holds it, be it Python, autograd's graph or a hook. Hooks on saved tensors would
+    see less, because inner hooks (checkpointing, offloading) hide what they save from outer ones.
+    Not counted are workspaces that a kernel takes and frees within one operation, and the rounding
+    and fragmentation of an allocator.
 
-    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign` changes the owner.
+    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign`
+    changes the owner.
 
     Attributes:
         now: Owner of what the following operations make.
@@ -141,8 +151,10 @@ class MemoryTracker(TorchDispatchMode):
         """Start without any storage.
 
         Args:
-            correct: Called as `correct(operation, arguments, result)`; its result replaces the operation's.
-            workspace: Called in the same way; bytes that the operation takes and frees, which count in the peak.
+            correct: Called as `correct(operation, arguments, result)`; its result replaces the
+                operation's.
+            workspace: Called in the same way; bytes that the operation takes and frees, which count
+                in the peak.
             timeline: Gets the operations in their order; None = they are not recorded.
         """
         super().__init__()
@@ -163,11 +175,15 @@ class MemoryTracker(TorchDispatchMode):
         """Return False: torch's guard against compiling this class imports the compiler, which takes a second."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.prim.device.default:  # a question, four of ten calls of a step
             return func(*args)
         if self._timeline is not None and torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # the operations that training runs, in which torch divides the others by itself
+            with (
+                self
+            ):  # the operations that training runs, in which torch divides the others by itself
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
@@ -204,7 +220,8 @@ class MemoryTracker(TorchDispatchMode):
         """Note that an operation of the present part saves a tensor; the hook for packing in `saved_tensors_hooks`.
 
         Returns:
-            The tensor without its graph: an operation that saves its own result would otherwise keep itself alive.
+            The tensor without its graph: an operation that saves its own result would otherwise
+            keep itself alive.
         """
         self._savers[tensor.untyped_storage()._cdata].add(self.now.part)
         return tensor if tensor.is_leaf else tensor.detach()
@@ -223,7 +240,9 @@ class MemoryTracker(TorchDispatchMode):
             if owner.kind == kind
         ]
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Segment, str]:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Segment, str]:
         """Add an operation to the timeline before it runs; return its segment and its key."""
         assert self._timeline is not None
         call, segments = Call.of(func, args, kwargs), self._timeline.segments

@@ -11,8 +11,9 @@ from torch import Tensor
 class CaseMetric:
     """Score of one case by an object of MONAI or torchmetrics.
 
-    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; another gets the integers (1, D, H, W).
-    The score is the mean over classes, without those that have none (NaN).
+    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one;
+    another gets the integers (1, D, H, W). The score is the mean over classes, without those that
+    have none (NaN).
 
     Args:
         metric: Object with `reset`; a call returns the score of a batch.
@@ -27,7 +28,9 @@ class CaseMetric:
         parameters = [] if compute is None else list(inspect.signature(compute).parameters.values())
         self.takes_spacing = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
-    def __call__(self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]) -> float:
+    def __call__(
+        self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]
+    ) -> float:
         """Score a case.
 
         Args:
@@ -47,11 +50,15 @@ class CaseMetric:
         self.metric.reset()
         scores = torch.as_tensor(value, dtype=torch.float64)
         if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
-            scores = scores.masked_fill(scores < 0, torch.nan)  # torchmetrics gives -1 to a class that both lack
+            scores = scores.masked_fill(
+                scores < 0, torch.nan
+            )  # torchmetrics gives -1 to a class that both lack
         return float(scores.nanmean())
 
 
-def default_arguments(_: type, known: Iterable[str], given: Iterable[str], num_classes: int) -> dict[str, Any]:
+def default_arguments(
+    _: type, known: Iterable[str], given: Iterable[str], num_classes: int
+) -> dict[str, Any]:
     """Choose what a metric of torchmetrics needs for integers, where it knows the arguments and the user says nothing else."""
     wanted = {"num_classes": num_classes, "input_format": "index"}
     return {name: value for name, value in wanted.items() if name in known and name not in given}
@@ -67,7 +74,9 @@ def check_metric(metric: CaseMetric) -> None:
     try:
         metric(labels, labels, (1.0, 1.0, 1.0))
     except Exception as error:
-        raise ValueError(f"it cannot score label maps of a case ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"it cannot score label maps of a case ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _one_hot(labels: Tensor, num_classes: int) -> Tensor:

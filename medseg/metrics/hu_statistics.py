@@ -16,7 +16,8 @@ HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_
 EMPHYSEMA_HU = -950
 """Voxels of an organ full of air below it count as emphysema (Gevenois et al., Am J Respir Crit Care Med 1995;152:653)."""
 
-# HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is that of the voxels as they are.
+# HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is
+# that of the voxels as they are.
 LOW_HU, HIGH_HU = -2048, 4095
 # Voxels of one slab; each needs about 20 bytes at a time.
 SLAB_VOXELS = 2**22
@@ -28,7 +29,8 @@ def label_statistics(
     """Measure each label: volume in ml, mean HU, percentiles in whole HU, share below −950 HU.
 
     Args:
-        image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures in HU empty.
+        image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures
+            in HU empty.
         labels: Label map (D, H, W).
         grid: Grid of both.
         values: Label name to value.
@@ -42,7 +44,10 @@ def label_statistics(
     for start in range(0, len(labels), planes):
         slab = labels[start : start + planes]
         is_label = slab > 0
-        found, hu = slab[is_label], None if image_hu is None else image_hu[start : start + planes][is_label]
+        found, hu = (
+            slab[is_label],
+            None if image_hu is None else image_hu[start : start + planes][is_label],
+        )
         for number, value in enumerate(values.values()):
             is_own = found == value
             if hu is None:
@@ -54,7 +59,10 @@ def label_statistics(
                 counts[number] += np.bincount(bins, minlength=counts.shape[1])
     voxel_ml = math.prod(grid.spacing_mm) / 1000.0
     return {
-        name: {"ml": round(voxel_ml * int(histogram.sum()), 2), **_figures(histogram, total, image_hu is not None)}
+        name: {
+            "ml": round(voxel_ml * int(histogram.sum()), 2),
+            **_figures(histogram, total, image_hu is not None),
+        }
         for name, histogram, total in zip(values, counts, sums, strict=True)
     }
 
@@ -67,4 +75,6 @@ def _figures(histogram: np.ndarray, total: float, is_hu: bool) -> dict[str, floa
     ranks = [math.ceil(percent / 100 * number) for percent in PERCENTILES]
     percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
     share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / number
-    return dict(zip(HU_FIGURES, [round(total / number, 2), *percentiles, round(share, 4)], strict=True))
+    return dict(
+        zip(HU_FIGURES, [round(total / number, 2), *percentiles, round(share, 4)], strict=True)
+    )

@@ -1,10 +1,11 @@
 """Scores of two masks: Dice, volumes and surface scores (NSD, HD95), with each surface element weighted by its area.
 
-A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all inside nor all outside the mask. Its area
-is that of the marching-cubes triangles there. Distances are measured between elements, in mm.
+A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all
+inside nor all outside the mask. Its area is that of the marching-cubes triangles there. Distances
+are measured between elements, in mm.
 
-Source: Nikolov et al., Clinically applicable segmentation of head and neck anatomy (2021), and its code,
-google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
+Source: Nikolov et al., Clinically applicable segmentation of head and neck anatomy (2021), and its
+code, google-deepmind/surface-distance (Apache 2.0), whose numbers this module reproduces.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def dice(pred_mask: Mask, target_mask: Mask) -> float:
         ValueError: If the shapes differ.
     """
     if pred_mask.shape != target_mask.shape:
-        raise ValueError(f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}")
+        raise ValueError(
+            f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
+        )
     total = _count(pred_mask) + _count(target_mask)
     return 2.0 * _count(pred_mask & target_mask) / total if total else 1.0
 
@@ -55,7 +58,9 @@ def _count(mask: Mask) -> int:
     return int(mask.sum() if getattr(mask, "is_cuda", False) else np.count_nonzero(mask))
 
 
-def dice_per_label(pred_labels: Mask, target_labels: Mask, values: Sequence[int]) -> dict[int, float]:
+def dice_per_label(
+    pred_labels: Mask, target_labels: Mask, values: Sequence[int]
+) -> dict[int, float]:
     """Measure the Dice of several label values, on the device where the labels are.
 
     Used by validation in training. Empty masks score as in `dice`.
@@ -87,9 +92,10 @@ def volume_ml(mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> float
     return int(np.count_nonzero(mask)) * math.prod(spacing_mm) / 1000.0
 
 
-# Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation, reflection and swap of inside and outside.
-# First the centres that are inside (bit 4*z + 2*y + x), then the normals (z, y, x) of the surface pieces; the length of a normal is the
-# area of its piece in eighths of a face of the unit cube.
+# Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation,
+# reflection and swap of inside and outside. First the centres that are inside (bit 4*z + 2*y + x),
+# then the normals (z, y, x) of the surface pieces; the length of a normal is the area of its piece
+# in eighths of a face of the unit cube.
 _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b00000001, ((1, 1, 1),)),
     (0b00000011, ((2, 2, 0), (2, 2, 0))),
@@ -106,7 +112,8 @@ _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b01101001, ((1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1))),
 )
 
-# Spacings come from float32 headers; their rounding must not exclude an element exactly at the tolerance.
+# Spacings come from float32 headers; their rounding must not exclude an element exactly at the
+# tolerance.
 _TOLERANCE_SLACK_MM = 1e-5
 
 
@@ -134,7 +141,8 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
         spacing_mm: Voxel spacing in mm, (z, y, x).
 
     Returns:
-        Area in mm², (256,), indexed by the neighbourhood's code (bit 4*z + 2*y + x set = that corner is inside).
+        Area in mm², (256,), indexed by the neighbourhood's code (bit 4*z + 2*y + x set = that
+        corner is inside).
     """
     z_mm, y_mm, x_mm = spacing_mm
     faces_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
@@ -142,7 +150,9 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
     return areas_mm2
 
 
-def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> SurfaceDistances:
+def surface_distances(
+    pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> SurfaceDistances:
     """Measure the distance of each surface element of each mask from the other mask's surface.
 
     A mask that touches the edge of the volume has surface elements there. An empty mask has none.
@@ -159,7 +169,9 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
         ValueError: If the shapes differ or are not three-dimensional.
     """
     if pred_mask.shape != target_mask.shape or pred_mask.ndim != 3:
-        raise ValueError(f"two masks (D, H, W) of one shape are needed, got {pred_mask.shape} and {target_mask.shape}")
+        raise ValueError(
+            f"two masks (D, H, W) of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
+        )
     box = VoxelBox.from_mask(pred_mask | target_mask)
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
@@ -167,13 +179,20 @@ def surface_distances(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm
     areas_mm2 = area_table_mm2(spacing_mm)
     codes = [_surface_codes(mask[bounds]) for mask in (pred_mask, target_mask)]
     is_pred, is_target = ((one != 0) & (one != 255) for one in codes)
-    pred_areas_mm2, target_areas_mm2 = (areas_mm2[one[one_is]] for one, one_is in zip(codes, (is_pred, is_target), strict=True))
+    pred_areas_mm2, target_areas_mm2 = (
+        areas_mm2[one[one_is]] for one, one_is in zip(codes, (is_pred, is_target), strict=True)
+    )
     del codes
-    return _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm), _one_way(is_target, is_pred, target_areas_mm2, spacing_mm)
+    return _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm), _one_way(
+        is_target, is_pred, target_areas_mm2, spacing_mm
+    )
 
 
 def _one_way(
-    is_from: np.ndarray, is_to: np.ndarray, areas_mm2: np.ndarray, spacing_mm: tuple[float, float, float]
+    is_from: np.ndarray,
+    is_to: np.ndarray,
+    areas_mm2: np.ndarray,
+    spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sorted distances of the elements of one surface from another, and their areas."""
     distances_mm = _distances_mm(is_from, is_to, spacing_mm)
@@ -194,7 +213,12 @@ def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:
         Score in [0, 1].
     """
     total_mm2 = float(sum(areas_mm2.sum() for _, areas_mm2 in distances))
-    near_mm2 = float(sum(areas_mm2[one_mm <= tolerance_mm + _TOLERANCE_SLACK_MM].sum() for one_mm, areas_mm2 in distances))
+    near_mm2 = float(
+        sum(
+            areas_mm2[one_mm <= tolerance_mm + _TOLERANCE_SLACK_MM].sum()
+            for one_mm, areas_mm2 in distances
+        )
+    )
     return near_mm2 / total_mm2 if total_mm2 else 1.0
 
 
@@ -213,7 +237,9 @@ def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
     return max(_weighted_quantile(one_mm, areas_mm2, quantile) for one_mm, areas_mm2 in distances)
 
 
-def score_region(pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> dict[str, float]:
+def score_region(
+    pred_mask: np.ndarray, target_mask: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> dict[str, float]:
     """Score one region of one case.
 
     Both masks empty: Dice and NSD 1, HD95 0. One empty: Dice and NSD 0, HD95 infinite.
@@ -250,13 +276,18 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _distances_mm(is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
+def _distances_mm(
+    is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> np.ndarray:
     """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
-    # A k-d tree is several times faster for two similar organs, but many times slower where a prediction is noise or far from the
-    # reference. The transform returns indices only: its distance map would take more memory.
-    nearest = distance_transform_edt(~is_to, sampling=spacing_mm, return_distances=False, return_indices=True)
+    # A k-d tree is several times faster for two similar organs, but many times slower where a
+    # prediction is noise or far from the reference. The transform returns indices only: its
+    # distance map would take more memory.
+    nearest = distance_transform_edt(
+        ~is_to, sampling=spacing_mm, return_distances=False, return_indices=True
+    )
     squared_mm2 = np.zeros(np.count_nonzero(is_from))
     for index, nearest_index, step_mm in zip(np.nonzero(is_from), nearest, spacing_mm, strict=True):
         squared_mm2 += ((index - nearest_index[is_from]) * step_mm) ** 2

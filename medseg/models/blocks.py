@@ -1,8 +1,9 @@
 """Building blocks of a UNet: norms, convolution units, blocks, space-to-depth and its inverse.
 
-Three details save memory. A convolution before a norm has no bias, because the norm shifts its result anyway. The activation works in place:
-a norm saves its input, not its output, so autograd needs nothing that is overwritten. Each unit therefore saves two tensors for the
-backward pass: the input of its convolution and the input of its norm.
+Three details save memory. A convolution before a norm has no bias, because the norm shifts its
+result anyway. The activation works in place: a norm saves its input, not its output, so autograd
+needs nothing that is overwritten. Each unit therefore saves two tensors for the backward pass: the
+input of its convolution and the input of its norm.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,18 @@ NORMS = ("instance", "group", "batch", "channel", "affine")
 NEGATIVE_SLOPE = 0.01
 POINT = (1, 1, 1)
 GROUP_CHANNELS = 8
-# Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this number of voxels the error of the
-# mean exceeds that of bf16.
+# Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this
+# number of voxels the error of the mean exceeds that of bf16.
 MAX_CHANNELS_LAST_VOXELS_CPU = 2**21
 
 
 class InstanceNorm(nn.Module):
     """Normalise each channel of each sample over its voxels, then scale and shift.
 
-    The same function as `torch.nn.InstanceNorm3d(affine=True)`, computed by the batch-norm kernel on single samples. That kernel keeps
-    the channels-last layout (torch's instance norm copies to the contiguous layout and back, which takes longer), reads half
-    precision and sums in fp32. There are no running statistics: training and evaluation compute the same.
+    The same function as `torch.nn.InstanceNorm3d(affine=True)`, computed by the batch-norm kernel
+    on single samples. That kernel keeps the channels-last layout (torch's instance norm copies to
+    the contiguous layout and back, which takes longer), reads half precision and sums in fp32.
+    There are no running statistics: training and evaluation compute the same.
     """
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
@@ -42,7 +44,8 @@ class InstanceNorm(nn.Module):
         if features.device.type == "cpu" and features[0, 0].numel() > MAX_CHANNELS_LAST_VOXELS_CPU:
             features = features.contiguous()
         normalised = [
-            F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps) for sample in features.split(1)
+            F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            for sample in features.split(1)
         ]
         return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
 
@@ -50,7 +53,8 @@ class InstanceNorm(nn.Module):
 class GroupNorm(nn.GroupNorm):
     """Group norm that returns the precision it was given.
 
-    Autocast on CUDA computes group norm in fp32; its output would double the bytes of all following activations.
+    Autocast on CUDA computes group norm in fp32; its output would double the bytes of all following
+    activations.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -87,7 +91,9 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     """
     makers: dict[str, Callable[[], nn.Module]] = {
         "instance": lambda: InstanceNorm(channels),
-        "group": lambda: GroupNorm(channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels),
+        "group": lambda: GroupNorm(
+            channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels
+        ),
         "batch": lambda: nn.BatchNorm3d(channels),
         "channel": lambda: ChannelNorm(channels),
     }
@@ -104,15 +110,18 @@ def make_activation() -> nn.Module:
 class Conv3d(nn.Conv3d):
     """Convolution that computes small features on a CPU in fp32, the format of its weights, even under autocast.
 
-    Features are small where an axis has two voxels or fewer, or the kernel is deeper than the image. In bf16 their weight
-    gradient in torch 2.13 (oneDNN, kernels of avx512_bf16) reads and writes memory that is not its own: it differs from run to
-    run, may be NaN, and may end the process. Since the features are small, fp32 costs little.
+    Features are small where an axis has two voxels or fewer, or the kernel is deeper than the
+    image. In bf16 their weight gradient in torch 2.13 (oneDNN, kernels of avx512_bf16) reads and
+    writes memory that is not its own: it differs from run to run, may be NaN, and may end the
+    process. Since the features are small, fp32 costs little.
     """
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
         depth = features.shape[2]
-        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (self.kernel_size[0] - 1)
+        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (
+            self.kernel_size[0] - 1
+        )
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))
@@ -122,13 +131,16 @@ class Conv3d(nn.Conv3d):
 class ScaledConv3d(Conv3d):
     """Convolution with a factor for each filter and a bias: what is left of a norm without its statistics (`norm=affine`).
 
-    The factor multiplies the weights, so that autograd keeps no tensor for it. As the scale of a norm, it starts at zero at the end of a
-    residual branch.
+    The factor multiplies the weights, so that autograd keeps no tensor for it. As the scale of a
+    norm, it starts at zero at the end of a residual branch.
 
-    Source: De and Smith, Batch normalization biases residual blocks towards the identity function in deep networks (2020): SkipInit.
+    Source: De and Smith, Batch normalization biases residual blocks towards the identity function
+    in deep networks (2020): SkipInit.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel: Shape, *, stride: Shape, padding: Shape) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: Shape, *, stride: Shape, padding: Shape
+    ) -> None:
         super().__init__(in_channels, out_channels, kernel, stride=stride, padding=padding)
         self.scale = nn.Parameter(torch.ones(out_channels))
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
@@ -158,18 +170,28 @@ def replace_convolutions(network: nn.Module) -> None:
 class ConvNormAct(nn.Sequential):
     """Convolution, norm and, unless `is_last`, activation; (N, C, D, H, W) to (N, C', D/s, H/s, W/s).
 
-    The convolution has no bias, except for `affine`, where it is a `ScaledConv3d` without a norm after it.
+    The convolution has no bias, except for `affine`, where it is a `ScaledConv3d` without a norm
+    after it.
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: Shape, *, norm: str, stride: Shape = (1, 1, 1), is_last: bool = False
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: Shape,
+        *,
+        norm: str,
+        stride: Shape = (1, 1, 1),
+        is_last: bool = False,
     ) -> None:
         padding = padding_of(kernel)
         layers: list[nn.Module] = (
             [ScaledConv3d(in_channels, out_channels, kernel, stride=stride, padding=padding)]
             if norm == "affine"
             else [
-                Conv3d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False),
+                Conv3d(
+                    in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
+                ),
                 make_norm(norm, out_channels),
             ]
         )
@@ -186,7 +208,8 @@ class ConvNormAct(nn.Sequential):
 class ResidualBlock(nn.Module):
     """Add a branch of units to the input, then activate; (N, C, D, H, W) stays.
 
-    The branch ends with a scale that starts at zero, so that the block starts as the identity (Goyal et al. 2017, section 5.1).
+    The branch ends with a scale that starts at zero, so that the block starts as the identity
+    (Goyal et al. 2017, section 5.1).
     """
 
     def __init__(self, *units: ConvNormAct) -> None:
@@ -197,7 +220,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Refine features (N, C, D, H, W)."""
-        # In place on the norm's output, which autograd does not save. The input must stay: a skip or a convolution reads it.
+        # In place on the norm's output, which autograd does not save. The input must stay: a skip
+        # or a convolution reads it.
         return self.activation(self.branch(features).add_(features))
 
 
@@ -207,11 +231,14 @@ def padding_of(kernel: Shape) -> Shape:
     return z, y, x
 
 
-def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kernel: Shape = (3, 3, 3)) -> nn.Module:
+def make_block(
+    block: str, channels: int, *, norm: str, reduction: int = 2, kernel: Shape = (3, 3, 3)
+) -> nn.Module:
     """Make a block that keeps channels and size.
 
     Args:
-        block: `plain` (one 3x3x3 unit), `residual` (two) or `bottleneck` (1x1x1 reduce, 3x3x3, 1x1x1 expand).
+        block: `plain` (one 3x3x3 unit), `residual` (two) or `bottleneck` (1x1x1 reduce, 3x3x3,
+            1x1x1 expand).
         channels: Channels in and out.
         norm: Name of the norm.
         reduction: Divisor of a bottleneck's inner channels.
@@ -224,11 +251,14 @@ def make_block(block: str, channels: int, *, norm: str, reduction: int = 2, kern
         return ConvNormAct(channels, channels, kernel, norm=norm)
     if block == "residual":
         return ResidualBlock(
-            ConvNormAct(channels, channels, kernel, norm=norm), ConvNormAct(channels, channels, kernel, norm=norm, is_last=True)
+            ConvNormAct(channels, channels, kernel, norm=norm),
+            ConvNormAct(channels, channels, kernel, norm=norm, is_last=True),
         )
     if block == "bottleneck":
         if reduction < 1 or channels % reduction:
-            raise ValueError(f"reduction must divide the {channels} channels of a block, got {reduction}")
+            raise ValueError(
+                f"reduction must divide the {channels} channels of a block, got {reduction}"
+            )
         inner = channels // reduction
         return ResidualBlock(
             ConvNormAct(channels, inner, POINT, norm=norm),
@@ -243,9 +273,12 @@ def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     batch, channels = image.shape[:2]
     a, b, c = cell
     depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
-    # Split each axis into (cell, position in the cell), then move the three positions behind the channels.
+    # Split each axis into (cell, position in the cell), then move the three positions behind the
+    # channels.
     cells = image.reshape(batch, channels, depth, a, height, b, width, c)
-    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(batch, channels * a * b * c, depth, height, width)
+    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(
+        batch, channels * a * b * c, depth, height, width
+    )
 
 
 def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
@@ -254,4 +287,6 @@ def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     a, b, c = cell
     channels //= a * b * c
     cells = features.reshape(batch, channels, a, b, c, depth, height, width)
-    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(batch, channels, depth * a, height * b, width * c)
+    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(
+        batch, channels, depth * a, height * b, width * c
+    )

@@ -13,11 +13,14 @@ from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 
 
-def make_described_network(node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()) -> StageNetwork:
+def make_described_network(
+    node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()
+) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
     Args:
-        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target and mean our UNet.
+        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target
+            and mean our UNet.
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
@@ -33,14 +36,22 @@ def make_described_network(node: dict[str, Any], task: Task, stage: str, trusted
 
     def make(channels: int) -> nn.Module:
         network: nn.Module = bind_arguments(
-            "model", "model", found, channel_arguments(found, to_tuples(node), channels, num_classes)
+            "model",
+            "model",
+            found,
+            channel_arguments(found, to_tuples(node), channels, num_classes),
         )()
         return network
 
     channels = len(task.channels)
     try:
         traits = _find_traits(
-            lambda: make(channels), repr((found, node, stated)), channels, num_classes, stated, node.get("img_size")
+            lambda: make(channels),
+            repr((found, node, stated)),
+            channels,
+            num_classes,
+            stated,
+            node.get("img_size"),
         )
         return StageNetwork(make, in_channels=channels, traits=traits)
     except UserError:
@@ -56,14 +67,23 @@ _known_traits: dict[tuple[str, int, int], Traits] = {}
 
 
 def _find_traits(
-    make: Callable[[], nn.Module], description: str, channels: int, num_classes: int, stated: dict[str, Any], img_size: Any
+    make: Callable[[], nn.Module],
+    description: str,
+    channels: int,
+    num_classes: int,
+    stated: dict[str, Any],
+    img_size: Any,
 ) -> Traits:
     """Find the traits of a network once in a process: tracing takes a second."""
     key = (description, channels, num_classes)
     if key not in _known_traits:
-        fixed = (img_size,) * 3 if isinstance(img_size, int) else tuple(img_size) if img_size else None
+        fixed = (
+            (img_size,) * 3 if isinstance(img_size, int) else tuple(img_size) if img_size else None
+        )
         divisor = tuple(stated["divisor"]) if stated["divisor"] else None
-        _known_traits[key] = find_traits(make, channels, num_classes, divisor=divisor, blocks=stated["blocks"], fixed_size=fixed)
+        _known_traits[key] = find_traits(
+            make, channels, num_classes, divisor=divisor, blocks=stated["blocks"], fixed_size=fixed
+        )
     return _known_traits[key]
 
 

@@ -12,7 +12,9 @@ from medseg.targets import TARGET
 
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
-Norm = StrEnum("Norm", ["instance", "group", "batch", "channel", "affine"])  # see `medseg.models.blocks`
+Norm = StrEnum(
+    "Norm", ["instance", "group", "batch", "channel", "affine"]
+)  # see `medseg.models.blocks`
 UNET = "medseg.models.unet.UNet"
 
 
@@ -21,14 +23,25 @@ class NetworkOptions:
     """Network: its class with the arguments of the class, and the keys below. Input and output channels follow the task."""
 
     _target_: Annotated[
-        str, Knob("Class of the network, of medseg.models, monai.networks.nets, torch.nn or trusted_targets.")
+        str,
+        Knob(
+            "Class of the network, of medseg.models, monai.networks.nets, torch.nn or trusted_targets."
+        ),
     ] = UNET
     device_map: Annotated[
-        Any, Knob("Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.", neutral=True)
+        Any,
+        Knob(
+            "Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.",
+            neutral=True,
+        ),
     ] = None
     divisor: Annotated[
         Shape | None,
-        Knob("Required multiple of the input size; null: found by a traced forward pass.", "[1, inf)", "voxels (D, H, W)"),
+        Knob(
+            "Required multiple of the input size; null: found by a traced forward pass.",
+            "[1, inf)",
+            "voxels (D, H, W)",
+        ),
     ] = None
     blocks: Annotated[
         list[str] | None,
@@ -43,13 +56,24 @@ class NetworkOptions:
 class UNetOptions(NetworkOptions):
     """Network, see `medseg.models.unet.UNet`; another `_target_` replaces these keys by the arguments of its class."""
 
-    width: Annotated[int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")]
+    width: Annotated[
+        int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")
+    ]
     depth: Annotated[int, Knob("Downsamplings below the stem.", "[1, inf)")]
     block: Annotated[Block, Knob("Building block.")]
-    blocks_per_level: Annotated[list[int], Knob("Encoder blocks of each level, finest first.", "[1, inf)")]
-    stem: Annotated[Stem, Knob("First layer. conv: full resolution; strided, space_to_depth: half resolution.")]
+    blocks_per_level: Annotated[
+        list[int], Knob("Encoder blocks of each level, finest first.", "[1, inf)")
+    ]
+    stem: Annotated[
+        Stem, Knob("First layer. conv: full resolution; strided, space_to_depth: half resolution.")
+    ]
     refine: Annotated[
-        int, Knob("Channels at full resolution that refine a result of half resolution; 0: none.", "[0, inf)", "channels")
+        int,
+        Knob(
+            "Channels at full resolution that refine a result of half resolution; 0: none.",
+            "[0, inf)",
+            "channels",
+        ),
     ]
     norm: Annotated[
         Norm,
@@ -62,11 +86,14 @@ class UNetOptions(NetworkOptions):
 def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each contradiction between the keys of a network.
 
-    Networks other than our UNet are built on the meta device before data is read, which checks their arguments.
+    Networks other than our UNet are built on the meta device before data is read, which checks
+    their arguments.
     """
     device_map = model["device_map"]
     if device_map not in (None, "auto") and not _is_device_map(device_map):
-        yield (f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}")
+        yield (
+            f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}"
+        )
     if model[TARGET] != UNET:
         return
     num_levels, counts = model["depth"] + 1, model["blocks_per_level"]
@@ -86,7 +113,9 @@ def _is_device_map(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     are_names = all(isinstance(name, str) for name in value)
-    return are_names and all(re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values())
+    return are_names and all(
+        re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values()
+    )
 
 
 def is_batch_norm(model: Mapping[str, Any]) -> bool:

@@ -11,20 +11,28 @@ from medseg.models.traits import Traits, outputs_of
 class StageNetwork(nn.Module):
     """A network of any class as the framework calls it: from an image to logits.
 
-    One network segments all regions of a fine stage: the caller mirrors right crops, so that both sides look alike.
+    One network segments all regions of a fine stage: the caller mirrors right crops, so that both
+    sides look alike.
 
     Attributes:
         traits: Divisor of the input size and names of the blocks.
         in_channels: Channels of the image.
     """
 
-    def __init__(self, make_network: Callable[[int], nn.Module], *, in_channels: int = 1, traits: Traits | None = None) -> None:
+    def __init__(
+        self,
+        make_network: Callable[[int], nn.Module],
+        *,
+        in_channels: int = 1,
+        traits: Traits | None = None,
+    ) -> None:
         """Build the network.
 
         Args:
             make_network: Function of the number of input channels that makes a network.
             in_channels: Channels of the image.
-            traits: What is known of the network; None = what it states itself, as `medseg.models.unet.UNet` does.
+            traits: What is known of the network; None = what it states itself, as
+                `medseg.models.unet.UNet` does.
         """
         super().__init__()
         self.in_channels = in_channels
@@ -51,7 +59,8 @@ class StageNetwork(nn.Module):
             image: Normalised image (N, C, D, H, W).
 
         Returns:
-            Logits (N, K, D, H, W); in training with deep supervision a list, the first of which is at full resolution.
+            Logits (N, K, D, H, W); in training with deep supervision a list, the first of which is
+            at full resolution.
         """
         return outputs_of(self.network(image), self.training)
 
@@ -63,7 +72,8 @@ class StageNetwork(nn.Module):
 class Logits(nn.Module):
     """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, which other programs can represent.
 
-    It calls the forward pass of the network's class, because that of the object may have been replaced by another backend.
+    It calls the forward pass of the network's class, because that of the object may have been
+    replaced by another backend.
     """
 
     def __init__(self, network: nn.Module) -> None:

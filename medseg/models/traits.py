@@ -1,12 +1,15 @@
 """Network adapter: channels, divisor, blocks and outputs of any network, found by tracing it on the meta device.
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
-* Divisor of the input size: by the sizes of the features of a traced pass, verified by a second pass.
-* Blocks that can be recomputed or placed on a device: modules that are called once, take tensors and return one tensor, have
-  parameters, do not change their input, and keep tensors for the backward pass that neither their input nor their output holds.
+* Divisor of the input size: by the sizes of the features of a traced pass, verified by a second
+  pass.
+* Blocks that can be recomputed or placed on a device: modules that are called once, take tensors
+  and return one tensor, have parameters, do not change their input, and keep tensors for the
+  backward pass that neither their input nor their output holds.
 * Outputs: one tensor, or several of deep supervision.
 
-A network may state `divisor` and `blocks()` itself, as `medseg.models.unet.UNet` does; a configuration may state both for any network.
+A network may state `divisor` and `blocks()` itself, as `medseg.models.unet.UNet` does; a
+configuration may state both for any network.
 """
 
 import difflib
@@ -27,7 +30,15 @@ from medseg.geometry.sizes import Shape
 
 T = TypeVar("T", bound=nn.Module)
 
-IN_CHANNELS = ("in_channels", "in_chans", "input_channels", "num_input_channels", "n_channels", "in_ch", "img_channels")
+IN_CHANNELS = (
+    "in_channels",
+    "in_chans",
+    "input_channels",
+    "num_input_channels",
+    "n_channels",
+    "in_ch",
+    "img_channels",
+)
 OUT_CHANNELS = (
     "out_channels",
     "num_classes",
@@ -41,7 +52,8 @@ OUT_CHANNELS = (
 # Sides of the cubes that a network is traced with, in voxels, until one fits.
 # The last are multiples of powers of 3, 5 and 7.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
-# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps for the backward pass.
+# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps
+# for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
 
 
@@ -49,9 +61,11 @@ class Traits(NamedTuple):
     """What the framework knows of a network.
 
     Attributes:
-        divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a fixed size.
+        divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a
+            fixed size.
         blocks: Names of the blocks, those that keep the most bytes for the backward pass first.
-        fixed_size: The only input size of the network, (z, y, x); None = every multiple of the divisor.
+        fixed_size: The only input size of the network, (z, y, x); None = every multiple of the
+            divisor.
         has_unused: Whether weights of the network do not influence its outputs.
         num_outputs: Outputs in training, several with deep supervision; None = unknown.
     """
@@ -66,13 +80,16 @@ class Traits(NamedTuple):
     def small_size(self) -> Shape:
         """A small input size, in voxels (D, H, W).
 
-        Below three multiples of the divisor, convolutions on a short axis may use another precision.
+        Below three multiples of the divisor, convolutions on a short axis may use another
+        precision.
         """
         depth, height, width = self.fixed_size or (3 * step for step in self.divisor)
         return depth, height, width
 
 
-def channel_arguments(found: type, arguments: Mapping[str, Any], in_channels: int, num_classes: int) -> dict[str, Any]:
+def channel_arguments(
+    found: type, arguments: Mapping[str, Any], in_channels: int, num_classes: int
+) -> dict[str, Any]:
     """Add the channels of the task, and three spatial dimensions, to the arguments of a network's class.
 
     Args:
@@ -86,7 +103,10 @@ def channel_arguments(found: type, arguments: Mapping[str, Any], in_channels: in
     """
     known = inspect.signature(found).parameters
     added = {"spatial_dims": 3} if "spatial_dims" in known else {}
-    for names, number, what in ((IN_CHANNELS, in_channels, "channels of the image"), (OUT_CHANNELS, num_classes, "classes")):
+    for names, number, what in (
+        (IN_CHANNELS, in_channels, "channels of the image"),
+        (OUT_CHANNELS, num_classes, "classes"),
+    ):
         name = next((name for name in names if name in known), None)
         if name is None:
             raise ValueError(
@@ -94,7 +114,9 @@ def channel_arguments(found: type, arguments: Mapping[str, Any], in_channels: in
                 "wrap it in a class that has one"
             )
         if arguments.get(name, number) != number:
-            raise ValueError(f"{name}={arguments[name]}, but the task has {number} {what}; leave {name} out")
+            raise ValueError(
+                f"{name}={arguments[name]}, but the task has {number} {what}; leave {name} out"
+            )
         added[name] = number
     return {**added, **arguments}
 
@@ -119,14 +141,19 @@ def find_traits(
         fixed_size: The only input size of the network where its arguments state one.
 
     Raises:
-        ValueError: If the network cannot be traced, returns other shapes, or a pattern matches no module.
+        ValueError: If the network cannot be traced, returns other shapes, or a pattern matches no
+            module.
     """
     network = build_on_meta(make_network)
     if divisor is None:
         stated = getattr(network, "divisor", None)
         divisor = (stated, stated, stated) if isinstance(stated, int) else stated
     # Only a method `blocks()` states the blocks; a list of modules may have this name too.
-    if blocks is None and divisor is not None and inspect.ismethod(getattr(network, "blocks", None)):
+    if (
+        blocks is None
+        and divisor is not None
+        and inspect.ismethod(getattr(network, "blocks", None))
+    ):
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
     try:
         trace, shape = _first_trace(network, in_channels, num_classes, divisor, fixed_size)
@@ -144,15 +171,22 @@ def find_traits(
     ordered = sorted(names, key=lambda name: -trace.interior_bytes(name))
     outputs = outputs_of(trace.result, is_training=True)
     num_outputs = len(outputs) if isinstance(outputs, list) else 1
-    return Traits((1, 1, 1) if fixed_size else divisor, tuple(ordered), fixed_size, trace.has_unused(), num_outputs)
+    return Traits(
+        (1, 1, 1) if fixed_size else divisor,
+        tuple(ordered),
+        fixed_size,
+        trace.has_unused(),
+        num_outputs,
+    )
 
 
 def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
     """Bring the result of a network to logits (N, K, D, H, W), or to a list of such in training with deep supervision.
 
     Args:
-        result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or outputs stacked along the second axis
-            (N, S, K, D, H, W), as MONAI's DynUNet returns them.
+        result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or
+            outputs stacked along the second axis (N, S, K, D, H, W), as MONAI's DynUNet returns
+            them.
         is_training: Whether all outputs are wanted; else the first one.
     """
     if isinstance(result, Tensor):
@@ -171,7 +205,8 @@ class _Trace:
 
     Attributes:
         calls: Number of calls by name of a module.
-        takes_and_returns: Names of the modules whose every call takes tensors, leaves them unchanged and returns one tensor.
+        takes_and_returns: Names of the modules whose every call takes tensors, leaves them
+            unchanged and returns one tensor.
         feature_shapes: Sizes (D, H, W) of all five-dimensional results.
         result_bytes: Bytes of a module's result by its name.
     """
@@ -184,11 +219,18 @@ class _Trace:
         self.result_bytes: dict[str, int] = {}
         self._kept: dict[str, dict[int, int]] = defaultdict(dict)  # module: storage: bytes
         self._outside: dict[str, set[int]] = {}  # module: storages of its inputs and of its result
-        self._storages: list[torch.UntypedStorage] = []  # held, because the address of a dead one may return
+        self._storages: list[
+            torch.UntypedStorage
+        ] = []  # held, because the address of a dead one may return
         self._active: list[str] = []
         self._versions: list[list[tuple[Tensor, int]]] = []
-        self._weights = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *network.buffers())}
-        hooks = [hook for name, module in network.named_modules() for hook in self._watch(name, module)]
+        self._weights = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*network.parameters(), *network.buffers())
+        }
+        hooks = [
+            hook for name, module in network.named_modules() for hook in self._watch(name, module)
+        ]
         image = torch.zeros(tuple(image_shape), device="meta")
         try:
             with torch.device("meta"), saved_tensors_hooks(self._keep, lambda tensor: tensor):
@@ -199,28 +241,46 @@ class _Trace:
 
     def interior_bytes(self, name: str) -> int:
         """Bytes that autograd keeps for a module beside its inputs and its result: what recomputing it saves."""
-        return sum(size for storage, size in self._kept[name].items() if storage not in self._outside.get(name, set()))
+        return sum(
+            size
+            for storage, size in self._kept[name].items()
+            if storage not in self._outside.get(name, set())
+        )
 
     def has_unused(self) -> bool:
         """Whether some weights receive no gradient."""
         with torch.device("meta"):
             outputs = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Tensor)]
             sum((output.sum() for output in outputs), torch.zeros(())).backward()
-        return any(weight.requires_grad and weight.grad is None for weight in self.network.parameters())
+        return any(
+            weight.requires_grad and weight.grad is None for weight in self.network.parameters()
+        )
 
     def _watch(self, name: str, module: nn.Module) -> Iterator[Any]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.calls[name] += 1
             self._active.append(name)
-            self._versions.append([(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+            self._versions.append(
+                [
+                    (leaf, leaf._version)
+                    for leaf in tree_leaves((args, kwargs))
+                    if isinstance(leaf, Tensor)
+                ]
+            )
 
         def leave(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
             self._active.pop()
             inputs = self._versions.pop()
-            if inputs and isinstance(result, Tensor) and all(tensor._version == version for tensor, version in inputs):
+            if (
+                inputs
+                and isinstance(result, Tensor)
+                and all(tensor._version == version for tensor, version in inputs)
+            ):
                 self.takes_and_returns.add(name)
                 self.result_bytes[name] = result.nbytes
-            outside = [tensor for tensor, _ in inputs] + [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            outside = [tensor for tensor, _ in inputs] + [
+                leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
+            ]
             self._outside[name] = {self._storage(tensor) for tensor in outside}
             if isinstance(result, Tensor) and result.ndim == 5:
                 depth, height, width = result.shape[2:]
@@ -242,12 +302,19 @@ class _Trace:
 
 
 def _first_trace(
-    network: nn.Module, in_channels: int, num_classes: int, divisor: Shape | None, fixed_size: Shape | None
+    network: nn.Module,
+    in_channels: int,
+    num_classes: int,
+    divisor: Shape | None,
+    fixed_size: Shape | None,
 ) -> tuple[_Trace, Shape]:
     """Trace a network with the first size that it accepts."""
     cubes = [(side, side, side) for side in TRACED_SIDES]
     if divisor is not None:
-        cubes = [tuple(step * -(-side // step) for step, side in zip(divisor, cube, strict=True)) for cube in cubes]  # type: ignore[misc]
+        cubes = [
+            tuple(step * -(-side // step) for step, side in zip(divisor, cube, strict=True))
+            for cube in cubes
+        ]  # type: ignore[misc]
     errors: list[str] = []
     for shape in [fixed_size] if fixed_size else cubes:
         try:
@@ -255,7 +322,9 @@ def _first_trace(
             _check_outputs(network, trace.result, shape, num_classes)
         except _OutputError:
             raise
-        except Exception as error:  # whatever a foreign network raises for a size that it does not accept
+        except (
+            Exception
+        ) as error:  # whatever a foreign network raises for a size that it does not accept
             errors.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
             continue
         _check_evaluation(network, (1, in_channels, *shape), num_classes)
@@ -303,9 +372,13 @@ def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_cl
         f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but "
         f"returned {_describe_result(result)}"
     )
-    is_wrong = [output.ndim != 5 or tuple(output.shape[:2]) != (1, num_classes) for output in outputs]
+    is_wrong = [
+        output.ndim != 5 or tuple(output.shape[:2]) != (1, num_classes) for output in outputs
+    ]
     if not outputs or any(is_wrong):
-        raise _OutputError(f"{said}; wrap it in a class that returns its logits alone, or a list of them for deep supervision")
+        raise _OutputError(
+            f"{said}; wrap it in a class that returns its logits alone, or a list of them for deep supervision"
+        )
     if tuple(outputs[0].shape[2:]) != tuple(shape):
         raise _SizeError(said)
 
@@ -337,7 +410,10 @@ def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_cl
     depth, height, width = (step * max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor)
     try:
         _check_outputs(
-            network, _Trace(network, (1, in_channels, depth, height, width)).result, (depth, height, width), num_classes
+            network,
+            _Trace(network, (1, in_channels, depth, height, width)).result,
+            (depth, height, width),
+            num_classes,
         )
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:150]
@@ -347,19 +423,25 @@ def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_cl
         ) from error
 
 
-def _find_divisor(network: nn.Module, trace: _Trace, image_shape: Sequence[int], num_classes: int) -> tuple[Shape, Shape | None]:
+def _find_divisor(
+    network: nn.Module, trace: _Trace, image_shape: Sequence[int], num_classes: int
+) -> tuple[Shape, Shape | None]:
     """Find the divisor, or that only the traced size is accepted.
 
     The reduction of the smallest features is the divisor, unless odd multiples of it fail.
     """
     size = image_shape[2:]
     sizes = [shape for shape in trace.feature_shapes if max(shape) > 1]  # without global pooling
-    reduction = [max(round(whole / shape[axis]) for shape in sizes) for axis, whole in enumerate(size)]
+    reduction = [
+        max(round(whole / shape[axis]) for shape in sizes) for axis, whole in enumerate(size)
+    ]
     for factor in (1, 2, 3, 4, 8):
         # Odd multiples that differ between the axes; a larger divisor does not divide them.
         tried = tuple(step * factor * odd for step, odd in zip(reduction, (5, 7, 5), strict=True))
         try:
-            _check_outputs(network, _Trace(network, (*image_shape[:2], *tried)).result, tried, num_classes)
+            _check_outputs(
+                network, _Trace(network, (*image_shape[:2], *tried)).result, tried, num_classes
+            )
         except Exception:
             continue
         depth, height, width = (step * factor for step in reduction)
@@ -380,20 +462,32 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"blocks names {pattern!r}, which is no module of the network; similar names are {', '.join(near) or names[0]}"
             )
         chosen += matches
-    return [name for name in names if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)]
+    return [
+        name
+        for name in names
+        if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)
+    ]
 
 
 def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     """Choose the smallest modules worth recomputing; a chain of such, and a module around one of them, is one block."""
     total = trace.interior_bytes("")
-    names = {id(module): name for name, module in network.named_modules()}  # each module once, by its first name
+    names = {
+        id(module): name for name, module in network.named_modules()
+    }  # each module once, by its first name
     chosen: dict[int, list[str]] = {}
 
     def is_candidate(name: str, module: nn.Module) -> bool:
         is_called_well = trace.calls[name] == 1 and name in trace.takes_and_returns
         # A single layer keeps its input and a few statistics: recomputing it saves nothing.
-        saves = 2 * trace.interior_bytes(name) >= trace.result_bytes[name] if is_called_well else False
-        return saves and any(True for _ in module.children()) and any(True for _ in module.parameters())
+        saves = (
+            2 * trace.interior_bytes(name) >= trace.result_bytes[name] if is_called_well else False
+        )
+        return (
+            saves
+            and any(True for _ in module.children())
+            and any(True for _ in module.parameters())
+        )
 
     def choose(module: nn.Module) -> list[str]:
         if id(module) not in chosen:
@@ -404,8 +498,12 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
                 found in ([], child) for found, child in zip(inner, children, strict=True)
             )
             joins = len(below) == 1 or is_chain
-            is_block = not below or (joins and trace.interior_bytes(name) <= MAX_BLOCK_SHARE * total)
-            chosen[id(module)] = [name] if name and is_block and is_candidate(name, module) else below
+            is_block = not below or (
+                joins and trace.interior_bytes(name) <= MAX_BLOCK_SHARE * total
+            )
+            chosen[id(module)] = (
+                [name] if name and is_block and is_candidate(name, module) else below
+            )
         return chosen[id(module)]
 
     return list(dict.fromkeys(choose(network)))
@@ -414,11 +512,13 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
 class _WithoutValues(TorchFunctionMode):
     """Exceptions for constructors on the meta device.
 
-    `torch.linspace` stays on the CPU, because constructors read schedules of dropout rates from it. Draws in place do nothing: torch would
-    load its compiler for them.
+    `torch.linspace` stays on the CPU, because constructors read schedules of dropout rates from it.
+    Draws in place do nothing: torch would load its compiler for them.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (Tensor.normal_, Tensor.uniform_):
             return args[0]
@@ -430,7 +530,8 @@ def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) ->
 
     Args:
         make_network: Makes the network.
-        may_compute: Whether a constructor that reads values runs on the CPU instead, from where the network is moved.
+        may_compute: Whether a constructor that reads values runs on the CPU instead, from where the
+            network is moved.
     """
     try:
         with torch.device("meta"), _WithoutValues():

@@ -26,11 +26,15 @@ STEMS = ("conv", "strided", "space_to_depth")
 class Stem(nn.Module):
     """First unit: image (N, C, D, H, W) to `width` channels, at half resolution unless the stem is `conv`."""
 
-    def __init__(self, in_channels: int, width: int, *, stem: str, norm: str, kernel: Shape, cell: Shape) -> None:
+    def __init__(
+        self, in_channels: int, width: int, *, stem: str, norm: str, kernel: Shape, cell: Shape
+    ) -> None:
         super().__init__()
         self.cell = cell if stem == "space_to_depth" else POINT
         stride = cell if stem == "strided" else POINT
-        self.unit = ConvNormAct(in_channels * math.prod(self.cell), width, kernel, norm=norm, stride=stride)
+        self.unit = ConvNormAct(
+            in_channels * math.prod(self.cell), width, kernel, norm=norm, stride=stride
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         """Make the first features of an image (N, C, D, H, W)."""
@@ -40,8 +44,9 @@ class Stem(nn.Module):
 class Up(nn.Module):
     """Bring the deeper features to the channels and the size of a skip and add them to it.
 
-    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels instead of interpolating keeps the
-    backward pass deterministic on a GPU. Adding instead of concatenating halves the input of the next block.
+    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels
+    instead of interpolating keeps the backward pass deterministic on a GPU. Adding instead of
+    concatenating halves the input of the next block.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, stride: Shape) -> None:
@@ -51,7 +56,9 @@ class Up(nn.Module):
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
         """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
-        return F.interpolate(self.unit(features), scale_factor=self.scale_factor, mode="nearest").add_(skip)
+        return F.interpolate(
+            self.unit(features), scale_factor=self.scale_factor, mode="nearest"
+        ).add_(skip)
 
 
 class Head(nn.Module):
@@ -72,11 +79,21 @@ class Head(nn.Module):
 class RefiningHead(nn.Module):
     """Logits from a few channels at full resolution, which combine the features of half resolution with the image.
 
-    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added, and a last convolution crosses the
-    borders of the cells. There is no norm: the features come from one, and the image is normalised.
+    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added,
+    and a last convolution crosses the borders of the cells. There is no norm: the features come
+    from one, and the image is normalised.
     """
 
-    def __init__(self, in_channels: int, width: int, refine: int, num_classes: int, *, kernel: Shape, cell: Shape) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        width: int,
+        refine: int,
+        num_classes: int,
+        *,
+        kernel: Shape,
+        cell: Shape,
+    ) -> None:
         super().__init__()
         self.cell = cell
         padding = padding_of(kernel)
@@ -96,9 +113,11 @@ class RefiningHead(nn.Module):
 class UNet(nn.Module):
     """A residual 3D UNet with additive skips.
 
-    The first level has `width` channels; they double per level up to `max_width`. With the stems `strided` and `space_to_depth` the first
-    level is at half the image's resolution and the head predicts the eight voxels of each cell, so that no tensor of `width` channels
-    exists at full resolution. With `refine` the head has a few channels at full resolution, which also see the image.
+    The first level has `width` channels; they double per level up to `max_width`. With the stems
+    `strided` and `space_to_depth` the first level is at half the image's resolution and the head
+    predicts the eight voxels of each cell, so that no tensor of `width` channels exists at full
+    resolution. With `refine` the head has a few channels at full resolution, which also see the
+    image.
 
     Attributes:
         divisor: Required multiple of the image size, in voxels (z, y, x).
@@ -127,57 +146,104 @@ class UNet(nn.Module):
             in_channels: Channels C of the image.
             num_classes: Classes K with the background.
             width: Channels of the first level.
-            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on top.
+            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on
+                top.
             block: `plain`, `residual` or `bottleneck`.
-            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the finest on; a decoder level has one.
+            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the
+                finest on; a decoder level has one.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
-            norm: `instance`, `group`, `batch`, or without statistics over the field of view `channel` and `affine`.
+            norm: `instance`, `group`, `batch`, or without statistics over the field of view
+                `channel` and `affine`.
             reduction: Divisor of a bottleneck's inner channels.
             max_width: Largest number of channels of a level.
-            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling (`level_strides`); None = 2 everywhere.
+            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling
+                (`level_strides`); None = 2 everywhere.
 
         Raises:
             ValueError: If an argument is out of range.
         """
         super().__init__()
-        numbers = {"in_channels": in_channels, "width": width, "depth": depth, "reduction": reduction, "max_width": max_width}
+        numbers = {
+            "in_channels": in_channels,
+            "width": width,
+            "depth": depth,
+            "reduction": reduction,
+            "max_width": max_width,
+        }
         for name, number in numbers.items():
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
         if num_classes < 2:
-            raise ValueError(f"num_classes counts the background and must be at least 2, got {num_classes}")
+            raise ValueError(
+                f"num_classes counts the background and must be at least 2, got {num_classes}"
+            )
         if stem not in STEMS:
             raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
         if refine < 0 or (refine and stem == "conv"):
-            raise ValueError(f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}")
-        counts = (blocks_per_level,) * (depth + 1) if isinstance(blocks_per_level, int) else tuple(blocks_per_level)
+            raise ValueError(
+                f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}"
+            )
+        counts = (
+            (blocks_per_level,) * (depth + 1)
+            if isinstance(blocks_per_level, int)
+            else tuple(blocks_per_level)
+        )
         if len(counts) != depth + 1 or min(counts) < 1:
-            raise ValueError(f"blocks_per_level must be one or {depth + 1} numbers >= 1, got {blocks_per_level}")
+            raise ValueError(
+                f"blocks_per_level must be one or {depth + 1} numbers >= 1, got {blocks_per_level}"
+            )
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         halves = stem != "conv"
         self.in_channels = in_channels
         strides = level_strides(None, depth + halves) if strides is None else strides
-        if len(strides) != depth + halves or any(len(one) != 3 or not set(one) <= {1, 2} for one in strides):
-            raise ValueError(f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}")
+        if len(strides) != depth + halves or any(
+            len(one) != 3 or not set(one) <= {1, 2} for one in strides
+        ):
+            raise ValueError(
+                f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}"
+            )
         self.divisor: tuple[int, int, int] = total_strides(strides)
         # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         self.cell: Shape = strides[0] if halves else POINT
-        self.stem = Stem(in_channels, width, stem=stem, norm=norm, kernel=kernels[stem == "space_to_depth"], cell=self.cell)
+        self.stem = Stem(
+            in_channels,
+            width,
+            stem=stem,
+            norm=norm,
+            kernel=kernels[stem == "space_to_depth"],
+            cell=self.cell,
+        )
         make = partial(make_block, block, norm=norm, reduction=reduction)
         downs, level_kernels = strides[halves:], kernels[halves:]
         self.encoder = nn.ModuleList()
-        for level, (count, channels, kernel) in enumerate(zip(counts, widths, level_kernels, strict=True)):
+        for level, (count, channels, kernel) in enumerate(
+            zip(counts, widths, level_kernels, strict=True)
+        ):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
-                # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks mix neighbours.
-                layers["down"] = ConvNormAct(widths[level - 1], channels, downs[level - 1], norm=norm, stride=downs[level - 1])
+                # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks
+                # mix neighbours.
+                layers["down"] = ConvNormAct(
+                    widths[level - 1],
+                    channels,
+                    downs[level - 1],
+                    norm=norm,
+                    stride=downs[level - 1],
+                )
             layers |= {f"block{n}": make(channels, kernel=kernel) for n in range(count)}
             self.encoder.append(nn.Sequential(layers))
         self.decoder = nn.ModuleList(
-            nn.ModuleDict({"up": Up(wide, narrow, norm=norm, stride=stride), "block0": make(narrow, kernel=kernel)})
-            for (narrow, wide), stride, kernel in zip(pairwise(widths), downs, level_kernels[:-1], strict=True)
+            nn.ModuleDict(
+                {
+                    "up": Up(wide, narrow, norm=norm, stride=stride),
+                    "block0": make(narrow, kernel=kernel),
+                }
+            )
+            for (narrow, wide), stride, kernel in zip(
+                pairwise(widths), downs, level_kernels[:-1], strict=True
+            )
         )
         self.head = (
             RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=self.cell)
@@ -195,12 +261,19 @@ class UNet(nn.Module):
             Logits (N, K, D, H, W).
 
         Raises:
-            ValueError: If the image has another number of channels, or a size that is no multiple of `divisor`.
+            ValueError: If the image has another number of channels, or a size that is no multiple
+                of `divisor`.
         """
         if image.ndim != 5 or image.shape[1] != self.in_channels:
-            raise ValueError(f"image must be (N, {self.in_channels}, D, H, W), got {tuple(image.shape)}")
-        if any(size % multiple for size, multiple in zip(image.shape[2:], self.divisor, strict=True)):
-            raise ValueError(f"image size must be a multiple of {self.divisor}, got {tuple(image.shape[2:])}: pad it")
+            raise ValueError(
+                f"image must be (N, {self.in_channels}, D, H, W), got {tuple(image.shape)}"
+            )
+        if any(
+            size % multiple for size, multiple in zip(image.shape[2:], self.divisor, strict=True)
+        ):
+            raise ValueError(
+                f"image size must be a multiple of {self.divisor}, got {tuple(image.shape[2:])}: pad it"
+            )
         features = self.stem(image)  # (N, C, D/2, H/2, W/2), or full size with the stem `conv`
         skips: list[Tensor] = []
         for level in self.encoder:
@@ -216,15 +289,20 @@ class UNet(nn.Module):
     def blocks(self) -> dict[str, nn.Module]:
         """Name the blocks that can be recomputed, those that save the most bytes first.
 
-        They are the whole network, except a head that does not refine, which saves only its input. A name begins with its level
-        (`encoder.0`, `decoder.0`, …); level 0 is the finest.
+        They are the whole network, except a head that does not refine, which saves only its input.
+        A name begins with its level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
         """
-        named: dict[str, nn.Module] = {"head": self.head} if isinstance(self.head, RefiningHead) else {}
+        named: dict[str, nn.Module] = (
+            {"head": self.head} if isinstance(self.head, RefiningHead) else {}
+        )
         named["stem"] = self.stem
         for level, encoder in enumerate(self.encoder):
             named |= {f"encoder.{level}.{name}": block for name, block in encoder.named_children()}
             if level < len(self.decoder):
-                named |= {f"decoder.{level}.{name}": block for name, block in self.decoder[level].named_children()}
+                named |= {
+                    f"decoder.{level}.{name}": block
+                    for name, block in self.decoder[level].named_children()
+                }
         return named
 
 

@@ -46,11 +46,12 @@ def write_phantoms(
         num_cases: Number of cases.
         seed: Seed of the data set.
         detail: `small` or `full`, see `draw_spec`.
-        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`; must add up to `num_cases`.
-            None leaves the column empty.
+        splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`;
+            must add up to `num_cases`. None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored. None makes chests.
+        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored.
+            None makes chests.
 
     Returns:
         Path of `table.csv`.
@@ -61,9 +62,15 @@ def write_phantoms(
     """
     if splits is not None and sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
-    sides = [name for name, count in splits.items() for _ in range(count)] if splits else [""] * num_cases
+    sides = (
+        [name for name, count in splits.items() for _ in range(count)]
+        if splits
+        else [""] * num_cases
+    )
     specs: list[Spec] = [
-        replace(scene, seed=seed, index=index, detail=detail) if scene else draw_spec(seed, index, detail)
+        replace(scene, seed=seed, index=index, detail=detail)
+        if scene
+        else draw_spec(seed, index, detail)
         for index in range(num_cases)
     ]
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
@@ -81,8 +88,13 @@ def write_phantoms(
         for case, spec, side, present in zip(folders, specs, sides, written, strict=True):
             files = {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
             view = {"view": spec.view} if isinstance(spec, PhantomSpec) else {}
-            trust = {f"trust_{region}": "reference" if is_there else "absent" for region, is_there in present.items()}
-            rows.append({"case": case.name, **files, "patient": case.name, "split": side, **view, **trust})
+            trust = {
+                f"trust_{region}": "reference" if is_there else "absent"
+                for region, is_there in present.items()
+            }
+            rows.append(
+                {"case": case.name, **files, "patient": case.name, "split": side, **view, **trust}
+            )
             if progress is not None:
                 progress(len(rows), num_cases, case.name)
     write_csv(folder / "table.csv", rows)
@@ -125,7 +137,9 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
         Whether the image shows `left_lung` and `right_lung`, or each part of a scene.
     """
     note, files = folder / "phantom.json", [folder / name for name in file_names(spec).values()]
-    fingerprint = hashlib.sha256(json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()).hexdigest()
+    fingerprint = hashlib.sha256(
+        json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()
+    ).hexdigest()
     if all(file.is_file() for file in files):
         with suppress(FileNotFoundError, json.JSONDecodeError):
             known = json.loads(note.read_text(encoding="utf-8"))
@@ -137,7 +151,10 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
         images, maps = [(phantom.image_hu, phantom.grid)], [phantom.labels, phantom.organs]
-        present = {f"{name}_lung": bool(np.any(phantom.labels == value)) for name, value in (("left", 1), ("right", 2))}
+        present = {
+            f"{name}_lung": bool(np.any(phantom.labels == value))
+            for name, value in (("left", 1), ("right", 2))
+        }
     else:
         images, labels = make_scene(spec)
         maps, present = [labels], dict.fromkeys(spec.parts, True)
@@ -145,5 +162,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
         write_image(file, image, grid)
     for file, labels in zip(files[len(images) :], maps, strict=True):
         write_labels(file, labels, images[0][1], None)
-    replace_text(note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1))
+    replace_text(
+        note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1)
+    )
     return present

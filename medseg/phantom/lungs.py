@@ -1,14 +1,21 @@
 """Lungs: their outline as distance fields, and their inside with density, gravity, vessel and airway trees, fissures and disease.
 
-A tree grows towards the centre of the points that it must still supply and splits them by a plane, as in Tawhai, Pullan and
-Hunter, Annals of Biomedical Engineering 28 (2000) 793. Radii follow a power law of the number of supplied ends; Murray's
-exponent is 3, that of pulmonary arteries about 2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
+A tree grows towards the centre of the points that it must still supply and splits them by a plane,
+as in Tawhai, Pullan and Hunter, Annals of Biomedical Engineering 28 (2000) 793. Radii follow a
+power law of the number of supplied ends; Murray's exponent is 3, that of pulmonary arteries about
+2.7 to 3 (Huang et al., J Appl Physiol 81 (1996) 2123).
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from medseg.phantom.organs import bronchi, draw_central_tubes, heart_fields, spine_fields, vein_roots
+from medseg.phantom.organs import (
+    bronchi,
+    draw_central_tubes,
+    heart_fields,
+    spine_fields,
+    vein_roots,
+)
 from medseg.phantom.shapes import (
     Field,
     Fields,
@@ -41,13 +48,13 @@ def measure_thorax(spec: PhantomSpec, anatomy: Anatomy, part: Fields) -> Fields:
     Args:
         spec: The case.
         anatomy: The patient.
-        part: On the slab: coordinates `x`, `y`, `z` in mm, see `Lattice.points`; the central tubes `blood`, `airway` and
-            `gullet`; `waves`, smooth unit noise that roughens the surfaces.
+        part: On the slab: coordinates `x`, `y`, `z` in mm, see `Lattice.points`; the central tubes
+            `blood`, `airway` and `gullet`; `waves`, smooth unit noise that roughens the surfaces.
 
     Returns:
-        Signed distances in mm, (d, H, W): inside of the rib cage (`cage`), height over the diaphragm, negative in the abdomen
-        (`above`), outlines `left_lung` and `right_lung`, pleural fluid `left_fluid` and `right_fluid`, and the fields of
-        heart and spine.
+        Signed distances in mm, (d, H, W): inside of the rib cage (`cage`), height over the
+        diaphragm, negative in the abdomen (`above`), outlines `left_lung` and `right_lung`, pleural
+        fluid `left_fluid` and `right_fluid`, and the fields of heart and spine.
     """
     x, y, z, wave = (part[name] for name in ("x", "y", "z", "waves"))
     fields = {**heart_fields(anatomy, x, y, z), **spine_fields(anatomy, x, y, z)}
@@ -63,7 +70,9 @@ def measure_thorax(spec: PhantomSpec, anatomy: Anatomy, part: Fields) -> Fields:
     soft = union(soft, fields["column"] - 5.0, 8)
     inside = {side: anatomy.half_thorax(x, y, z, side) for side in SIDES}
     cavity = {side: distance + np.float32(1.3) * wave for side, (distance, _) in inside.items()}
-    dome = {side: anatomy.dome_surface_z_mm(x, y, z, side, level) for side, (_, level) in inside.items()}
+    dome = {
+        side: anatomy.dome_surface_z_mm(x, y, z, side, level) for side, (_, level) in inside.items()
+    }
     # The two domes meet in the saddle below the heart.
     leftness = np.clip(np.float32(0.5) + x / 70, 0, 1)
     fields["above"] = z - (dome[1] * leftness + dome[-1] * (1 - leftness)) + np.float32(2.2) * wave
@@ -76,7 +85,9 @@ def measure_thorax(spec: PhantomSpec, anatomy: Anatomy, part: Fields) -> Fields:
         if effusion_mm > 0:
             # The fluid has its depth at the lowest wall; its surface rises at the ribs.
             _, cy, _, ay = anatomy.thorax_centre(z, side)
-            depth_mm = np.float32(effusion_mm) * np.clip((60 - z) / 110, 0.1, 1.3).astype(np.float32)
+            depth_mm = np.float32(effusion_mm) * np.clip((60 - z) / 110, 0.1, 1.3).astype(
+                np.float32
+            )
             meniscus = np.float32(16) * np.clip(inside[side][1] - np.float32(0.6), 0, 0.5)
             dry = np.float32(-1 if spec.is_prone else 1) * (y - cy) - (ay - depth_mm) + meniscus
             lung, fluid = intersection(pleura, dry, 6.0), np.maximum(pleura, -dry)
@@ -86,7 +97,9 @@ def measure_thorax(spec: PhantomSpec, anatomy: Anatomy, part: Fields) -> Fields:
     return fields
 
 
-def grow_tree(root_xyz_mm: Array, ends_xyz_mm: Array, rng: np.random.Generator) -> tuple[Array, Array, Array]:
+def grow_tree(
+    root_xyz_mm: Array, ends_xyz_mm: Array, rng: np.random.Generator
+) -> tuple[Array, Array, Array]:
     """Grow a tree from a root to all end points.
 
     Args:
@@ -95,8 +108,8 @@ def grow_tree(root_xyz_mm: Array, ends_xyz_mm: Array, rng: np.random.Generator) 
         rng: Draws splits and bends.
 
     Returns:
-        The pieces of the tree, two for each bent branch: ends towards the root, (n, 3), ends away from it, (n, 3), and the
-        number of supplied end points behind each piece, (n,).
+        The pieces of the tree, two for each bent branch: ends towards the root, (n, 3), ends away
+        from it, (n, 3), and the number of supplied end points behind each piece, (n,).
     """
     pieces: list[tuple[Array, Array, int]] = []
     stack = [(root_xyz_mm, ends_xyz_mm, 0)]
@@ -105,11 +118,16 @@ def grow_tree(root_xyz_mm: Array, ends_xyz_mm: Array, rng: np.random.Generator) 
         count, centre = len(points), points.mean(axis=0)
         reach = centre - place
         goal = place + (1.0 if count == 1 else (0.22, 0.3, 0.42)[min(depth, 2)]) * reach
-        bend = place + 0.5 * (goal - place) + rng.normal(0, 0.07 * (float(np.linalg.norm(goal - place)) + 1e-9), 3)
+        bend = (
+            place
+            + 0.5 * (goal - place)
+            + rng.normal(0, 0.07 * (float(np.linalg.norm(goal - place)) + 1e-9), 3)
+        )
         pieces += [(place, bend, count), (bend, goal, count)]
         if count == 1:
             continue
-        # The plane through the goal splits the points along their largest extent, across the branch.
+        # The plane through the goal splits the points along their largest extent, across the
+        # branch.
         offsets = points - centre
         direction = reach / (np.linalg.norm(reach) + 1e-9)
         normal = offsets[np.argmax(np.einsum("ij,ij->i", offsets, offsets))]
@@ -130,10 +148,16 @@ def lung_points(spec: PhantomSpec, anatomy: Anatomy) -> dict[int, Array]:
     lattice = Lattice.covering((-270, -140, -170), (110, 120, 170), (_COARSE_MM,) * 3)
     x, y, z = lattice.points()
     waves = noise_field(spec.rng("waves"), lattice, WAVE_GRAIN_MM)
-    fields = measure_thorax(spec, anatomy, {"x": x, "y": y, "z": z, "waves": waves, **draw_central_tubes(anatomy, lattice)})
+    fields = measure_thorax(
+        spec,
+        anatomy,
+        {"x": x, "y": y, "z": z, "waves": waves, **draw_central_tubes(anatomy, lattice)},
+    )
     origin = lattice.origin_zyx_mm
     return {
-        side: (np.argwhere(fields[f"{name}_lung"] < -2.5) * _COARSE_MM + origin)[:, ::-1].astype(np.float64)
+        side: (np.argwhere(fields[f"{name}_lung"] < -2.5) * _COARSE_MM + origin)[:, ::-1].astype(
+            np.float64
+        )
         for side, name in SIDES.items()
     }
 
@@ -150,9 +174,9 @@ def draw_texture(
         airway: Distance to the lumen of the central airways, (D, H, W).
 
     Returns:
-        Fields (D, H, W): share of blood (`vessels`), of bronchial air (`airways`), of bronchial wall (`walls`) and of
-        emphysematous holes (`holes`), distance to `nodules`, at most 30 mm; the spheres of a consolidation; the fissures by
-        side.
+        Fields (D, H, W): share of blood (`vessels`), of bronchial air (`airways`), of bronchial
+        wall (`walls`) and of emphysematous holes (`holes`), distance to `nodules`, at most 30 mm;
+        the spheres of a consolidation; the fissures by side.
     """
     rng = spec.rng("lung")
     vessels, airways, walls, holes = (lattice.full(0) for _ in range(4))
@@ -161,7 +185,9 @@ def draw_texture(
 
     def grow(root_xyz_mm: Array, points: Array) -> tuple[Array, Array, Array, Array]:
         ends = points[rng.permutation(len(points))[: spec.num_vessel_ends]]
-        starts, stops, counts = grow_tree(root_xyz_mm, ends + rng.uniform(-0.5, 0.5, ends.shape) * _COARSE_MM, rng)
+        starts, stops, counts = grow_tree(
+            root_xyz_mm, ends + rng.uniform(-0.5, 0.5, ends.shape) * _COARSE_MM, rng
+        )
         # The radius follows a power law of the number of supplied ends.
         return starts, stops, thin * counts ** (1 / 2.8), counts / len(ends)
 
@@ -182,15 +208,29 @@ def draw_texture(
             upper = points[points[:, 2] > np.quantile(points[:, 2], 0.35)]
             count = int(900 * spec.emphysema)
             centres = upper[rng.integers(0, len(upper), count)] + rng.uniform(-3, 3, (count, 3))
-            splat_threads(holes, lattice, centres, centres + rng.normal(0, 3, (count, 3)), rng.uniform(1.5, 5.5, count))
+            splat_threads(
+                holes,
+                lattice,
+                centres,
+                centres + rng.normal(0, 3, (count, 3)),
+                rng.uniform(1.5, 5.5, count),
+            )
     np.maximum(walls, cover(airway - np.float32(1.4), lattice.edge_mm), out=walls)
     np.maximum(airways, cover(airway, lattice.edge_mm), out=airways)
     nodules, spheres = _draw_disease(spec, lattice, np.concatenate(list(places.values())), rng)
-    fields = {"vessels": vessels, "airways": airways, "walls": walls, "holes": holes, "nodules": nodules}
+    fields = {
+        "vessels": vessels,
+        "airways": airways,
+        "walls": walls,
+        "holes": holes,
+        "nodules": nodules,
+    }
     return fields, spheres, _fissures(rng)
 
 
-def lung_hu(spec: PhantomSpec, part: Fields, side: int, spheres: list[Sphere], fissures: list[Plane]) -> Field:
+def lung_hu(
+    spec: PhantomSpec, part: Fields, side: int, spheres: list[Sphere], fissures: list[Plane]
+) -> Field:
     """Compute HU of lung tissue everywhere on a slab, (d, H, W); only its part inside the lung is used.
 
     Args:
@@ -203,13 +243,20 @@ def lung_hu(spec: PhantomSpec, part: Fields, side: int, spheres: list[Sphere], f
     x, y, z, noise, fine_noise = (part[name] for name in ("x", "y", "z", "noise", "fine_noise"))
     lung, down = part[f"{SIDES[side]}_lung"], -y if spec.is_prone else y
     gravity = np.float32(0.42 + 0.35 * (1 - spec.breath)) * (down + 10)
-    base = np.float32(spec.lung_hu - 12 + 70 * (0.8 - spec.breath)) + gravity + 9 * noise + 12 * fine_noise
+    base = (
+        np.float32(spec.lung_hu - 12 + 70 * (0.8 - spec.breath))
+        + gravity
+        + 9 * noise
+        + 12 * fine_noise
+    )
     # Dependent collapse: the last centimetre above the lowest pleura is denser.
     edge = np.clip(1 + lung / 7, 0, 1)
     base = base + edge * edge * np.clip(20 + 1.0 * down, 0, 110) * np.float32(0.6 + spec.fibrosis)
     if spec.fibrosis > 0:
         rim = np.clip(1 + lung / 22, 0, 1) * np.clip((40 - z) / 120, 0.1, 1)
-        base = base + np.float32(420 * spec.fibrosis) * rim * np.clip(np.abs(fine_noise) - 0.2, 0, 1)
+        base = base + np.float32(420 * spec.fibrosis) * rim * np.clip(
+            np.abs(fine_noise) - 0.2, 0, 1
+        )
     base = base + (np.float32(-975) - base) * np.clip(part["holes"], 0, 1) * np.float32(0.9)
     for normal, offset in fissures:
         a, b, c = normal.astype(np.float32)
@@ -218,7 +265,9 @@ def lung_hu(spec: PhantomSpec, part: Fields, side: int, spheres: list[Sphere], f
     for centre, radius in spheres:
         cx, cy, cz = centre.astype(np.float32)
         away = np.sqrt((x - cx) ** 2 + (y - cy) ** 2 + (z - cz) ** 2)
-        share = np.clip(np.float32(0.5) + (np.float32(radius) - away + 9 * noise + 7 * fine_noise) / 12, 0, 1)
+        share = np.clip(
+            np.float32(0.5) + (np.float32(radius) - away + 9 * noise + 7 * fine_noise) / 12, 0, 1
+        )
         paint(base, (np.float32(32) + 8 * noise, share))
     paint(
         base,
@@ -230,7 +279,9 @@ def lung_hu(spec: PhantomSpec, part: Fields, side: int, spheres: list[Sphere], f
     return base
 
 
-def _draw_disease(spec: PhantomSpec, lattice: Lattice, candidates: Array, rng: np.random.Generator) -> tuple[Field, list[Sphere]]:
+def _draw_disease(
+    spec: PhantomSpec, lattice: Lattice, candidates: Array, rng: np.random.Generator
+) -> tuple[Field, list[Sphere]]:
     """Place nodules and a consolidation at points of the lungs: distance to nodules, centres and radii of the consolidation."""
     nodules = lattice.full(30)
     for _ in range(spec.num_nodules):
@@ -238,7 +289,12 @@ def _draw_disease(spec: PhantomSpec, lattice: Lattice, candidates: Array, rng: n
         radius = float(np.exp(rng.normal(np.log(4.5), 0.5)))
         for _ in range(5):
             aside = centre + rng.normal(0, 0.35 * radius, 3)
-            draw_tube(nodules, lattice, np.stack([centre, aside]), min(radius, 15) * rng.uniform(0.6, 0.95))
+            draw_tube(
+                nodules,
+                lattice,
+                np.stack([centre, aside]),
+                min(radius, 15) * rng.uniform(0.6, 0.95),
+            )
     if spec.consolidation == 0:
         return nodules, []
     low = candidates[candidates[:, 2] < np.quantile(candidates[:, 2], 0.8)]
@@ -247,14 +303,18 @@ def _draw_disease(spec: PhantomSpec, lattice: Lattice, candidates: Array, rng: n
     return nodules, [(centre, 18 + 45 * spec.consolidation), (second, 12 + 30 * spec.consolidation)]
 
 
-def _draw_tree(share: Field, lattice: Lattice, starts_xyz_mm: Array, ends_xyz_mm: Array, radii_mm: Array) -> None:
+def _draw_tree(
+    share: Field, lattice: Lattice, starts_xyz_mm: Array, ends_xyz_mm: Array, radii_mm: Array
+) -> None:
     """Draw the pieces of a tree: thick ones as capsules, thin ones by their volume."""
     thick = radii_mm > 0.75 * lattice.edge_mm
     splat_threads(share, lattice, starts_xyz_mm[~thick], ends_xyz_mm[~thick], radii_mm[~thick])
     distance = lattice.full(9)
     for a, b, r in zip(starts_xyz_mm[thick], ends_xyz_mm[thick], radii_mm[thick], strict=True):
         draw_tube(distance, lattice, np.stack([a, b]), r, margin_mm=lattice.edge_mm)
-    np.maximum(share, np.clip(np.float32(0.5) - distance / np.float32(lattice.edge_mm), 0, 1), out=share)
+    np.maximum(
+        share, np.clip(np.float32(0.5) - distance / np.float32(lattice.edge_mm), 0, 1), out=share
+    )
 
 
 def _fissures(rng: np.random.Generator) -> dict[int, list[Plane]]:
@@ -267,5 +327,8 @@ def _fissures(rng: np.random.Generator) -> dict[int, list[Plane]]:
 
     return {
         1: [plane((-0.15, 0.72, -0.66), (60, 10, -20))],
-        -1: [plane((0.15, 0.72, -0.66), (-60, 12, -30)), plane((0.05, 0.18, 0.98), (-60, -40, -22))],
+        -1: [
+            plane((0.15, 0.72, -0.66), (-60, 12, -30)),
+            plane((0.05, 0.18, 0.98), (-60, -40, -22)),
+        ],
     }

@@ -62,7 +62,9 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         reconstruct(hu, spec, scan, rng)
         hu[:, is_padding] = spec.padding_hu or 0
         image[planes] = np.rint(np.clip(hu, -32768, 3071))
-        for target, field, (first, second) in zip((labels, organs), fields, ((1, 2), (3, 4)), strict=True):
+        for target, field, (first, second) in zip(
+            (labels, organs), fields, ((1, 2), (3, 4)), strict=True
+        ):
             share = sample(field, lattice, scan, planes, 0)
             share[:, is_padding] = 0
             target[planes] = np.where(share > 50, first, np.where(share < -50, second, 0))
@@ -70,7 +72,9 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     np.copyto(organs, labels, where=labels > 0)
     flips = (spec.flips[0] != spec.is_feet_first, spec.flips[1], spec.flips[2])
     axes = tuple(axis for axis in range(3) if flips[axis])
-    image, labels, organs = (np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs))
+    image, labels, organs = (
+        np.ascontiguousarray(np.flip(array, axes)) for array in (image, labels, organs)
+    )
     return Phantom(image, labels, organs, scan.grid.reoriented((0, 1, 2), flips))
 
 
@@ -88,8 +92,13 @@ def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
 
 def _rotation(tilt_deg: tuple[float, float, float]) -> Matrix:
     """Rotation matrix on (x, y, z) from angles about the z, y, x axes."""
-    (cz, sz), (cy, sy), (cx, sx) = ((math.cos(angle), math.sin(angle)) for angle in map(math.radians, tilt_deg))
-    about_z, about_y = np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]]), np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]])
+    (cz, sz), (cy, sy), (cx, sx) = (
+        (math.cos(angle), math.sin(angle)) for angle in map(math.radians, tilt_deg)
+    )
+    about_z, about_y = (
+        np.array([[cz, -sz, 0], [sz, cz, 0], [0, 0, 1]]),
+        np.array([[cy, 0, sy], [0, 1, 0], [-sy, 0, cy]]),
+    )
     return np.asarray(about_z @ about_y @ np.array([[1, 0, 0], [0, cx, -sx], [0, sx, cx]]))
 
 
@@ -136,21 +145,30 @@ def place_scan(spec: PhantomSpec, anatomy: Anatomy) -> Scan:
     grid = VoxelGrid((num, *spec.matrix), spec.spacing_mm, tuple(origin), direction.tolist())
     matrix = (np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]) / scale[:, None]
     offset = (np.array(grid.origin_xyz_mm) - [x_mm, y_mm, z_mm]) / scale
-    return Scan(grid, anatomy.scale_xyz, np.ascontiguousarray(matrix[::-1, ::-1]), offset[::-1].copy())
+    return Scan(
+        grid, anatomy.scale_xyz, np.ascontiguousarray(matrix[::-1, ::-1]), offset[::-1].copy()
+    )
 
 
 def place_lattice(spec: PhantomSpec, anatomy: Anatomy, scan: Scan) -> Lattice:
     """Make the smallest lattice around everything in the field of view that is not air or table."""
-    corners = np.array(list(np.ndindex(2, 2, 2))) * np.array(scan.grid.shape, dtype=np.float64) - 0.5
+    corners = (
+        np.array(list(np.ndindex(2, 2, 2))) * np.array(scan.grid.shape, dtype=np.float64) - 0.5
+    )
     points = corners @ scan.matrix.T + scan.offset
     fat, width = 1.7 * spec.fat_mm, 180 * anatomy.width_factor
     front = 128 + fat + (50 if spec.sex == "female" else 0)
     side = {"none": width + fat, "up": width + fat + 50, "down": 275 + fat}[spec.arms]
-    low, high = np.maximum(points.min(axis=0), [-440, -front, -side]), np.minimum(points.max(axis=0), [330, 128 + fat, side])
+    low, high = (
+        np.maximum(points.min(axis=0), [-440, -front, -side]),
+        np.minimum(points.max(axis=0), [330, 128 + fat, side]),
+    )
     return Lattice.covering(low, np.maximum(high, low + 8), spec.model_spacing_mm)
 
 
-def sample(volume: NDArray[np.integer[Any]], lattice: Lattice, scan: Scan, planes: slice, outside: float) -> Field:
+def sample(
+    volume: NDArray[np.integer[Any]], lattice: Lattice, scan: Scan, planes: slice, outside: float
+) -> Field:
     """Average a lattice field over the thickness of some slices.
 
     Args:
@@ -173,7 +191,14 @@ def sample(volume: NDArray[np.integer[Any]], lattice: Lattice, scan: Scan, plane
     for i in range(count):
         first = step @ np.array([planes.start + (i + 0.5) / count - 0.5, 0, 0]) + start
         total += ndimage.affine_transform(
-            volume, step, offset=first, output_shape=shape, output=np.float32, order=1, mode="constant", cval=outside
+            volume,
+            step,
+            offset=first,
+            output_shape=shape,
+            output=np.float32,
+            order=1,
+            mode="constant",
+            cval=outside,
         )
     return total / np.float32(count)
 
@@ -191,7 +216,9 @@ def _sample_straight(
     along = np.arange(planes.start * count, planes.stop * count) + 0.5
     numbers = (along / count - 0.5, np.arange(shape[1]), np.arange(shape[2]))
     places = [number * step[axis] + start[axis] for axis, number in enumerate(numbers)]
-    misses = [(place < 0) | (place > size - 1) for place, size in zip(places, volume.shape, strict=True)]
+    misses = [
+        (place < 0) | (place > size - 1) for place, size in zip(places, volume.shape, strict=True)
+    ]
     result = np.empty(shape, dtype=np.float32)
     for k in range(shape[0]):  # one slice after the other stays in the processor's cache
         own = slice(k * count, (k + 1) * count)
@@ -204,37 +231,58 @@ def _sample_straight(
     return result
 
 
-def paint_table(image: Field, spec: PhantomSpec, scan: Scan, model_back_mm: float, planes: slice) -> None:
+def paint_table(
+    image: Field, spec: PhantomSpec, scan: Scan, model_back_mm: float, planes: slice
+) -> None:
     """Put the patient table under the body (over it in prone scans) into sampled slices, in place.
 
-    Tables differ: a thin shell or a box of foam as thick and as dark as a lung, flat or hollowed, with or without a mattress.
+    Tables differ: a thin shell or a box of foam as thick and as dark as a lung, flat or hollowed,
+    with or without a mattress.
     """
     rng = spec.rng("table")
     half_mm = float(rng.uniform(18, 90)) / 2
-    foam_hu, skin_hu, mattress_hu = rng.uniform(-985, -820), rng.uniform(-600, 100), rng.uniform(-950, -700)
+    foam_hu, skin_hu, mattress_hu = (
+        rng.uniform(-985, -820),
+        rng.uniform(-600, 100),
+        rng.uniform(-950, -700),
+    )
     hollow, half_width_mm = float(rng.uniform(0, 0.0011)), float(rng.uniform(170, 260))
     gap_mm = float(rng.uniform(5, 45)) if rng.random() < 0.5 else 0.0
     matrix, offset = scan.matrix, scan.offset
     k, j, i = np.ogrid[planes, : image.shape[1], : image.shape[2]]
-    y, x = ((matrix[r, 0] * k + matrix[r, 1] * j + matrix[r, 2] * i + offset[r]).astype(np.float32) for r in (1, 2))
-    depth = ((-1.0 if spec.is_prone else 1.0) * y - model_back_mm + hollow * x * x) * scan.scale_xyz[1]
+    y, x = (
+        (matrix[r, 0] * k + matrix[r, 1] * j + matrix[r, 2] * i + offset[r]).astype(np.float32)
+        for r in (1, 2)
+    )
+    depth = (
+        (-1.0 if spec.is_prone else 1.0) * y - model_back_mm + hollow * x * x
+    ) * scan.scale_xyz[1]
     sides, edge = np.abs(x) - half_width_mm, max(scan.grid.spacing_mm[1], 1.0)
     shell = np.maximum(np.abs(depth - gap_mm - half_mm) - half_mm, sides)
     mattress = np.maximum(np.abs(depth - gap_mm / 2) - gap_mm / 2, sides)
     layers = ((mattress_hu, mattress), (foam_hu, shell + 2), (skin_hu, np.abs(shell + 1.2) - 1.2))
     is_air = image < -850
-    paint(image, *((value_hu, np.clip(0.5 - one / edge, 0, 1) * is_air) for value_hu, one in layers[0 if gap_mm > 0 else 1 :]))
+    paint(
+        image,
+        *(
+            (value_hu, np.clip(0.5 - one / edge, 0, 1) * is_air)
+            for value_hu, one in layers[0 if gap_mm > 0 else 1 :]
+        ),
+    )
 
 
 def reconstruct(image: Field, spec: PhantomSpec, scan: Scan, rng: np.random.Generator) -> None:
     """Apply the kernel, noise and rounding errors of a reconstruction to sampled slices, in place.
 
-    Smooth kernels blur; sharp kernels raise high frequencies, which leaves overshoot at edges and grainy noise. Noise grows
-    with the water that the rays cross and runs along x where the shoulders are wide.
+    Smooth kernels blur; sharp kernels raise high frequencies, which leaves overshoot at edges and
+    grainy noise. Noise grows with the water that the rays cross and runs along x where the
+    shoulders are wide.
     """
     pixel, (_, height, width) = scan.grid.spacing_mm[1], image.shape
     blur_mm = float(np.interp(spec.kernel, (0, 0.5, 1), (0.85, 0.45, 0.0)))
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None, :]) / pixel  # cycles per mm
+    frequency = (
+        np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None, :]) / pixel
+    )  # cycles per mm
     cut = float(np.interp(spec.kernel, (0, 1), (0.28, 0.85)))
     spectrum = np.sqrt(frequency + 0.01) * np.exp(-((frequency / cut) ** 2))
     spectrum = spectrum / math.sqrt(float((spectrum**2).mean()))
@@ -242,17 +290,27 @@ def reconstruct(image: Field, spec: PhantomSpec, scan: Scan, rng: np.random.Gene
         if blur_mm > 0:
             plane = ndimage.gaussian_filter(plane, blur_mm / pixel)
         if spec.kernel > 0.6:
-            plane = plane + np.float32(1.6 * (spec.kernel - 0.6)) * (plane - ndimage.gaussian_filter(plane, 1.1 / pixel))
+            plane = plane + np.float32(1.6 * (spec.kernel - 0.6)) * (
+                plane - ndimage.gaussian_filter(plane, 1.1 / pixel)
+            )
         if spec.noise_hu > 0:
             water = np.clip((plane + 1000) / 1000, 0, 2)
             # Millimetres of water along each row and each column.
-            lateral, sagittal = (ndimage.gaussian_filter1d(water.sum(axis=axis) * pixel, 8 / pixel) for axis in (1, 0))
+            lateral, sagittal = (
+                ndimage.gaussian_filter1d(water.sum(axis=axis) * pixel, 8 / pixel)
+                for axis in (1, 0)
+            )
             inside = ndimage.gaussian_filter(np.minimum(water, 1), 25 / pixel)
-            sigma = np.exp((lateral[:, None] - 290) / 260) * 0.6 + np.exp((sagittal[None, :] - 190) / 200) * 0.4
+            sigma = (
+                np.exp((lateral[:, None] - 290) / 260) * 0.6
+                + np.exp((sagittal[None, :] - 190) / 200) * 0.4
+            )
             sigma = spec.noise_hu * np.clip(sigma, 0.3, 3) * (0.45 + 0.55 * inside)
             white = rng.standard_normal((height, width), dtype=np.float32)
             grain = np.fft.irfft2(np.fft.rfft2(white) * spectrum, s=(height, width))
-            streak = ndimage.gaussian_filter1d(rng.standard_normal((height, width), dtype=np.float32), 18 / pixel, axis=1)
+            streak = ndimage.gaussian_filter1d(
+                rng.standard_normal((height, width), dtype=np.float32), 18 / pixel, axis=1
+            )
             streak *= math.sqrt(3.5 * 18 / pixel) * 0.8
             strength = np.clip(np.exp((lateral[:, None] - 400) / 90) - 0.3, 0, 2.5) * inside
             plane = plane + sigma * grain + spec.noise_hu * strength * streak

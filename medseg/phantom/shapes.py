@@ -1,8 +1,8 @@
 """Shapes of the anatomy: signed distances in mm (negative inside), the lattice that they are drawn on, and painting.
 
-Coordinates broadcast: z (D, 1, 1), y (1, H, 1), x (1, 1, W), float32, canonical mm. Radial distances are exact along the ray
-from the centre, and larger than the true distance where a body is flat. The error is small, because the layers drawn with these
-distances are only a few mm thick.
+Coordinates broadcast: z (D, 1, 1), y (1, H, 1), x (1, 1, W), float32, canonical mm. Radial
+distances are exact along the ray from the centre, and larger than the true distance where a body is
+flat. The error is small, because the layers drawn with these distances are only a few mm thick.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def profile(z_mm: Field, knots_z_mm: Sequence[float], values_mm: Sequence[float]
     Returns:
         Values of the shape of `z_mm`.
     """
-    curve = PchipInterpolator(np.array(knots_z_mm[::-1], dtype=np.float64), np.array(values_mm[::-1], dtype=np.float64))
+    curve = PchipInterpolator(
+        np.array(knots_z_mm[::-1], dtype=np.float64), np.array(values_mm[::-1], dtype=np.float64)
+    )
     return curve(np.clip(z_mm, float(knots_z_mm[-1]), float(knots_z_mm[0]))).astype(np.float32)
 
 
@@ -44,7 +46,9 @@ def radial_distance(u: Field, v: Field, level: Field) -> Field:
     return (np.sqrt(u * u + v * v) + np.float32(1e-2)) * (1 - 1 / level)
 
 
-def superellipse(u: Field, v: Field, half_u: Field | float, half_v: Field | float, power: float) -> Field:
+def superellipse(
+    u: Field, v: Field, half_u: Field | float, half_v: Field | float, power: float
+) -> Field:
     """Measure a superellipse |u/a|^n + |v/b|^n = 1.
 
     Args:
@@ -81,16 +85,22 @@ def ellipsoid(
         axes: Rows are the unit vectors of the half axes; None for the coordinate axes.
 
     Returns:
-        Approximate signed distance in mm: level / |gradient|, correct to second order at the surface.
+        Approximate signed distance in mm: level / |gradient|, correct to second order at the
+        surface.
     """
-    centre, radii = np.asarray(centre_xyz_mm, dtype=np.float32), np.asarray(radii_xyz_mm, dtype=np.float32)
+    centre, radii = (
+        np.asarray(centre_xyz_mm, dtype=np.float32),
+        np.asarray(radii_xyz_mm, dtype=np.float32),
+    )
     dx, dy, dz = x - centre[0], y - centre[1], z - centre[2]
     if axes is not None:
         dx, dy, dz = (dx * a + dy * b + dz * c for a, b, c in axes.astype(np.float32))
     u, v, w = dx / radii[0], dy / radii[1], dz / radii[2]
     level = np.sqrt(u * u + v * v + w * w)
     u, v, w = u / radii[0], v / radii[1], w / radii[2]
-    return np.asarray(level * (level - 1) / np.sqrt(np.float32(1e-6) + u * u + v * v + w * w), dtype=np.float32)
+    return np.asarray(
+        level * (level - 1) / np.sqrt(np.float32(1e-6) + u * u + v * v + w * w), dtype=np.float32
+    )
 
 
 def union(first: Field, second: Field, blend_mm: float) -> Field:
@@ -129,7 +139,8 @@ def paint(image_hu: Field, *layers: tuple[Field | float, Field]) -> None:
 class Lattice:
     """Points of the canonical patient frame (mm, LPS, z = 0 at the carina).
 
-    Points lie on whole multiples of the spacing, so that two lattices of one spacing share their points.
+    Points lie on whole multiples of the spacing, so that two lattices of one spacing share their
+    points.
 
     Attributes:
         first: Index of the first point over the multiples of the spacing, (z, y, x).
@@ -143,7 +154,10 @@ class Lattice:
 
     @classmethod
     def covering(
-        cls, low_zyx_mm: Sequence[float], high_zyx_mm: Sequence[float], spacing_mm: tuple[float, float, float]
+        cls,
+        low_zyx_mm: Sequence[float],
+        high_zyx_mm: Sequence[float],
+        spacing_mm: tuple[float, float, float],
     ) -> Lattice:
         """Cover a box given by two corners."""
         first = [math.floor(low / step) for low, step in zip(low_zyx_mm, spacing_mm, strict=True)]
@@ -163,13 +177,19 @@ class Lattice:
 
     def axis_mm(self, axis: int) -> Field:
         """Coordinates along one axis, (n,)."""
-        return ((np.arange(self.shape[axis]) + self.first[axis]) * self.spacing_mm[axis]).astype(np.float32)
+        return ((np.arange(self.shape[axis]) + self.first[axis]) * self.spacing_mm[axis]).astype(
+            np.float32
+        )
 
     def points(
         self, planes: slice = slice(None), rows: slice = slice(None), columns: slice = slice(None)
     ) -> tuple[Field, Field, Field]:
         """Broadcastable coordinates x (1, 1, w), y (1, h, 1), z (d, 1, 1) of a part of the lattice."""
-        return self.axis_mm(2)[None, None, columns], self.axis_mm(1)[None, rows, None], self.axis_mm(0)[planes, None, None]
+        return (
+            self.axis_mm(2)[None, None, columns],
+            self.axis_mm(1)[None, rows, None],
+            self.axis_mm(0)[planes, None, None],
+        )
 
     def full(self, value: float) -> Field:
         """Make a constant field, (D, H, W)."""
@@ -201,21 +221,35 @@ def draw_tube(
         stretch_z: Cross-section is this much taller along z than across (ribs).
     """
     radii = np.broadcast_to(np.asarray(radii_mm, dtype=np.float64), (len(points_xyz_mm),))
-    spacing, origin, squash = np.array(lattice.spacing_mm), lattice.origin_zyx_mm, np.float32(1 / stretch_z)
-    for a, b, ra, rb in zip(points_xyz_mm[:-1], points_xyz_mm[1:], radii[:-1], radii[1:], strict=True):
+    spacing, origin, squash = (
+        np.array(lattice.spacing_mm),
+        lattice.origin_zyx_mm,
+        np.float32(1 / stretch_z),
+    )
+    for a, b, ra, rb in zip(
+        points_xyz_mm[:-1], points_xyz_mm[1:], radii[:-1], radii[1:], strict=True
+    ):
         pad = (max(ra, rb) + margin_mm) * np.array([stretch_z, 1, 1])
         start = np.ceil((np.minimum(a, b)[::-1] - pad - origin) / spacing).astype(int)
         stop = np.floor((np.maximum(a, b)[::-1] + pad - origin) / spacing).astype(int) + 1
         box = tuple(map(slice, *np.clip([start, stop], 0, lattice.shape).tolist()))
         x, y, z = lattice.points(*box)
         dx, dy, dz = x - np.float32(a[0]), y - np.float32(a[1]), (z - np.float32(a[2])) * squash
-        sx, sy, sz = np.float32(b[0] - a[0]), np.float32(b[1] - a[1]), np.float32(b[2] - a[2]) * squash
+        sx, sy, sz = (
+            np.float32(b[0] - a[0]),
+            np.float32(b[1] - a[1]),
+            np.float32(b[2] - a[2]) * squash,
+        )
         length2 = np.float32(float(sx * sx + sy * sy + sz * sz) + 1e-9)
         # Place along the capsule, 0 to 1, of the nearest point of its axis.
         t = np.clip((dx * (sx / length2) + dy * (sy / length2)) + dz * (sz / length2), 0, 1)
         ex, ey, ez = dx - t * sx, dy - t * sy, dz - t * sz
         part = distance_mm[box]
-        np.minimum(part, np.sqrt(ex * ex + ey * ey + ez * ez) - (np.float32(ra) + t * np.float32(rb - ra)), out=part)
+        np.minimum(
+            part,
+            np.sqrt(ex * ex + ey * ey + ez * ez) - (np.float32(ra) + t * np.float32(rb - ra)),
+            out=part,
+        )
 
 
 def splat_threads(
@@ -228,7 +262,8 @@ def splat_threads(
     """Add threads thinner than a voxel to a field of volume shares, keeping their volume.
 
     Args:
-        share: Field (D, H, W) of covered shares, added to in place (may exceed 1 where threads meet).
+        share: Field (D, H, W) of covered shares, added to in place (may exceed 1 where threads
+            meet).
         lattice: Its lattice.
         starts_xyz_mm: First ends, (n, 3).
         ends_xyz_mm: Second ends, (n, 3).
@@ -237,25 +272,33 @@ def splat_threads(
     spacing = np.array(lattice.spacing_mm)
     lengths = np.linalg.norm(ends_xyz_mm - starts_xyz_mm, axis=1)
     counts = np.maximum(np.ceil(lengths / (0.6 * spacing.min())).astype(int), 1)
-    # Each thread is cut into equal pieces, and the volume of a piece is shared by the eight points around its middle.
+    # Each thread is cut into equal pieces, and the volume of a piece is shared by the eight points
+    # around its middle.
     thread = np.repeat(np.arange(len(counts)), counts)
     piece = np.arange(len(thread)) - np.repeat(np.cumsum(counts) - counts, counts)
     t = ((piece + 0.5) / counts[thread])[:, None]
     points = starts_xyz_mm[thread] * (1 - t) + ends_xyz_mm[thread] * t
-    volume = np.pi * radii_mm[thread] ** 2 * lengths[thread] / counts[thread] / float(spacing.prod())
+    volume = (
+        np.pi * radii_mm[thread] ** 2 * lengths[thread] / counts[thread] / float(spacing.prod())
+    )
     where = (points[:, ::-1] - lattice.origin_zyx_mm) / spacing
     base = np.floor(where).astype(np.int64)
     inside = np.all((base >= 0) & (base < np.array(lattice.shape) - 1), axis=1)
     base, rest, volume = base[inside], (where - np.floor(where))[inside], volume[inside]
     for bits in np.ndindex(2, 2, 2):
         weight = np.prod(np.where(bits, rest, 1 - rest), axis=1) * volume
-        np.add.at(share.reshape(-1), np.ravel_multi_index(tuple((base + bits).T), share.shape), weight.astype(np.float32))
+        np.add.at(
+            share.reshape(-1),
+            np.ravel_multi_index(tuple((base + bits).T), share.shape),
+            weight.astype(np.float32),
+        )
 
 
 def noise_field(rng: np.random.Generator, lattice: Lattice, grain_mm: float) -> Field:
     """Draw smooth unit noise that is fixed in the patient, (D, H, W).
 
-    The numbers belong to a coarse lattice over a fixed box of the canonical frame, so the field does not depend on the view.
+    The numbers belong to a coarse lattice over a fixed box of the canonical frame, so the field
+    does not depend on the view.
     """
     low, high = np.array([-480.0, -280.0, -330.0]), np.array([360.0, 280.0, 330.0])
     values = rng.standard_normal(np.ceil((high - low) / grain_mm).astype(int) + 1, dtype=np.float32)
@@ -265,17 +308,25 @@ def noise_field(rng: np.random.Generator, lattice: Lattice, grain_mm: float) -> 
     return np.asarray(values * np.float32(1.5), dtype=np.float32)
 
 
-def interpolate(values: NDArray[Any], places: NDArray[np.float64], axis: int, *, is_smooth: bool = False) -> Field:
+def interpolate(
+    values: NDArray[Any], places: NDArray[np.float64], axis: int, *, is_smooth: bool = False
+) -> Field:
     """Interpolate between neighbours along one axis.
 
     Args:
         values: Array of at least two elements along the axis.
-        places: Positions along the axis in elements, (n,); beyond the ends the result is not meaningful.
+        places: Positions along the axis in elements, (n,); beyond the ends the result is not
+            meaningful.
         axis: The axis, which gets the size n.
-        is_smooth: Whether the weights follow a cubic with zero slope at both neighbours, not a line.
+        is_smooth: Whether the weights follow a cubic with zero slope at both neighbours, not a
+            line.
     """
     base = np.clip(np.floor(places).astype(np.int64), 0, values.shape[axis] - 2)
-    rest = np.expand_dims((places - base).astype(np.float32), [other for other in range(values.ndim) if other != axis])
+    rest = np.expand_dims(
+        (places - base).astype(np.float32), [other for other in range(values.ndim) if other != axis]
+    )
     if is_smooth:
         rest = rest * rest * (3 - 2 * rest)
-    return np.asarray(np.take(values, base, axis) * (1 - rest) + np.take(values, base + 1, axis) * rest)
+    return np.asarray(
+        np.take(values, base, axis) * (1 - rest) + np.take(values, base + 1, axis) * rest
+    )

@@ -1,9 +1,11 @@
 """Specification and anatomy of a case: the choices that are drawn once, and the measures of the body that follow from them.
 
-The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A patient's size is a scale per
-axis from canonical to world. Numbers are typical values of adult supine chest CT: tracheal radius 8–10 mm, ascending aorta
-diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width
-28–40 mm, inner transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in inspiration.
+The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
+patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
+supine chest CT: tracheal radius 8–10 mm, ascending aorta diameter 30–38 mm, pulmonary trunk 25–29
+mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width 28–40 mm, inner
+transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
+inspiration.
 """
 
 import zlib
@@ -17,7 +19,8 @@ from medseg.phantom.shapes import Field, profile, radial_distance, superellipse
 PHANTOM_LABELS: dict[int | str, str] = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
 """Values in the `organs` maps."""
 VIEWS = ("whole", "apex", "mid", "bases", "apices_cut", "bases_cut", "trunk", "abdomen", "neck")
-# Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing in mm, ends of each vessel tree.
+# Range of the pixel size in mm, slice distances in mm and their shares, matrix, least model spacing
+# in mm, ends of each vessel tree.
 DETAILS = {
     "small": ((2.4, 3.1), (2.5, 3.0, 4.0, 5.0), (0.3, 0.4, 0.2, 0.1), 128, 2.6, 700),
     "full": (
@@ -33,7 +36,8 @@ DETAILS = {
 
 SIDES = {1: "left", -1: "right"}  # by the sign of x
 
-# Half of the rib cage as a superellipse per level, in mm: centre x, half axis x, centre y, half axis y. It vanishes above the apex.
+# Half of the rib cage as a superellipse per level, in mm: centre x, half axis x, centre y, half
+# axis y. It vanishes above the apex.
 _THORAX_Z = (93, 91, 85, 70, 40, 0, -50, -100, -150, -190, -260, -420)
 _THORAX = (
     (33, 33, 34, 37, 42, 46, 49, 51, 51, 48, 42, 38),
@@ -88,7 +92,8 @@ class PhantomSpec(CaseSeed):
         num_slices: Number of slices; None takes as many as the view needs.
         model_spacing_mm: Lattice on which the anatomy is drawn, (z, y, x).
         tilt_deg: Rotation of the acquisition about the patient's z, y, x axes.
-        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest, (y, x).
+        centre_offset_mm: Offset of the centre of the field of view from the middle of the chest,
+            (y, x).
         padding_hu: Value outside the circular field of view; None reconstructs the square.
         kernel: 0 = smooth … 1 = sharp reconstruction.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
@@ -96,13 +101,17 @@ class PhantomSpec(CaseSeed):
         sex: `female` or `male`.
         age_years: Age; it bends the spine, widens the aorta and deepens the chest.
         fat_mm: Typical thickness of the fat under the skin.
-        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm, width of the recesses, lung density.
+        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm, width of the
+            recesses, lung density.
         arms: `up`, `down` or `none` (outside the field of view).
-        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is in front.
+        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is
+            in front.
         is_feet_first: Stored from head to feet.
         flips: Storage axes (z, y, x) that run against LPS.
-        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted mediastinum.
-        is_touching: Whether the lungs meet in front of the heart, with only the junction line between them.
+        missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted
+            mediastinum.
+        is_touching: Whether the lungs meet in front of the heart, with only the junction line
+            between them.
         has_table: Whether the table is in the image.
         lung_hu: Median of healthy parenchyma.
         num_nodules: Round nodules of 4 to 30 mm.
@@ -150,19 +159,22 @@ class PhantomSpec(CaseSeed):
     def __post_init__(self) -> None:
         for name, choices in (("view", VIEWS), ("missing_lung", ("left", "right", None))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(str, choices))}, got {getattr(self, name)!r}"
+                )
 
 
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """Draw a realistic case.
 
-    About two of three cases are ordinary whole chests. Every third is partial, unusual or diseased, as in real data sets; the first two
-    are whole chests with both lungs.
+    About two of three cases are ordinary whole chests. Every third is partial, unusual or diseased,
+    as in real data sets; the first two are whole chests with both lungs.
 
     Args:
         seed: Seed of the data set.
         index: Number of the case.
-        detail: `small` (coarse voxels, about a second) or `full` (0.6–1 mm in plane, 0.6–8 mm slices).
+        detail: `small` (coarse voxels, about a second) or `full` (0.6–1 mm in plane, 0.6–8 mm
+            slices).
 
     Returns:
         The spec.
@@ -187,9 +199,14 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         # On the finest lattice a long body in thin slices takes 5 GB.
         slice_mm, model_mm, model_z_mm = max(slice_mm, 2.0), 1.4, 2.0
     kernel = float(rng.uniform(0, 1))
-    noise_hu = float(np.exp(rng.normal(np.log(11 + 22 * kernel), 0.4)) * min(1.4, (2.5 / slice_mm) ** 0.5))
+    noise_hu = float(
+        np.exp(rng.normal(np.log(11 + 22 * kernel), 0.4)) * min(1.4, (2.5 / slice_mm) ** 0.5)
+    )
     effusion_mm, high_dome_mm = (
-        (float(rng.uniform(low, high)) if chance(0.07) else 0.0, float(rng.uniform(low, high)) if chance(0.07) else 0.0)
+        (
+            float(rng.uniform(low, high)) if chance(0.07) else 0.0,
+            float(rng.uniform(low, high)) if chance(0.07) else 0.0,
+        )
         for low, high in ((8, 45), (15, 50))
     )
     is_prone = chance(0.05)
@@ -200,10 +217,14 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         spacing_mm=(slice_mm, pixel_mm, pixel_mm),
         matrix=(matrix, matrix),
         model_spacing_mm=(model_z_mm, model_mm, model_mm),
-        tilt_deg=(float(rng.normal(0, 4)), float(rng.normal(0, 3)), float(rng.normal(0, 4))) if chance(0.15) else (0.0, 0.0, 0.0),
+        tilt_deg=(float(rng.normal(0, 4)), float(rng.normal(0, 3)), float(rng.normal(0, 4)))
+        if chance(0.15)
+        else (0.0, 0.0, 0.0),
         centre_offset_mm=(
             float(rng.normal(0, 6)),
-            float(rng.choice((-1, 1)) * rng.uniform(55, 80)) if is_off_centre else float(rng.normal(0, 6)),
+            float(rng.choice((-1, 1)) * rng.uniform(55, 80))
+            if is_off_centre
+            else float(rng.normal(0, 6)),
         ),
         padding_hu=(None, -1024, -2048, -3024)[int(rng.choice(4, p=(0.4, 0.15, 0.3, 0.15)))],
         kernel=kernel,
@@ -280,16 +301,21 @@ class Anatomy:
 
     def spine(self, z_mm: Field) -> tuple[Field, Field, Field]:
         """Sideways position, position from front to back, and half width of the vertebral bodies at levels `z_mm`, in mm."""
-        straight = profile(z_mm, (190, 130, 92, 0, -100, -200, -350, -450), (22, 26, 36, 54, 52, 40, 26, 30))
+        straight = profile(
+            z_mm, (190, 130, 92, 0, -100, -200, -350, -450), (22, 26, 36, 54, 52, 40, 26, 30)
+        )
         return (
             np.asarray(self.spine_bow_mm * np.sin((z_mm + 120) / 70), dtype=np.float32),
-            straight + np.float32(self.kyphosis_mm) * np.exp(-(((z_mm + 10) / 70) ** 2)).astype(np.float32),
+            straight
+            + np.float32(self.kyphosis_mm) * np.exp(-(((z_mm + 10) / 70) ** 2)).astype(np.float32),
             profile(z_mm, (170, 100, 0, -150, -350), (10.5, 13.5, 15, 18.5, 23)),
         )
 
     def spine_at(self, z_mm: float) -> tuple[float, float, float]:
         """Position x, y and half width of the spine at one level."""
-        x, y, half_width = (field.item() for field in self.spine(np.array([[[z_mm]]], dtype=np.float32)))
+        x, y, half_width = (
+            field.item() for field in self.spine(np.array([[[z_mm]]], dtype=np.float32))
+        )
         return x, y, half_width
 
     def thorax_centre(self, z_mm: Field, side: int) -> tuple[Field, Field, Field, Field]:
@@ -319,15 +345,23 @@ class Anatomy:
         across = np.clip((x - cx) * np.float32(side) / ax, -1, 1)
         back = np.clip((y - cy) / ay, -1, 1)
         depth = np.float32(self.recess_mm) * (
-            np.float32(0.55) + np.float32(0.36) * back + np.float32(0.2) * across + np.float32(0.1) * back * np.abs(across)
+            np.float32(0.55)
+            + np.float32(0.36) * back
+            + np.float32(0.2) * across
+            + np.float32(0.1) * back * np.abs(across)
         )
         rise = np.minimum(level, np.float32(1.05)) ** 2
-        return np.float32(self.dome_z_mm[side]) - np.maximum(depth, 6) * rise * (np.float32(0.75) + np.float32(0.25) * rise)
+        return np.float32(self.dome_z_mm[side]) - np.maximum(depth, 6) * rise * (
+            np.float32(0.75) + np.float32(0.25) * rise
+        )
 
     def muscle_outline(self, x: Field, y: Field, z: Field) -> Field:
         """Signed distance to the outside of the trunk's muscles without arms."""
         half_x, half_y, middle = (profile(z, _TRUNK_Z, values) for values in _TRUNK)
-        half_x, half_y = half_x * np.float32(self.width_factor), half_y * np.float32(0.5 + 0.5 * self.depth_factor)
+        half_x, half_y = (
+            half_x * np.float32(self.width_factor),
+            half_y * np.float32(0.5 + 0.5 * self.depth_factor),
+        )
         return superellipse(x, y - middle, half_x, half_y, 2.5)
 
 
@@ -345,7 +379,9 @@ def draw_anatomy(spec: PhantomSpec) -> Anatomy:
     second = np.cross(long_axis, np.array([0.2, 0.8, -0.4]))
     second /= np.linalg.norm(second)
     axes = np.stack([long_axis, second, np.cross(long_axis, second)])
-    heart_size = float(np.clip(rng.normal(1.0, 0.07), 0.85, 1.25)) * (1 + 0.002 * (spec.age_years - 60))
+    heart_size = float(np.clip(rng.normal(1.0, 0.07), 0.85, 1.25)) * (
+        1 + 0.002 * (spec.age_years - 60)
+    )
     age = (spec.age_years - 60) / 30
     return Anatomy(
         scale_xyz=(scale[0], scale[1], scale[2]),
@@ -353,12 +389,18 @@ def draw_anatomy(spec: PhantomSpec) -> Anatomy:
         dome_z_mm=dome,
         recess_mm=float(np.clip(rng.normal(84 + 25 * (spec.breath - 0.75), 9), 55, 115)),
         width_factor=float(np.clip(rng.normal(1.0, 0.035), 0.9, 1.1)),
-        depth_factor=float(np.clip(rng.normal(0.97 + 0.04 * age + 0.25 * spec.emphysema, 0.05), 0.84, 1.2)),
+        depth_factor=float(
+            np.clip(rng.normal(0.97 + 0.04 * age + 0.25 * spec.emphysema, 0.05), 0.84, 1.2)
+        ),
         flatness=float(rng.uniform(0.05, 0.75)),
         spine_bow_mm=float(rng.normal(0, 3 + 2 * max(age, 0))),
         kyphosis_mm=float(np.clip(rng.normal(5 * age, 3), -5, 14)),
         heart_centre_xyz_mm=np.array(
-            [18 + rng.normal(0, 4), -30 + rng.normal(0, 4), 0.5 * (dome[1] + dome[-1]) + 46 + rng.normal(0, 4)]
+            [
+                18 + rng.normal(0, 4),
+                -30 + rng.normal(0, 4),
+                0.5 * (dome[1] + dome[-1]) + 46 + rng.normal(0, 4),
+            ]
         ),
         heart_radii_mm=(67 * heart_size, 48 * heart_size, 45 * heart_size),
         heart_axes=axes,

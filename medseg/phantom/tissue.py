@@ -5,7 +5,18 @@ from numpy.typing import NDArray
 
 from medseg.phantom.lungs import WAVE_GRAIN_MM, draw_texture, lung_hu, measure_thorax
 from medseg.phantom.organs import arm_path, draw_bones, draw_central_tubes
-from medseg.phantom.shapes import Field, Fields, Lattice, cover, draw_tube, ellipsoid, maximum, noise_field, paint, union
+from medseg.phantom.shapes import (
+    Field,
+    Fields,
+    Lattice,
+    cover,
+    draw_tube,
+    ellipsoid,
+    maximum,
+    noise_field,
+    paint,
+    union,
+)
 from medseg.phantom.spec import SIDES, Anatomy, PhantomSpec
 
 
@@ -15,15 +26,21 @@ def draw_model(
     """Draw the patient of a case on a lattice.
 
     Returns:
-        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the right one; covered share × 100,
-        positive in the heart and negative in the spine.
+        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the
+        right one; covered share × 100, positive in the heart and negative in the spine.
     """
     fields = draw_central_tubes(anatomy, lattice) | draw_bones(anatomy, lattice, spec.arms)
     fields |= {"colon": draw_colon(spec, anatomy, lattice), "arms": lattice.full(300)}
     for side in SIDES if spec.arms != "none" else ():
         shoulder, elbow = arm_path(anatomy, side, spec.arms)
         path = np.stack([shoulder, 0.75 * shoulder + 0.25 * elbow, elbow])
-        draw_tube(fields["arms"], lattice, path, np.array([44.0, 40, 33]), margin_mm=20 + 1.7 * spec.fat_mm)
+        draw_tube(
+            fields["arms"],
+            lattice,
+            path,
+            np.array([44.0, 40, 33]),
+            margin_mm=20 + 1.7 * spec.fat_mm,
+        )
     texture, spheres, fissures = draw_texture(spec, anatomy, lattice, fields["airway"])
     fields |= texture
     for name, purpose, grain_mm in (
@@ -32,7 +49,9 @@ def draw_model(
         ("noise", "tissue", 26.0),
     ):
         fields[name] = noise_field(spec.rng(purpose), lattice, grain_mm)
-    image, lungs, organs = (np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8))
+    image, lungs, organs = (
+        np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8)
+    )
     edge = lattice.edge_mm
     for slab in lattice.slabs():
         part = {name: field[slab] for name, field in fields.items()}
@@ -46,7 +65,9 @@ def draw_model(
             paint(hu, fluid, (lung_hu(spec, part, side, spheres, fissures[side]), share))
         image[slab] = np.clip(np.rint(hu), -1024, 3071)
         lungs[slab] = np.rint(100 * (left - right))
-        spine = cover(np.maximum(np.minimum(part["spine"], part["column"]), 0.5 - part["canal"]), edge)
+        spine = cover(
+            np.maximum(np.minimum(part["spine"], part["column"]), 0.5 - part["canal"]), edge
+        )
         organs[slab] = np.rint(100 * (cover(part["heart"], edge) - spine))
     return image, lungs, organs
 
@@ -64,7 +85,9 @@ def paint_trunk(spec: PhantomSpec, anatomy: Anatomy, part: Fields, edge: float) 
         HU (d, H, W).
     """
     x, y, z, noise, fine_noise = (part[name] for name in ("x", "y", "z", "noise", "fine_noise"))
-    wall = union(anatomy.muscle_outline(x, y, z), part["cage"] - np.float32(11 + 0.4 * anatomy.muscle_mm), 14)
+    wall = union(
+        anatomy.muscle_outline(x, y, z), part["cage"] - np.float32(11 + 0.4 * anatomy.muscle_mm), 14
+    )
     muscle = union(wall, part["arms"], 16)
     around = (
         np.float32(0.75)
@@ -77,16 +100,29 @@ def paint_trunk(spec: PhantomSpec, anatomy: Anatomy, part: Fields, edge: float) 
     if spec.sex == "female":
         size = 0.75 + 0.025 * spec.fat_mm
         for x_mm in (side * (78 + 10 * size) for side in SIDES):
-            skin = union(skin, ellipsoid(x, y, z, (x_mm, -98 - 10 * size, -48), (54 * size, 50 * size, 58 * size)), 14)
-            gland = ellipsoid(x, y, z, (x_mm, -108 - 12 * size, -50), (34 * size, 30 * size, 34 * size))
+            skin = union(
+                skin,
+                ellipsoid(x, y, z, (x_mm, -98 - 10 * size, -48), (54 * size, 50 * size, 58 * size)),
+                14,
+            )
+            gland = ellipsoid(
+                x, y, z, (x_mm, -108 - 12 * size, -50), (34 * size, 30 * size, 34 * size)
+            )
             glands = np.minimum(glands, gland)
     lobes = np.maximum(glands, 12 * (np.float32(0.1) - fine_noise * np.float32(0.5)) - 3)
-    fibres = np.clip(np.float32(1) - np.abs(noise + np.float32(0.25) * fine_noise) * np.float32(6), 0, 1)
+    fibres = np.clip(
+        np.float32(1) - np.abs(noise + np.float32(0.25) * fine_noise) * np.float32(6), 0, 1
+    )
     marbling = fibres * np.float32(np.clip(0.15 + spec.fat_mm / 45, 0, 0.8))
     fascia = (
-        np.abs(part["cage"] - np.float32(13) - 2 * noise) - np.float32(0.3 + 0.03 * spec.fat_mm) - np.float32(1.2) * fine_noise
+        np.abs(part["cage"] - np.float32(13) - 2 * noise)
+        - np.float32(0.3 + 0.03 * spec.fat_mm)
+        - np.float32(1.2) * fine_noise
     )
-    armpits = (ellipsoid(x, y, z, (side * 150 * anatomy.width_factor, 4, 34), (17, 36, 44)) for side in SIDES)
+    armpits = (
+        ellipsoid(x, y, z, (side * 150 * anatomy.width_factor, 4, 34), (17, 36, 44))
+        for side in SIDES
+    )
     hard = np.float32(1.15 - 0.005 * (spec.age_years - 40))
     age = np.float32(np.clip((spec.age_years - 35) / 40, 0, 1))
     spine, column, canal, disc = (part[name] for name in ("spine", "column", "canal", "disc"))
@@ -108,7 +144,10 @@ def paint_trunk(spec: PhantomSpec, anatomy: Anatomy, part: Fields, edge: float) 
         ),
         (85, cover(np.where(disc > 0.76, column, 9), edge)),
         (hard * (480 + 60 * noise), cover(spine, edge)),
-        (hard * (165 + 55 * fine_noise), cover(np.maximum(spine + 1.8, np.float32(14) * (disc - np.float32(0.62))), edge)),
+        (
+            hard * (165 + 55 * fine_noise),
+            cover(np.maximum(spine + 1.8, np.float32(14) * (disc - np.float32(0.62))), edge),
+        ),
         (-30, cover(canal, edge)),
         (30, cover(canal + 3.2, edge)),
     )
@@ -125,7 +164,10 @@ def paint_inside(hu: Field, spec: PhantomSpec, anatomy: Anatomy, part: Fields, e
     if z.min() < max(anatomy.dome_z_mm.values()) + 30:
         paint(hu, (48, cover(maximum(inside, above, near_spine), edge)))
         paint_abdomen(hu, spec, anatomy, part, maximum(inside + 3, above + 3.5, near_spine), edge)
-        psoas = (np.hypot(x - side * 38, y - anatomy.spine(z)[1]) - np.clip((-190 - z) / 5, 0, 19) for side in SIDES)
+        psoas = (
+            np.hypot(x - side * 38, y - anatomy.spine(z)[1]) - np.clip((-190 - z) / 5, 0, 19)
+            for side in SIDES
+        )
         paint(hu, *((52, cover(muscle, edge) * cover(near_spine, edge)) for muscle in psoas))
     blood_hu = 41 + spec.contrast_hu
     paint(
@@ -158,11 +200,19 @@ def draw_colon(spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice) -> Field:
     )  # fmt: skip
     places = np.linspace(0, len(path) - 1, 90)
     points = np.stack([np.interp(places, np.arange(len(path)), line) for line in path.T], axis=1)
-    draw_tube(distance, lattice, points, float(rng.uniform(15, 22)) * (1 + 0.22 * np.sin(np.arange(90) * 1.9)), margin_mm=4)
+    draw_tube(
+        distance,
+        lattice,
+        points,
+        float(rng.uniform(15, 22)) * (1 + 0.22 * np.sin(np.arange(90) * 1.9)),
+        margin_mm=4,
+    )
     return distance
 
 
-def paint_abdomen(image: Field, spec: PhantomSpec, anatomy: Anatomy, part: Fields, inside: Field, edge_mm: float) -> None:
+def paint_abdomen(
+    image: Field, spec: PhantomSpec, anatomy: Anatomy, part: Fields, inside: Field, edge_mm: float
+) -> None:
     """Paint the organs below the diaphragm into a slab.
 
     Args:
@@ -185,25 +235,37 @@ def paint_abdomen(image: Field, spec: PhantomSpec, anatomy: Anatomy, part: Field
     def organ(distance: Field, value_hu: float) -> tuple[Field, Field]:
         return np.float32(value_hu) + 3 * noise, cover(np.maximum(distance, inner), edge_mm)
 
-    bowel = maximum(np.float32(7) - 14 * np.abs(noise - np.float32(0.6)), inner + 10, z - (right - 120), y - 25)
+    bowel = maximum(
+        np.float32(7) - 14 * np.abs(noise - np.float32(0.6)), inner + 10, z - (right - 120), y - 25
+    )
     kidneys = [
         layer
         for side, kidney_z in ((1, right_mm - 135 + 14), (-1, right_mm - 135))
         for layer in (
             organ(ellipsoid(x, y, z, (side * 58.0, 34.0, kidney_z), (27, 26, 56)), 33 + wash),
-            organ(ellipsoid(x, y, z, (side * 58.0 - side * 12, 28.0, kidney_z), (14, 11, 26)), -70),  # fat of the pelvis
+            organ(
+                ellipsoid(x, y, z, (side * 58.0 - side * 12, 28.0, kidney_z), (14, 11, 26)), -70
+            ),  # fat of the pelvis
         )
     ]
-    stool = np.where(noise + (up + 20) / 40 > 0.1, np.float32(10) + 90 * np.abs(noise), np.float32(-950)).astype(np.float32)
+    stool = np.where(
+        noise + (up + 20) / 40 > 0.1, np.float32(10) + 90 * np.abs(noise), np.float32(-950)
+    ).astype(np.float32)
     lobe = ellipsoid(x, y, z, (-68, -6, right_mm - 62), (104 * size[0], 112, 92 * size[0]))
     liver = union(lobe, ellipsoid(x, y, z, (8, -52, right_mm - 52), (74, 44, 36 * size[0])), 22)
     liver = np.maximum(liver, np.float32(0.55) * (x + 20) + np.float32(0.5) * (right - 118 - z))
     vein = maximum(liver + 8, inner, 14 * (np.abs(noise - np.float32(0.15)) - np.float32(0.05)))
     spleen = ellipsoid(x, y, z, (94, 34, left - 55), (30 * size[1], 50, 46 * size[1]))
-    fundus = ellipsoid(x, y, z, (52.0, -12.0, left - 44 - 8 * gas), (36 + 22 * gas, 42 + 16 * gas, 40 + 22 * gas))
+    fundus = ellipsoid(
+        x, y, z, (52.0, -12.0, left - 44 - 8 * gas), (36 + 22 * gas, 42 + 16 * gas, 40 + 22 * gas)
+    )
     body = ellipsoid(x, y, z, (40, -46, left - 92), (34 + 10 * gas, 30, 52))
-    stomach = np.maximum(union(fundus, body, 15), -2 - ellipsoid(x, y, z, (94, 34, left - 55), (30, 50, 46)))
-    content = np.where(up < np.float32(-62 + 75 * gas), np.float32(-1000), np.float32(12) + 22 * noise).astype(np.float32)
+    stomach = np.maximum(
+        union(fundus, body, 15), -2 - ellipsoid(x, y, z, (94, 34, left - 55), (30, 50, 46))
+    )
+    content = np.where(
+        up < np.float32(-62 + 75 * gas), np.float32(-1000), np.float32(12) + 22 * noise
+    ).astype(np.float32)
     paint(
         image,
         (np.float32(-102) + 9 * noise, cover(inside, edge_mm)),

@@ -27,8 +27,9 @@ from medseg.training.data_module import propose_workers
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth.
 BUFFER_GROWTH = 1.125
-# Free memory that the heap keeps between the small tensors of a step where large ones are mapped: ten trainings of five networks held 18 to 60 MiB
-# more than their tensors at a bound of 64 MiB, small steps about half of their tensors.
+# Free memory that the heap keeps between the small tensors of a step where large ones are mapped:
+# ten trainings of five networks held 18 to 60 MiB more than their tensors at a bound of 64 MiB,
+# small steps about half of their tensors.
 KEPT_BYTES, KEPT_PART = 48 * 2**20, 0.5
 # Part of a GPU's memory that its allocator loses to fragments.
 FRAGMENTS = 0.05
@@ -74,7 +75,9 @@ class Estimate:
         own_s = self.compute_seconds + self.other_seconds
         if not self.num_workers:
             return own_s + self.loader_seconds
-        busy_s = self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
+        busy_s = (
+            self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
+        )
         return max(own_s, self.loader_seconds / self.num_workers, busy_s / num_processors())
 
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
@@ -82,7 +85,8 @@ class Estimate:
 
         Args:
             allocated: Bytes of torch's allocator.
-            resident: The resident ones among these bytes, without the parts of a workspace that its kernel does not write.
+            resident: The resident ones among these bytes, without the parts of a workspace that its
+                kernel does not write.
             seconds: Duration of the operations.
         """
         return replace(
@@ -123,14 +127,21 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        libraries = {"has_logger": bool(config.logger), "has_monai": config.model[TARGET].startswith("monai.")}
-        self.process: Callable[[], ProcessCost] = cache(lambda: process_cost(self.folder, **libraries))
+        libraries = {
+            "has_logger": bool(config.logger),
+            "has_monai": config.model[TARGET].startswith("monai."),
+        }
+        self.process: Callable[[], ProcessCost] = cache(
+            lambda: process_cost(self.folder, **libraries)
+        )
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, Evaluation] = {}
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
-        self.costs.measure({key: timeline.calls[key] for timeline in timelines for key in used_keys(timeline)})
+        self.costs.measure(
+            {key: timeline.calls[key] for timeline in timelines for key in used_keys(timeline)}
+        )
 
     def lasting(self, keys: Collection[str]) -> int:
         """Bytes that the libraries keep for some operations."""
@@ -145,17 +156,23 @@ class Machine:
             self.measure(timeline)
             allocated, resident = peaks(timeline, self.costs)
             kept = kept_bytes(timeline, self.costs)
-            self._evaluations[key] = Evaluation(beside + allocated, beside + resident + kept, used_keys(timeline))
+            self._evaluations[key] = Evaluation(
+                beside + allocated, beside + resident + kept, used_keys(timeline)
+            )
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
         """Measure the samples of a shape once."""
         if (shape, is_training) not in self._samples:
-            self._samples[shape, is_training] = sample_cost(config, shape, self.folder, is_training=is_training)
+            self._samples[shape, is_training] = sample_cost(
+                config, shape, self.folder, is_training=is_training
+            )
         return self._samples[shape, is_training]
 
 
-def estimate(config: PlanConfig, shape: Shape, validation_shape: Shape, machine: Machine) -> Estimate:
+def estimate(
+    config: PlanConfig, shape: Shape, validation_shape: Shape, machine: Machine
+) -> Estimate:
     """Estimate the memory and the time of a run.
 
     Args:
@@ -168,7 +185,9 @@ def estimate(config: PlanConfig, shape: Shape, validation_shape: Shape, machine:
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
     beside = estimate_beside(config, shape, validation_shape, machine, memory, timeline)
-    return beside.with_step(*peaks(timeline, machine.costs), step_seconds(timeline, machine.costs, config))
+    return beside.with_step(
+        *peaks(timeline, machine.costs), step_seconds(timeline, machine.costs, config)
+    )
 
 
 def used_keys(timeline: Timeline) -> frozenset[str]:
@@ -179,7 +198,9 @@ def used_keys(timeline: Timeline) -> frozenset[str]:
 def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
     """Largest numbers of allocated and of resident bytes of a timeline."""
     allocated, resident = (
-        max(one.start_bytes + rise(one, costs, is_resident=is_resident) for one in timeline.segments)
+        max(
+            one.start_bytes + rise(one, costs, is_resident=is_resident) for one in timeline.segments
+        )
         for is_resident in (False, True)
     )
     return allocated, resident
@@ -188,19 +209,23 @@ def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
 def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     """Bytes by which free memory in the heap raises the resident peak of a timeline.
 
-    Small blocks come from the heap, and their pages stay when they are freed, up to a bound: at the peak the heap is as
-    large as it was at any time before, also in the step before.
+    Small blocks come from the heap, and their pages stay when they are freed, up to a bound: at the
+    peak the heap is as large as it was at any time before, also in the step before.
     """
     if not maps_large_blocks():
         return 0
-    points: list[tuple[int, int]] = []  # bytes with the written part of a workspace, and those of them in the heap
+    points: list[
+        tuple[int, int]
+    ] = []  # bytes with the written part of a workspace, and those of them in the heap
     for segment in timeline.segments:
         for (after, known, key), small in zip(segment.calls, segment.small, strict=True):
             written = max(known, costs[key].written)
             in_heap = small + written * (written < MAPPED_BYTES)
             points.append((after + written, in_heap))
     heap = max((in_heap for _, in_heap in points), default=0)
-    with_heap = max((total - in_heap + min(heap, in_heap + HEAP_BYTES) for total, in_heap in points), default=0)
+    with_heap = max(
+        (total - in_heap + min(heap, in_heap + HEAP_BYTES) for total, in_heap in points), default=0
+    )
     return with_heap - max((total for total, _ in points), default=0)
 
 
@@ -209,8 +234,8 @@ def kept_between_steps(peak: int, sample_bytes: int) -> int:
 
     Args:
         peak: Live bytes at the peak of the step.
-        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The small tensors of a step
-            use the heap that a sample leaves, so the larger of both counts.
+        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The
+            small tensors of a step use the heap that a sample leaves, so the larger of both counts.
     """
     if not maps_large_blocks():
         return 0
@@ -222,7 +247,9 @@ def kept_between_steps(peak: int, sample_bytes: int) -> int:
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
     """Sum the seconds of the operations of an optimiser step."""
     repeats = {True: 1, False: config.memory.accumulate}
-    return sum(repeats[one.owner.kind == UPDATE] * duration(one, costs) for one in timeline.segments)
+    return sum(
+        repeats[one.owner.kind == UPDATE] * duration(one, costs) for one in timeline.segments
+    )
 
 
 def estimate_beside(
@@ -244,7 +271,9 @@ def estimate_beside(
         timeline: Operations of the step.
     """
     lasting = memory.optimizer_state  # between two steps, beside the weights
-    workers = propose_workers(config) if config.data.num_workers is None else config.data.num_workers
+    workers = (
+        propose_workers(config) if config.data.num_workers is None else config.data.num_workers
+    )
     batch = memory.input + memory.target
     sample = machine.sample(config, shape, is_training=True)
     num_samples = samples_per_rank(config) * config.memory.accumulate
@@ -256,7 +285,10 @@ def estimate_beside(
     evaluation = machine.evaluation(config, validation_shape)
     allocator = {STEP: -shared, VALIDATION: evaluation.allocated + lasting}
     if is_gpu:
-        resident = {phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes() for phase, num_bytes in allocator.items()}
+        resident = {
+            phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes()
+            for phase, num_bytes in allocator.items()
+        }
     else:
         weights = memory.parameters + lasting
         validation = machine.sample(config, validation_shape, is_training=False)
@@ -265,26 +297,38 @@ def estimate_beside(
         kept = kept_between_steps(memory.peak, 0 if workers else sample.num_bytes)
         resident = {
             STEP: others + kept,
-            # The sample is made before the network runs, which holds its image and its reference; a picture comes after.
+            # The sample is made before the network runs, which holds its image and its reference; a
+            # picture comes after.
             VALIDATION: others
             + shared
             + lasting
-            + max(evaluation.resident, memory.parameters + max(validation.num_bytes, process.pictures)),
-            CHECKPOINT: others + shared + weights + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
+            + max(
+                evaluation.resident, memory.parameters + max(validation.num_bytes, process.pictures)
+            ),
+            CHECKPOINT: others
+            + shared
+            + weights
+            + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
         }
         if not workers:
-            gradients = memory.gradients if config.memory.accumulate > 1 else 0  # of the micro-batches before
+            gradients = (
+                memory.gradients if config.memory.accumulate > 1 else 0
+            )  # of the micro-batches before
             resident[LOADING] = others + weights + gradients + sample.num_bytes + 2 * batch
     busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
-    other_seconds = process.seconds * config.memory.accumulate  # the loop runs once for each micro-batch
+    other_seconds = (
+        process.seconds * config.memory.accumulate
+    )  # the loop runs once for each micro-batch
     return Estimate(memory, allocator, resident, 0.0, other_seconds, loader_seconds, workers, busy)
 
 
-def loader_bytes(config: PlanConfig, workers: int, process: ProcessCost, sample: SampleCost, memory: StepMemory) -> int:
+def loader_bytes(
+    config: PlanConfig, workers: int, process: ProcessCost, sample: SampleCost, memory: StepMemory
+) -> int:
     """Bytes of the loader workers and of the batches that wait.
 
-    Workers are forked before the first step. Each step writes the weights and their average, and the workers keep those
-    that they were forked with.
+    Workers are forked before the first step. Each step writes the weights and their average, and
+    the workers keep those that they were forked with.
     """
     if not workers:
         return 0
@@ -308,6 +352,8 @@ def _context_bytes() -> int:
     """Bytes of a GPU that its driver and libraries hold beside torch's allocator; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
-    torch.nn.functional.conv3d(torch.zeros(1, 1, 8, 8, 8, device="cuda"), torch.zeros(1, 1, 3, 3, 3, device="cuda"))
+    torch.nn.functional.conv3d(
+        torch.zeros(1, 1, 8, 8, 8, device="cuda"), torch.zeros(1, 1, 3, 3, 3, device="cuda")
+    )
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())

@@ -110,8 +110,15 @@ def verified(
         if best is None:
             return None
         candidate, option = best
-        memory = replace(candidate.config.memory, checkpointing=option.switches["memory.checkpointing"])
-        counted = estimate(replace(candidate.config, memory=memory), shape, evaluated_shape(candidate.config), machine)
+        memory = replace(
+            candidate.config.memory, checkpointing=option.switches["memory.checkpointing"]
+        )
+        counted = estimate(
+            replace(candidate.config, memory=memory),
+            shape,
+            evaluated_shape(candidate.config),
+            machine,
+        )
         if counted.peak_resident <= budget:
             return candidate, option._replace(peak=counted.peak_resident), counted
         within -= counted.peak_resident - option.peak + 1
@@ -135,7 +142,8 @@ def with_choice(options: Sequence[Option], choice: Option) -> list[Option]:
     others = [
         option
         for option in options
-        if option.switches != choice.switches and not (option.peak >= choice.peak and option.seconds >= choice.seconds)
+        if option.switches != choice.switches
+        and not (option.peak >= choice.peak and option.seconds >= choice.seconds)
     ]
     return sorted([*others, choice], key=lambda option: (option.seconds, option.peak))
 
@@ -174,15 +182,24 @@ def print_reasons(chosen: Candidate, option: Option, found: Sequence[Candidate])
     """Print what each switch of a choice saves and costs: the difference to the same set without it."""
     print(f"\n{'what each switch changes':52s}{'MiB':>10s}{'s/step':>10s}")
     for name, other in reasons(chosen, option, found):
-        print(f"{name:52s}{(option.peak - other.peak) / MIB:+10.1f}{option.seconds - other.seconds:+10.3f}")
+        print(
+            f"{name:52s}{(option.peak - other.peak) / MIB:+10.1f}{option.seconds - other.seconds:+10.3f}"
+        )
 
 
-def print_room(chosen: Candidate, option: Option, checked: Estimate, shape: Shape, budget: int) -> None:
+def print_room(
+    chosen: Candidate, option: Option, checked: Estimate, shape: Shape, budget: int
+) -> None:
     """Print the largest batch and the largest patch with the chosen switches, on a line through two counted peaks of each."""
     config, divisor = chosen.config, find_divisor(chosen.config)
-    config = replace(config, memory=replace(config.memory, checkpointing=option.switches["memory.checkpointing"]))
+    config = replace(
+        config, memory=replace(config.memory, checkpointing=option.switches["memory.checkpointing"])
+    )
     # Workspaces grow with the tensors; new operations are not measured for them.
-    workspaces, waiting = checked.allocator[STEP] / checked.memory.peak, checked.num_workers * config.data.prefetch
+    workspaces, waiting = (
+        checked.allocator[STEP] / checked.memory.peak,
+        checked.num_workers * config.data.prefetch,
+    )
 
     def growth(samples: int, sample: Shape) -> float:
         counted, own = count_memory(config, sample, samples=samples), checked.memory
@@ -199,7 +216,9 @@ def print_room(chosen: Candidate, option: Option, checked: Estimate, shape: Shap
     # Patches that grow by eighths along all axes.
     patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
     per_voxel = growth(samples, patches[4]) / (math.prod(patches[4]) - math.prod(shape))
-    fitting = [patch for patch in patches if per_voxel * (math.prod(patch) - math.prod(shape)) <= room]
+    fitting = [
+        patch for patch in patches if per_voxel * (math.prod(patch) - math.prod(shape)) <= room
+    ]
     print(
         "largest patch of the same form, extrapolated from two counted steps: "
         f"stage.patch_size={text_of(list(fitting[-1] if fitting else shape))}"

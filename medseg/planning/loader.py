@@ -35,16 +35,24 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
     find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
-    tried = settings(config.workers or default_workers(os.cpu_count() or 1), config.prefetches, has_gpu=device.type == "cuda")
+    tried = settings(
+        config.workers or default_workers(os.cpu_count() or 1),
+        config.prefetches,
+        has_gpu=device.type == "cuda",
+    )
     most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)
     data = make_data_module(replace(config, steps=most_ahead + config.num_batches))
     data.prepare_data()
     data.setup("fit")
-    time_batches(data, tried[0], config.num_batches, device)  # the first pass reads the cache from the disk, and is not counted
+    time_batches(
+        data, tried[0], config.num_batches, device
+    )  # the first pass reads the cache from the disk, and is not counted
     rates: dict[Setting, float] = {}
     print(f"{'':52s}{'batches/s':>10s}")
     for setting in tried:
-        rates[setting] = config.num_batches / time_batches(data, setting, config.num_batches, device)
+        rates[setting] = config.num_batches / time_batches(
+            data, setting, config.num_batches, device
+        )
         print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
     best = propose(rates)
     print(f"take: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
@@ -71,7 +79,9 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
     ]
 
 
-def time_batches(data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device) -> float:
+def time_batches(
+    data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device
+) -> float:
     """Measure the seconds until a number of batches are on the device; batches that the workers make ahead are not counted."""
     data.num_workers, data.prefetch, data.pin_memory = setting
     batches = iter(data.train_batches())

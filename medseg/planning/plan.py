@@ -58,7 +58,8 @@ def plan(config: PlanConfig) -> int:
         "configuration; leave them out",
     )
     require(
-        config.max_seconds is None or config.fit_gib is not None, "max_seconds needs fit_gib: give the memory that a run may use"
+        config.max_seconds is None or config.fit_gib is not None,
+        "max_seconds needs fit_gib: give the memory that a run may use",
     )
     find_spacing(config.spacing, config.data, config.task)
     shape = input_shape(config)
@@ -77,7 +78,13 @@ def plan(config: PlanConfig) -> int:
     print("\n".join(describe_peaks(config, case_shape, peaks)), flush=True)
     if found is not None:
         print("\n".join(describe_estimate(config, found)), flush=True)
-        write_plan(config, {key: facts_of(memory, found)[key] for key in ("peak_resident_mib", "seconds_per_step")})
+        write_plan(
+            config,
+            {
+                key: facts_of(memory, found)[key]
+                for key in ("peak_resident_mib", "seconds_per_step")
+            },
+        )
         for sentence in past_errors():
             say(sentence)
     budget = math.inf if budget_gib is None else int(budget_gib * 2**30)
@@ -85,7 +92,11 @@ def plan(config: PlanConfig) -> int:
     if config.largest_batch:
         peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
         batch_size = num_shares(config) * largest_batch(peak, int(budget))
-        rate = f" optimizer.lr={propose_lr(config, batch_size):.3g}" if "lr" in config.optimizer else ""
+        rate = (
+            f" optimizer.lr={propose_lr(config, batch_size):.3g}"
+            if "lr" in config.optimizer
+            else ""
+        )
         proposed = f"stage.batch_size={batch_size}{rate}" if batch_size else "none"
         print(f"largest batch within memory.budget_gib={budget_gib:g}: {proposed}")
     fits = peaks[peak_of] <= budget
@@ -102,7 +113,9 @@ def plan(config: PlanConfig) -> int:
             cure = "give validation_shape=[D,H,W] of your largest case, or a coarser spacing"
         elif peak_of == VALIDATION:
             cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
-        say(f"the {peak_of} needs {peaks[peak_of] / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit; {cure}")
+        say(
+            f"the {peak_of} needs {peaks[peak_of] / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit; {cure}"
+        )
     return 0 if fits else EXIT_FAILED
 
 
@@ -141,11 +154,17 @@ def describe_estimate(config: PlanConfig, found: Estimate) -> list[str]:
 
     def row(name: str, sizes: dict[str, int]) -> list[str]:
         lines = [f"{name:52s}{max(sizes.values()) / 2**20:10.1f} MiB"]
-        return lines + [f"{'  ' + phase:52s}{size / 2**20:10.1f} MiB" for phase, size in sizes.items() if size > 0]
+        return lines + [
+            f"{'  ' + phase:52s}{size / 2**20:10.1f} MiB"
+            for phase, size in sizes.items()
+            if size > 0
+        ]
 
     seconds, steps = found.seconds_per_step, config.steps
     interval = min(config.stage.validate_every, steps)
-    resident = "GPU memory" if "checkpoint" not in found.resident else "resident memory of all processes"
+    resident = (
+        "GPU memory" if "checkpoint" not in found.resident else "resident memory of all processes"
+    )
     return [
         *row("peak of torch's allocator, with workspaces", found.allocator),
         *row(f"peak of the {resident}", found.resident),
@@ -169,7 +188,8 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
         "Live tensors are counted. A device needs some more for the workspaces of its libraries.": not config.measure,
         "memory.compile=true: counted uncompiled; compiled code often keeps less for the backward pass.": switches.compile,
         f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks,
-        "model.device_map: counted over all of its devices together.": config.model["device_map"] is not None,
+        "model.device_map: counted over all of its devices together.": config.model["device_map"]
+        is not None,
     }
     return [
         f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {'×'.join(map(str, shape))} voxels, "
@@ -185,7 +205,11 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
         *(row(f"  {part}", size) for part, size in memory.saved.items()),
         *([row("offloaded to host memory", memory.offloaded)] if memory.offloaded else []),
         row("peak of the step", memory.peak, f"in {memory.peak_at}"),
-        *(row(f"  {AT_PEAK[kind]}", memory.peak_live[kind]) for kind in AT_PEAK if kind in memory.peak_live),
+        *(
+            row(f"  {AT_PEAK[kind]}", memory.peak_live[kind])
+            for kind in AT_PEAK
+            if kind in memory.peak_live
+        ),
         "",
         *(remark for remark, holds in remarks.items() if holds),
     ]

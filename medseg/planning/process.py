@@ -21,7 +21,8 @@ from medseg.memory.kernels import processor_name
 from medseg.runs.signature import plain
 from medseg.workers import Worker
 
-# A training of the smallest size with two loader workers, two validations, their pictures and checkpoints.
+# A training of the smallest size with two loader workers, two validations, their pictures and
+# checkpoints.
 REHEARSAL = [
     "train", "stage=coarse", "steps=12", "history_every=2", "stage.validate_every=6",
     "stage.patch_size=[16,16,16]", "inference.tile_size=[16,16,16]", "stage.slab_share=0",
@@ -32,7 +33,12 @@ REHEARSAL = [
 ]  # fmt: skip
 # A small network of ours or of MONAI, whose libraries take more memory.
 SMALL_UNET = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
-SMALL_MONAI = ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1,1]", "model.blocks_up=[1,1]"]
+SMALL_MONAI = [
+    "model=segresnet",
+    "model.init_filters=8",
+    "model.blocks_down=[1,1,1]",
+    "model.blocks_up=[1,1]",
+]
 # A calibration counts once two trainings agree within these parts of the larger value.
 MEMORY_BOUND, SECONDS_BOUND = 0.02, 0.2
 # Trainings after which a calibration is taken as it is, and made anew the next time.
@@ -46,7 +52,8 @@ class ProcessCost(NamedTuple):
         main: Resident bytes of the training process and its helpers: interpreter and libraries.
         pictures: Further ones while it draws a validation or saves, when no network runs.
         worker: Bytes that a loader worker writes itself.
-        copies: Bytes that all workers hold together: pages that the training process has written since they were forked.
+        copies: Bytes that all workers hold together: pages that the training process has written
+            since they were forked.
         seconds: Processor time of a step beside its operations.
     """
 
@@ -72,8 +79,8 @@ class SampleCost(NamedTuple):
 def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessCost:
     """Measure the memory and the seconds of a run beside its tensors by tiny trainings.
 
-    The trainings are repeated until two of them agree. The result is kept for this machine and these versions, see
-    `medseg.io.calibration`.
+    The trainings are repeated until two of them agree. The result is kept for this machine and
+    these versions, see `medseg.io.calibration`.
 
     Args:
         folder: Folder of the machine's measurements.
@@ -84,14 +91,18 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         UserError: If a training fails.
     """
     names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
-    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name))
+    versions = " ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name)
+    )
     kind = f"{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}"
     path = folder / f"process {processor_name()} {versions}{kind}.json".replace("/", "_")
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
         main, pictures, worker, copies = map(int, numbers[:-1])
         return ProcessCost(main, pictures, worker, copies, numbers[-1])
-    say("plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans")
+    say(
+        "plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans"
+    )
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
         arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
         if not has_logger:
@@ -129,14 +140,20 @@ def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
     watched = [*arguments, f"callbacks.rehearsal.path={result}", f"hydra.run.dir={run_dir}"]
     command = [sys.executable, "-m", "medseg.commands.cli", *watched]
     with log.open("wb") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, check=False
+        ).returncode
     if code:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = lines[-1] if lines else "no message"
-        raise UserError(f"plan: the training that measures the memory of a process failed ({last}); give measure=false")
+        raise UserError(
+            f"plan: the training that measures the memory of a process failed ({last}); give measure=false"
+        )
     numbers = json.loads(result.read_text(encoding="utf-8"))
     main = numbers["main"] + numbers["helpers"]
-    return ProcessCost(main, numbers["pictures"], numbers["worker"], numbers["copies"], numbers["seconds"])
+    return ProcessCost(
+        main, numbers["pictures"], numbers["worker"], numbers["copies"], numbers["seconds"]
+    )
 
 
 def _is_installed(name: str) -> bool:
@@ -146,14 +163,17 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: bool = True) -> SampleCost:
+def sample_cost(
+    config: PlanConfig, shape: Shape, folder: Path, *, is_training: bool = True
+) -> SampleCost:
     """Make samples of a synthetic case in a process of its own, and measure them, or read an earlier measurement.
 
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         folder: Folder of the machine's measurements.
-        is_training: Whether samples are patched and augmented as in training; else, as in validation.
+        is_training: Whether samples are patched and augmented as in training; else, as in
+            validation.
     """
     values = plain(config)
     decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
@@ -163,11 +183,14 @@ def sample_cost(config: PlanConfig, shape: Shape, folder: Path, *, is_training: 
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:
         return SampleCost(int(numbers[0]), numbers[1])
-    say(f"plan: measuring the samples of {'training' if is_training else 'validation'}; kept for later plans")
+    say(
+        f"plan: measuring the samples of {'training' if is_training else 'validation'}; kept for later plans"
+    )
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import synthetic_samples as samples
 
-    # Not a fork of this process: the free memory of its heap, resident already, would hold the samples unseen.
+    # Not a fork of this process: the free memory of its heap, resident already, would hold the
+    # samples unseen.
     with LoadMeter() as meter, Worker() as worker:
         cost = SampleCost(*worker.call(samples.make_samples, config, shape, is_training))
     write_calibration(path, cost, meter.circumstances())

@@ -54,9 +54,9 @@ class Moment:
 class StepModel:
     """Resident peak and seconds of a training step as functions of the recomputed blocks.
 
-    The model is made from two timelines of the same step, without and with recomputation of all blocks. A segment of the step
-    adds the same bytes whatever the other blocks do. The bytes that are live at its start depend on which blocks save or take
-    each storage.
+    The model is made from two timelines of the same step, without and with recomputation of all
+    blocks. A segment of the step adds the same bytes whatever the other blocks do. The bytes that
+    are live at its start depend on which blocks save or take each storage.
 
     Attributes:
         blocks: Blocks that can be recomputed.
@@ -64,7 +64,14 @@ class StepModel:
         extra_seconds: Duration that the recomputation of each block adds.
     """
 
-    def __init__(self, plain: Timeline, recomputed: Timeline, blocks: Sequence[str], costs: KernelCosts, accumulate: int) -> None:
+    def __init__(
+        self,
+        plain: Timeline,
+        recomputed: Timeline,
+        blocks: Sequence[str],
+        costs: KernelCosts,
+        accumulate: int,
+    ) -> None:
         """Compare the timelines.
 
         Args:
@@ -92,11 +99,17 @@ class StepModel:
         for one, other in zip(plain.segments, recomputed.segments, strict=True):
             block = one.owner.part if one.owner.part in blocks else ""
             repeats = 1 if one.owner.kind == UPDATE else accumulate
-            seconds, other_seconds = (repeats * duration(segment, costs) for segment in (one, other))
+            seconds, other_seconds = (
+                repeats * duration(segment, costs) for segment in (one, other)
+            )
             self.seconds += seconds
             self.extra_seconds[block] += other_seconds - seconds
             held = {} if one.owner.kind == UPDATE else self._held(plain.held, order, one)
-            freed = sum(size for literals, size in held.items() if any(not literal.is_recomputed for literal in literals))
+            freed = sum(
+                size
+                for literals, size in held.items()
+                if any(not literal.is_recomputed for literal in literals)
+            )
             rises = (rise(segment, costs, is_resident=True) for segment in (one, other))
             self.moments.append(Moment(one.start_bytes - freed, held, block, *rises))
         del self.extra_seconds[""]
@@ -129,9 +142,14 @@ class StepModel:
         Returns:
             The blocks to recompute; None if no set fits.
         """
-        from scipy.optimize import Bounds, LinearConstraint, milp  # takes a second to load, which counting does without
+        from scipy.optimize import (
+            Bounds,
+            LinearConstraint,
+            milp,
+        )  # takes a second to load, which counting does without
 
-        # One variable for each block (1 = recomputed), and one for each set of literals: whether one of them holds.
+        # One variable for each block (1 = recomputed), and one for each set of literals: whether
+        # one of them holds.
         sets = sorted({literals for moment in self.moments for literals in moment.held}, key=sorted)
         column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}
         place = {block: index for index, block in enumerate(self.blocks)}
@@ -152,7 +170,9 @@ class StepModel:
             limits.append((budget - moment.base - moment.rise) / MIB)
         costs = np.zeros(num_columns)
         # Where a recomputation costs nothing, fewer blocks are better.
-        costs[: len(self.blocks)] = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
+        costs[: len(self.blocks)] = [
+            max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks
+        ]
         with without_output():
             found = milp(
                 costs / max(costs.max(), 1e-9),
@@ -167,7 +187,9 @@ class StepModel:
         # The solver accepts a violation of a few bytes.
         return blocks if self.peak(blocks) <= budget else self.fastest(budget - SOLVER_BYTES)
 
-    def _held(self, storages: Sequence[Held], order: dict[str, int], segment: Segment) -> dict[frozenset[Literal], int]:
+    def _held(
+        self, storages: Sequence[Held], order: dict[str, int], segment: Segment
+    ) -> dict[frozenset[Literal], int]:
         """Sum the bytes that are live at the start of a segment under conditions on blocks, by these conditions."""
         now, is_forward = order.get(segment.owner.part, len(order)), segment.owner.kind == FORWARD
         found: Counter[frozenset[Literal]] = Counter()
@@ -181,7 +203,8 @@ class StepModel:
                 savers, takers = storage.savers, storage.takers
             else:
                 savers, takers = (
-                    frozenset(part for part in parts if order.get(part, -1) <= now) for parts in (storage.savers, storage.takers)
+                    frozenset(part for part in parts if order.get(part, -1) <= now)
+                    for parts in (storage.savers, storage.takers)
                 )
             literals = {Literal(part, False) for part in savers if part in self.blocks}
             literals |= {Literal(part, True) for part in takers if part in self.blocks}
@@ -222,8 +245,13 @@ def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
         costs: Measured costs of its operations.
         is_resident: Whether only the part of a workspace counts that is written, and so resident.
     """
-    workspaces = [costs[key].written if is_resident else costs[key].workspace for *_, key in segment.calls]
-    tops = [after + max(known, num_bytes) for (after, known, _), num_bytes in zip(segment.calls, workspaces, strict=True)]
+    workspaces = [
+        costs[key].written if is_resident else costs[key].workspace for *_, key in segment.calls
+    ]
+    tops = [
+        after + max(known, num_bytes)
+        for (after, known, _), num_bytes in zip(segment.calls, workspaces, strict=True)
+    ]
     return max(0, max(tops, default=0) - segment.start_bytes)
 
 

@@ -1,7 +1,8 @@
 """Callback of the tiny training by which `plan` calibrates itself: memory and processor time, read at events of the training.
 
-A program that watches from outside reads at moments that depend on the load of the machine. It may then see a process that is
-about to start another program, and shares all of its memory with it, or workers that inherit the pages of a training that ends.
+A program that watches from outside reads at moments that depend on the load of the machine. It may
+then see a process that is about to start another program, and shares all of its memory with it, or
+workers that inherit the pages of a training that ends.
 """
 
 import json
@@ -21,10 +22,11 @@ from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_byt
 class RehearsalWatch(pl.Callback):
     """Write what a training takes beside its tensors and operations, as JSON.
 
-    The file has `main` and `helpers` (bytes of the training process when it evaluates a case, and of other processes but its
-    loader workers), `pictures` (bytes that it takes beyond that when it draws a validation or saves), `worker`
-    (bytes that a loader worker does not share, mean), `copies` (bytes that the workers hold together, see `bytes_beside`) and
-    `seconds` (processor time of a step without network, loss and optimiser, median).
+    The file has `main` and `helpers` (bytes of the training process when it evaluates a case, and
+    of other processes but its loader workers), `pictures` (bytes that it takes beyond that when it
+    draws a validation or saves), `worker` (bytes that a loader worker does not share, mean),
+    `copies` (bytes that the workers hold together, see `bytes_beside`) and `seconds` (processor
+    time of a step without network, loss and optimiser, median).
 
     Args:
         path: File, written when the training ends.
@@ -50,7 +52,12 @@ class RehearsalWatch(pl.Callback):
         self._stop_computing()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Note the time of the step, and read the memory of the other processes."""
         now_s = time.process_time()

@@ -55,12 +55,21 @@ def num_shares(config: TrainConfig) -> int:
 
 def input_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
-    return config.shape or config.stage.patch_size or config.spacing.size or _whole_shape(config, config.stage.max_voxels)
+    return (
+        config.shape
+        or config.stage.patch_size
+        or config.spacing.size
+        or _whole_shape(config, config.stage.max_voxels)
+    )
 
 
 def evaluated_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the largest validation case: `validation_shape`, or the whole volume or crop that `input_shape` describes."""
-    known = config.validation_shape or config.spacing.size or (config.shape if config.stage.patch_size is None else None)
+    known = (
+        config.validation_shape
+        or config.spacing.size
+        or (config.shape if config.stage.patch_size is None else None)
+    )
     return known or _whole_shape(config, None)
 
 
@@ -68,14 +77,20 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
     """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor."""
     spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
     if range_mm is not None:
-        spacing_mm = (range_mm[0], range_mm[0], range_mm[0])  # the finest spacing gives the largest sample
+        spacing_mm = (
+            range_mm[0],
+            range_mm[0],
+            range_mm[0],
+        )  # the finest spacing gives the largest sample
     if spacing_mm is None:
         raise UserError(
             "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for, and "
             "validation_shape=[D,H,W] of the largest validation case"
         )
     extent_mm = getattr(config.extent_mm, config.stage.name.value)
-    depth, height, width = (math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True))
+    depth, height, width = (
+        math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
+    )
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
         depth = height = width = max(depth, height, width)
     if max_voxels:
@@ -97,7 +112,8 @@ def count_memory(
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        make_baseline: Builds a network that replaces the configured one and is called with the image alone.
+        make_baseline: Builds a network that replaces the configured one and is called with the
+            image alone.
         samples: Samples of a micro-batch; None = those of the configuration.
         compute: See `count_step`.
         timeline: See `count_step`.
@@ -106,7 +122,8 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory, samples = config.memory, samples or samples_per_rank(config)
-    # Compiled code chooses what it saves, which cannot be counted: the network is counted before compilation.
+    # Compiled code chooses what it saves, which cannot be counted: the network is counted before
+    # compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs train in fp16.
     needs_gpu = memory.offload or memory.precision is Precision.fp16
@@ -114,7 +131,10 @@ def count_memory(
 
     def make_ours() -> nn.Module:
         return switch_on(
-            make_network(config), uncompiled, "cuda" if is_gpu else "cpu", sync_batchnorm=config.trainer.sync_batchnorm
+            make_network(config),
+            uncompiled,
+            "cuda" if is_gpu else "cpu",
+            sync_batchnorm=config.trainer.sync_batchnorm,
         )
 
     try:
@@ -133,7 +153,8 @@ def count_memory(
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
     except (RuntimeError, TypeError) as error:
-        # A loss or an optimiser of another package may leave torch, which fake tensors do not allow.
+        # A loss or an optimiser of another package may leave torch, which fake tensors do not
+        # allow.
         if compute:
             raise
         raise UserError(
@@ -152,14 +173,19 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
         Bytes of the case itself, and the peak of the weights and of one pass of the network.
     """
     beside, timeline = count_evaluation(config, shape)
-    peaks = [max(after + workspace for after, workspace, _ in segment.calls) for segment in timeline.segments if segment.calls]
+    peaks = [
+        max(after + workspace for after, workspace, _ in segment.calls)
+        for segment in timeline.segments
+        if segment.calls
+    ]
     return beside, max(peaks)
 
 
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     """Count the memory of the evaluation of one case, with the weights, the image and the reference.
 
-    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole case are held meanwhile.
+    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole
+    case are held meanwhile.
 
     Args:
         config: Checked configuration.
@@ -176,16 +202,21 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         return probs if tile_size else most_probable(probs)
 
     def make() -> nn.Module:
-        return switch_on(make_network(config), replace(config.memory, compile=False, offload=False), "cpu")
+        return switch_on(
+            make_network(config), replace(config.memory, compile=False, offload=False), "cpu"
+        )
 
     seen = network_size(tile_size, divisor) if tile_size else shape
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
-    timeline = count_forward(make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu)
+    timeline = count_forward(
+        make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu
+    )
     target = math.prod(shape)  # uint8
     if tile_size is None:
         return target, timeline
     depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
     classes = count_classes(config)
-    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its padded copy.
+    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its
+    # padded copy.
     sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
     return target + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline

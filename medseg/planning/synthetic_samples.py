@@ -21,11 +21,12 @@ from medseg.preprocess.intensity import intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
-# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as those of the tiny training
-# that measures a loader worker.
+# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as
+# those of the tiny training that measures a loader worker.
 WARM_UP_LENGTH = 16
-# Samples that are made and timed, and the seconds after which no further one is. They are many because the draws of the
-# augmentation differ: in patches of 64×64×64 voxels the memory of the first samples is half of that after thirty.
+# Samples that are made and timed, and the seconds after which no further one is. They are many
+# because the draws of the augmentation differ: in patches of 64×64×64 voxels the memory of the
+# first samples is half of that after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 
 
@@ -35,10 +36,12 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        is_training: Whether samples are patched and augmented as in training; else, as in validation.
+        is_training: Whether samples are patched and augmented as in training; else, as in
+            validation.
 
     Returns:
-        Bytes of memory while samples are made, with what the process keeps afterwards, and the processor time of one.
+        Bytes of memory while samples are made, with what the process keeps afterwards, and the
+        processor time of one.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
@@ -71,7 +74,10 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
 
 def _smaller(config: PlanConfig, shape: Shape) -> Shape:
     """Size of the warm-up, which does not exceed the samples."""
-    lengths = [min(length, WARM_UP_LENGTH + 2 * margin) for length, margin in zip(shape, _margins(config), strict=True)]
+    lengths = [
+        min(length, WARM_UP_LENGTH + 2 * margin)
+        for length, margin in zip(shape, _margins(config), strict=True)
+    ]
     return lengths[0], lengths[1], lengths[2]
 
 
@@ -88,10 +94,18 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
     is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
     size = [length if is_whole else length + 16 for length in shape]
-    starts = [(length - inner) // 2 + margin for length, inner, margin in zip(size, shape, margins, strict=True)]
-    stops = [(length + inner) // 2 - margin for length, inner, margin in zip(size, shape, margins, strict=True)]
+    starts = [
+        (length - inner) // 2 + margin
+        for length, inner, margin in zip(size, shape, margins, strict=True)
+    ]
+    stops = [
+        (length + inner) // 2 - margin
+        for length, inner, margin in zip(size, shape, margins, strict=True)
+    ]
     # A sample within its margins has a region of one voxel.
-    box = VoxelBox.of(starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True)))
+    box = VoxelBox.of(
+        starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True))
+    )
     grid = VoxelGrid((size[0], size[1], size[2]), spacing_mm)
     labels = np.zeros(size, dtype=np.uint8)
     for value, part in enumerate(np.array_split(labels[box.slices()], len(task.labels)), start=1):
@@ -103,7 +117,11 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         image = np.zeros(size, dtype=np.int16 if channel.modality == "ct" else np.float32)
         np.save(folder / (f"image_{number}.npy" if number else "image.npy"), image)
         image[0, 0, 0] = 1  # a percentile or a standard deviation of a constant image is refused
-        intensities.append(None if channel.window_hu else intensity_of(image, channel.modality, channel.normalise, None))
+        intensities.append(
+            None
+            if channel.window_hu
+            else intensity_of(image, channel.modality, channel.normalise, None)
+        )
     return CachedCase(
         "synthetic",
         folder,

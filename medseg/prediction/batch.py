@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from medseg.cascade.cascade import Cascade
-from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_USER_ERROR, UserError, first_line, is_out_of_memory
+from medseg.errors import (
+    EXIT_FAILED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_USER_ERROR,
+    UserError,
+    first_line,
+    is_out_of_memory,
+)
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import scratch_above
 from medseg.memory.profile import resident_bytes
@@ -30,7 +37,13 @@ from medseg.prediction.case import (
     write_case,
 )
 from medseg.prediction.contract import share_memory
-from medseg.prediction.forecast import Forecast, forecast, forecast_text, machine_key, seconds_per_voxel
+from medseg.prediction.forecast import (
+    Forecast,
+    forecast,
+    forecast_text,
+    machine_key,
+    seconds_per_voxel,
+)
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import (
@@ -39,7 +52,8 @@ from medseg.prediction.scans import (
 
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
-# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not be read twice.
+# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not
+# be read twice.
 SURE_BUDGET_GIB = 0.9
 # Headers that are read for the forecast of a batch.
 MAX_FORECASTS = 50
@@ -117,15 +131,21 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
             options=config.inference,
             trusted=config.trusted_targets,
         )
-        loaded.append(RangeCascade(cascade, result_settings(cascade, precision), name, checkpoints.range_mm))
+        loaded.append(
+            RangeCascade(cascade, result_settings(cascade, precision), name, checkpoints.range_mm)
+        )
     return loaded
 
 
-def make_batch(cascades: Sequence[RangeCascade], config: PredictConfig, num_cases: int, observer: Observer) -> "Batch":
+def make_batch(
+    cascades: Sequence[RangeCascade], config: PredictConfig, num_cases: int, observer: Observer
+) -> "Batch":
     """Divide what the loaded weights leave of `max_ram_gib`, see `share_memory`, and make a batch that keeps it."""
     backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
-    bounded = [chosen._replace(cascade=chosen.cascade.within(shares.network_gib)) for chosen in cascades]
+    bounded = [
+        chosen._replace(cascade=chosen.cascade.within(shares.network_gib)) for chosen in cascades
+    ]
     return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
 
 
@@ -137,7 +157,8 @@ class Batch:
         cascades: Cascades to choose from.
         loaded_bytes: Resident memory before the first scan.
         array_bytes: Size above which an array of a scan is a temporary file.
-        config: Which result files are written, and whether results that are up to date are made again.
+        config: Which result files are written, and whether results that are up to date are made
+            again.
         num_cases: Number of cases.
         observer: Is told what happens.
     """
@@ -157,10 +178,16 @@ class Batch:
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
             with suppress(Exception):  # of any reader; the case tells it in its turn
                 cascade = pick_cascade(case.scan, self.cascades)[0].cascade
-                found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.coarse.task))
+                found[case.scan.name] = self._forecast(
+                    cascade, scan_grid(case.scan, cascade.coarse.task)
+                )
                 rates.append(seconds_per_voxel(machine_key(cascade)))
         known = [rate for rate in rates if rate is not None]
-        return forecast_text(found, median(known) if len(known) == len(rates) else None, len(new)) if found else None
+        return (
+            forecast_text(found, median(known) if len(known) == len(rates) else None, len(new))
+            if found
+            else None
+        )
 
     def _forecast(self, cascade: Cascade, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
@@ -174,7 +201,9 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             cascade = case.chosen.cascade
-            if is_ahead and not is_small(case.scan, cascade.coarse.task, cascade.options.budget_gib):
+            if is_ahead and not is_small(
+                case.scan, cascade.coarse.task, cascade.options.budget_gib
+            ):
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
                 cascade.check_budget(scan_grid(case.scan, cascade.coarse.task))
@@ -185,7 +214,9 @@ class Batch:
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 
-    def compute(self, case: BatchCase, data: CaseData | str | Exception) -> CaseData | str | Exception:
+    def compute(
+        self, case: BatchCase, data: CaseData | str | Exception
+    ) -> CaseData | str | Exception:
         """Segment a case."""
         self.observer.case_begins(case.scan.name, self.num_cases)
         if not isinstance(data, CaseData):
@@ -195,7 +226,9 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             with scratch_above(self.array_bytes):
-                segment_case(case.scan, case.chosen.cascade, data, self.config, partial(self._begin, case))
+                segment_case(
+                    case.scan, case.chosen.cascade, data, self.config, partial(self._begin, case)
+                )
         except Exception as error:
             return self._as_value(error)
         return data
@@ -210,7 +243,15 @@ class Batch:
                 if self.num_cases == 1:  # else the next case is shown
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
-                    case.report = write_case(case.scan, case.output, case.chosen, data, case.known, self.config, self._forecast)
+                    case.report = write_case(
+                        case.scan,
+                        case.output,
+                        case.chosen,
+                        data,
+                        case.known,
+                        self.config,
+                        self._forecast,
+                    )
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)
@@ -219,7 +260,9 @@ class Batch:
         return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        return not self.config.overwrite and is_up_to_date(case.scan, case.output, case.chosen, self.config)
+        return not self.config.overwrite and is_up_to_date(
+            case.scan, case.output, case.chosen, self.config
+        )
 
     def _begin(self, case: BatchCase, step: str) -> None:
         steps = ["read", *case.chosen.cascade.steps, "write"]
@@ -258,13 +301,14 @@ def run_overlapped(
 ) -> list[Answer]:
     """Run the three steps of all cases, each step in the order of the cases.
 
-    Beside the computed case at most two others are in memory: one that is read ahead and one that is finished. An interrupt waits for
-    the case that is being finished, and abandons the one that is being read.
+    Beside the computed case at most two others are in memory: one that is read ahead and one that
+    is finished. An interrupt waits for the case that is being finished, and abandons the one that
+    is being read.
 
     Args:
         cases: The cases.
-        read: Reads a case; the flag says whether it is ahead of its turn, in a thread of its own. There it may return None, and is
-            called again in its turn.
+        read: Reads a case; the flag says whether it is ahead of its turn, in a thread of its own.
+            There it may return None, and is called again in its turn.
         compute: Takes what was read; runs in the caller's thread.
         finish: Runs in a thread of its own, one case after the other.
 
@@ -272,7 +316,8 @@ def run_overlapped(
         Results of `finish`, by case.
 
     Raises:
-        Exception: The first exception of a step ends the whole; steps must return the errors of single cases as values.
+        Exception: The first exception of a step ends the whole; steps must return the errors of
+            single cases as values.
     """
     answers: list[Answer] = []
     ahead: Future[Any] | None = None

@@ -52,16 +52,20 @@ def load_cascade(
     """Load both stages.
 
     Args:
-        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none = the included weights.
+        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none =
+            the included weights.
         fine: The same for the fine stage; none also for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
-        options: Tiles of the last stage, memory, backend and flips; the defaults where None. Without a backend it is the
-            quicker one whose memory fits on a CPU without bf16, else torch.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
+            device lacks it.
+        options: Tiles of the last stage, memory, backend and flips; the defaults where None.
+            Without a backend it is the quicker one whose memory fits on a CPU without bf16, else
+            torch.
         trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
 
     Raises:
-        UserError: If the device, the precision or a checkpoint is not usable, or the stages do not fit together.
+        UserError: If the device, the precision or a checkpoint is not usable, or the stages do not
+            fit together.
     """
     names = [choice.value for choice in Accelerator]
     require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
@@ -76,9 +80,12 @@ def load_cascade(
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
         if checkpoints or not stages or stages[0].name == "coarse":
-            paths = [Path(path) for path in checkpoints or ()] or [shipped_weights(INCLUDED_TASK, name)]
+            paths = [Path(path) for path in checkpoints or ()] or [
+                shipped_weights(INCLUDED_TASK, name)
+            ]
             measured = "" if checkpoints else TILE_CHANGES
-            # OpenVINO takes memory with its first pass only: that of the stages before is still to come.
+            # OpenVINO takes memory with its first pass only: that of the stages before is still to
+            # come.
             room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
             room_bytes -= sum(stage.backend_bytes for stage in stages)
             stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
@@ -86,7 +93,9 @@ def load_cascade(
         stages[-1].use_tiles(options.tile_size, measured)
     for stage in stages:
         if stage.tile_size is not None:
-            stage.plan(stage.tile_size, options)  # refuses a tile that exceeds the budget before a scan is read
+            stage.plan(
+                stage.tile_size, options
+            )  # refuses a tile that exceeds the budget before a scan is read
     return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
 
 
@@ -108,7 +117,9 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     spacing_mm = round(max(grid.spacing_mm), 3)
     for one in cascades:
         if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
-            return one, [f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"]
+            return one, [
+                f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"
+            ]
     known = ", ".join(f"{one.name} {one}" for one in cascades)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"

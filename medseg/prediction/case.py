@@ -50,7 +50,8 @@ class CaseData:
         more_channels: The other channels on its grid, (D, H, W) each.
         result: The segmentation, set by `segment_case`.
         views: What the pictures need of the voxels, set by `segment_case`.
-        sources: Fingerprint of the files of each channel when they were read; None where they could not be read.
+        sources: Fingerprint of the files of each channel when they were read; None where they could
+            not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
         memory_gb_s: Area under the curve of the process' memory during the steps.
     """
@@ -79,7 +80,10 @@ def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
-    return BYTES_PER_VOXEL * len(task.channels) * math.prod(scan_grid(scan, task).shape) <= budget_gib * 2**30
+    return (
+        BYTES_PER_VOXEL * len(task.channels) * math.prod(scan_grid(scan, task).shape)
+        <= budget_gib * 2**30
+    )
 
 
 def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
@@ -130,13 +134,21 @@ def read_scan(
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    outside, modalities = ([getattr(one, name) for one in task.channels] for name in ("outside", "modality"))
-    channels, volume = read_channels(paths, outside, series=series, files=files, scales=[hu], modalities=modalities)
+    outside, modalities = (
+        [getattr(one, name) for one in task.channels] for name in ("outside", "modality")
+    )
+    channels, volume = read_channels(
+        paths, outside, series=series, files=files, scales=[hu], modalities=modalities
+    )
     return volume, list(channels[1:])
 
 
 def segment_case(
-    scan: Scan, cascade: Cascade, case: CaseData, config: PredictConfig, on_step: Callable[[str], None] | None = None
+    scan: Scan,
+    cascade: Cascade,
+    case: CaseData,
+    config: PredictConfig,
+    on_step: Callable[[str], None] | None = None,
 ) -> None:
     """Segment a scan, take the views of it that the results need, and drop its voxels.
 
@@ -145,7 +157,14 @@ def segment_case(
     """
     with case.measured("segment"):
         keep = Save.probabilities in config.save
-        case.result = segment_scan(case.volume, scan.path, cascade, case.more_channels, on_step=on_step, keep_probabilities=keep)
+        case.result = segment_scan(
+            case.volume,
+            scan.path,
+            cascade,
+            case.more_channels,
+            on_step=on_step,
+            keep_probabilities=keep,
+        )
         case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, config)
     case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
@@ -166,17 +185,22 @@ def segment_scan(
         name: Its name in messages.
         cascade: The trained stages.
         more_channels: The other channels on its grid, (D, H, W) each.
-        is_owned: Whether the channels may be changed in place, as where a constant is filled in outside the field of view.
+        is_owned: Whether the channels may be changed in place, as where a constant is filled in
+            outside the field of view.
         options: `on_step` and `keep_probabilities` of `Cascade.segment`.
 
     Returns:
-        Labels in the scan's storage order; the warnings include those of the reader and of the audit of its values.
+        Labels in the scan's storage order; the warnings include those of the reader and of the
+        audit of its values.
 
     Raises:
         UserError: If all voxels have one value.
     """
     is_constant = volume.array.min() == volume.array.max()
-    require(not is_constant, f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.")
+    require(
+        not is_constant,
+        f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.",
+    )
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in cascade.coarse.task.channels]
     findings: list[Finding] = []
@@ -185,7 +209,9 @@ def segment_scan(
         volume = replace(volume, array=arrays[0])
     result = cascade.segment(volume, arrays[1:], **options)
     task = cascade.coarse.task
-    result.statistics = label_statistics(volume.array if task.is_ct else None, result.labels, volume.grid, task.labels)
+    result.statistics = label_statistics(
+        volume.array if task.is_ct else None, result.labels, volume.grid, task.labels
+    )
     result.findings[:0] = [*volume.findings, *findings]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
@@ -205,7 +231,8 @@ def write_case(
 
     Args:
         scan: The scan.
-        output: Path of the label map; the report is written beside it as `<case>.json`, last of all.
+        output: Path of the label map; the report is written beside it as `<case>.json`, last of
+            all.
         chosen: The cascade that segmented it.
         case: What is written.
         known: Report that was there when the scan was read.
@@ -216,7 +243,8 @@ def write_case(
         The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
 
     Raises:
-        UserError: If a file cannot be written, or a prediction of another scan has written it meanwhile.
+        UserError: If a file cannot be written, or a prediction of another scan has written it
+            meanwhile.
     """
     paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
@@ -226,7 +254,15 @@ def write_case(
             f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
         )
         with case.measured("write"):
-            write_results(paths, scan, case.volume, case.result, case.views, chosen.cascade.coarse.task, config)
+            write_results(
+                paths,
+                scan,
+                case.volume,
+                case.result,
+                case.views,
+                chosen.cascade.coarse.task,
+                config,
+            )
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
 
 
@@ -283,8 +319,9 @@ def _write_report(
 def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: PredictConfig) -> bool:
     """Whether a new prediction of the case would give the results that are there.
 
-    The report, which is written last, must be there. The files must be those that it was written with. The content of the scan
-    and of the checkpoints and all settings that decide the result must be unchanged.
+    The report, which is written last, must be there. The files must be those that it was written
+    with. The content of the scan and of the checkpoints and all settings that decide the result
+    must be unchanged.
     """
     try:
         paths = scan.paths(len(chosen.cascade.coarse.task.channels))
@@ -295,7 +332,8 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
             and isinstance(known["warnings"], list)
             # Through JSON, which turns tuples into lists.
             and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
-            and checksums(list(result_paths(output, chosen.cascade, config.save).values())).items() <= known["results"].items()
+            and checksums(list(result_paths(output, chosen.cascade, config.save).values())).items()
+            <= known["results"].items()
             and all(
                 path is not None and is_same_source(path, source, files)
                 for path, source, files in zip(
@@ -338,4 +376,7 @@ def report_path(output: Path) -> Path:
 
 def checksums(paths: list[Path]) -> dict[str, str]:
     """SHA-256 of result files by name; a volume of two files has one."""
-    return {path.name: fingerprint(path)["sha256"] if volume_suffix(path) else checksum(path) for path in paths}
+    return {
+        path.name: fingerprint(path)["sha256"] if volume_suffix(path) else checksum(path)
+        for path in paths
+    }

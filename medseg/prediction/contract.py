@@ -38,7 +38,8 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
 
     Args:
         max_ram_gib: Memory of the whole process; None = no bound.
-        backend_bytes: What the backends of the networks take later, see `TrainedStage.backend_bytes`.
+        backend_bytes: What the backends of the networks take later, see
+            `TrainedStage.backend_bytes`.
 
     Raises:
         UserError: If the process already holds too much.
@@ -58,7 +59,8 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
 def backend_room_bytes(max_ram_gib: float | None, budget_gib: float) -> float:
     """Measure what is left for another backend beside a pass that takes all of `inference.budget_gib`.
 
-    Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to load.
+    Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to
+    load.
 
     Args:
         max_ram_gib: Memory of the whole process; None = that of the machine.

@@ -51,11 +51,14 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
 
     Args:
         stage: The stage.
-        fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of the divisor.
+        fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of
+            the divisor.
     """
     task, is_whole = stage.task, stage.name != "fine"
     classes = (
-        {"all": ["background", *task.labels]} if is_whole else {one.name: ["background", *one.labels] for one in task.regions}
+        {"all": ["background", *task.labels]}
+        if is_whole
+        else {one.name: ["background", *one.labels] for one in task.regions}
     )
     num_classes = task.num_classes if is_whole else task.num_region_classes
     return {
@@ -87,7 +90,9 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
                 "window_hu": channel.window_hu,
                 "outside": outside,
             }
-            for channel, limits, outside in zip(task.channels, stage.limits, stage.outside, strict=True)
+            for channel, limits, outside in zip(
+                task.channels, stage.limits, stage.outside, strict=True
+            )
         ],
         "crop": (
             {
@@ -98,9 +103,15 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
             else {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
         ),
         "flipped_x": [] if is_whole else [one.name for one in task.regions if one.side == "right"],
-        "padding": {"where": "at the end of each axis", "z": "the last slice is repeated", "y, x": AIR},
+        "padding": {
+            "where": "at the end of each axis",
+            "z": "the last slice is repeated",
+            "y, x": AIR,
+        },
         "tile_size": network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
-        "least_size": None if is_whole else network_size(stage.tile_size or stage.least_size, stage.divisor),
+        "least_size": None
+        if is_whole
+        else network_size(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": InferenceOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
     }

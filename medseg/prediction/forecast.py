@@ -25,20 +25,27 @@ from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored probability, and one of a tile.
+# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored
+# probability, and one of a tile.
 SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
-# Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger `WORKSPACE`.
+# Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger
+# `WORKSPACE`.
 USUAL_WORKSPACE = 1.25
-# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes of a wide field of view. Medians of 33 scans.
+# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
+# of a wide field of view. Medians of 33 scans.
 BODY_SHARE, BODY_MM = (1.0, 0.8, 1.0), (math.inf, 360.0, 480.0)
-# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop until its step ends, unless large blocks are mapped.
+# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop
+# until its step ends, unless large blocks are mapped.
 RESAMPLING = 24
-# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives each thread heaps of 64 MiB.
+# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
+# each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
-# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes while they are counted.
+# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes
+# while they are counted.
 CLEANING, COUNTING = 8, 32 * 2**20
 CLEANED_VOXELS = 2**25
-# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD EPYC, included weights.
+# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
+# EPYC, included weights.
 NETWORK_TIME = 5
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
@@ -49,7 +56,8 @@ class Forecast(NamedTuple):
 
     Attributes:
         memory: Resident bytes of the process by step.
-        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the duration is proportional to it.
+        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the
+            duration is proportional to it.
     """
 
     memory: dict[str, int]
@@ -61,19 +69,27 @@ class Forecast(NamedTuple):
         return max(self.memory.values())
 
 
-def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf) -> Forecast:
+def forecast(
+    cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf
+) -> Forecast:
     """Forecast the memory of a case; the body and the regions are not known yet, so their usual sizes are taken.
 
     Args:
         cascade: The trained stages, with the memory that a network may use.
         grid: Grid of the scan, in storage order.
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
-        array_bytes: Size above which an array is a temporary file, see `medseg.prediction.contract`.
+        array_bytes: Size above which an array is a temporary file, see
+            `medseg.prediction.contract`.
 
     Raises:
         UserError: If a stage cannot keep its budget.
     """
-    grid, task, options, coarse = oriented_grid(grid), cascade.coarse.task, cascade.options, cascade.coarse
+    grid, task, options, coarse = (
+        oriented_grid(grid),
+        cascade.coarse.task,
+        cascade.options,
+        cascade.coarse,
+    )
 
     def held(*sizes: float) -> int:
         return round(sum(size for size in sizes if size <= array_bytes))
@@ -84,12 +100,24 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
     heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
     libraries = LIBRARIES_BYTES + cascade.backend_bytes
     fixed = loaded_bytes + libraries + heaps + channels * held(SCAN * num_voxels)
-    lattice, scan_mm = grid.resampled(coarse.spacing_mm), [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
+    lattice, scan_mm = (
+        grid.resampled(coarse.spacing_mm),
+        [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)],
+    )
     body = _crop_shape(
-        coarse, grid, [min(length * share, most) for length, share, most in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True)], None
+        coarse,
+        grid,
+        [
+            min(length * share, most)
+            for length, share, most in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True)
+        ],
+        None,
     )
     during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)
-    memory = {"read": fixed, first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during}
+    memory = {
+        "read": fixed,
+        first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during,
+    }
     voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
     if cascade.fine is not None:
         fine, kept = cascade.fine, 0
@@ -111,11 +139,18 @@ def forecast(cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: 
     return Forecast(memory, voxels)
 
 
-def _crop_shape(stage: TrainedStage, grid: VoxelGrid, extent_mm: Sequence[float], patch_size: Shape | None) -> Shape:
+def _crop_shape(
+    stage: TrainedStage, grid: VoxelGrid, extent_mm: Sequence[float], patch_size: Shape | None
+) -> Shape:
     """Voxels (D, H, W) of the crop that a stage makes of a box of some extent."""
     lattice = grid.resampled(stage.spacing_mm).resampled(stage.rule.spacing_mm(grid.spacing_mm))
-    shape = (max(1, math.ceil(length / mm)) for length, mm in zip(extent_mm, lattice.spacing_mm, strict=True))
-    crop = stage.rule.crop(VoxelBox.full(tuple(shape)), lattice, patch_size or (1, 1, 1), stage.divisor)
+    shape = (
+        max(1, math.ceil(length / mm))
+        for length, mm in zip(extent_mm, lattice.spacing_mm, strict=True)
+    )
+    crop = stage.rule.crop(
+        VoxelBox.full(tuple(shape)), lattice, patch_size or (1, 1, 1), stage.divisor
+    )
     return crop.grid.shape
 
 
@@ -132,7 +167,11 @@ def _pass_bytes(
     padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
     # One pass gives its probabilities when its features are free.
     probs = 0.0 if plan == TilingPlan(None) else held(PROBABILITY * classes * math.prod(padded))
-    during = held(IMAGE * channels * math.prod(shape)) + (padded != shape) * held(IMAGE * channels * math.prod(padded)) + probs
+    during = (
+        held(IMAGE * channels * math.prod(shape))
+        + (padded != shape) * held(IMAGE * channels * math.prod(padded))
+        + probs
+    )
     if stage.has_views(options):
         during += held(IMAGE * classes * math.prod(shape)) + held(IMAGE * math.prod(shape))
     if stage.device.type == "cpu":
@@ -147,7 +186,11 @@ def _pass_bytes(
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
     """Voxels that go through the networks of a stage for one crop."""
     seen = network_size(stage.tile_size or shape, stage.divisor)
-    number = len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap)) if stage.tile_size else 1  # type: ignore[arg-type]
+    number = (
+        len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap))
+        if stage.tile_size
+        else 1
+    )  # type: ignore[arg-type]
     return number * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
 
 
@@ -155,7 +198,8 @@ def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_c
     """Say what a batch will hold and, where this machine has finished cases before, how long it will take.
 
     Args:
-        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of all.
+        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of
+            all.
         rate_s: Seconds per voxel; None is unknown.
         num_cases: Number of all cases.
     """
@@ -182,10 +226,10 @@ def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[
 
 def machine_key(cascade: Cascade) -> str:
     """Name of all that decides the seconds per voxel on this machine: weights, precision, device and threads."""
-    weights = " ".join(checksum[:12] for stage in cascade.stages for checksum in sorted(stage.checkpoints.values()))
-    return (
-        f"{weights} {cascade.last.precision} {cascade.last.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
+    weights = " ".join(
+        checksum[:12] for stage in cascade.stages for checksum in sorted(stage.checkpoints.values())
     )
+    return f"{weights} {cascade.last.precision} {cascade.last.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def seconds_per_voxel(key: str) -> float | None:

@@ -26,9 +26,15 @@ EVERY_SPACING_MM = (0.0, math.inf)
 class RangeOptions:
     """Checkpoints for scans whose coarsest spacing lies in a range."""
 
-    range_mm: Annotated[Pair, Knob("Lower bound, and upper bound (excluded) of the spacing; 0 or more.", unit="mm")]
-    coarse: Annotated[Any, Knob("Checkpoint, or list of them; null: the key coarse of `predict`.")] = None
-    fine: Annotated[Any, Knob("Checkpoint, or list of them; null: the key fine of `predict`.")] = None
+    range_mm: Annotated[
+        Pair, Knob("Lower bound, and upper bound (excluded) of the spacing; 0 or more.", unit="mm")
+    ]
+    coarse: Annotated[
+        Any, Knob("Checkpoint, or list of them; null: the key coarse of `predict`.")
+    ] = None
+    fine: Annotated[Any, Knob("Checkpoint, or list of them; null: the key fine of `predict`.")] = (
+        None
+    )
 
 
 @dataclass(kw_only=True)
@@ -37,9 +43,13 @@ class DicomSegOptions:
 
     kind: Annotated[
         SegKind,
-        Knob("binary: one label per frame; labelmap: smaller, defined in 2024, unknown to older viewers."),
+        Knob(
+            "binary: one label per frame; labelmap: smaller, defined in 2024, unknown to older viewers."
+        ),
     ] = SegKind.binary
-    keep_empty_frames: Annotated[bool, Knob("Write frames of slices without the label too.")] = False
+    keep_empty_frames: Annotated[bool, Knob("Write frames of slices without the label too.")] = (
+        False
+    )
 
 
 @dataclass(kw_only=True)
@@ -47,7 +57,12 @@ class ViewerOptions:
     """Case viewers, the HTML files of save=[viewer]."""
 
     max_mb: Annotated[
-        float, Knob("Largest size of a viewer; a scan of many voxels is shown coarser.", "[4, inf)", "10^6 bytes")
+        float,
+        Knob(
+            "Largest size of a viewer; a scan of many voxels is shown coarser.",
+            "[4, inf)",
+            "10^6 bytes",
+        ),
     ] = 12.0
 
 
@@ -57,17 +72,36 @@ class RayOptions:
 
     address: Annotated[
         Text,
-        Knob("Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster on this machine."),
+        Knob(
+            "Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster on this machine."
+        ),
     ] = None
-    num_actors: Annotated[int | None, Knob("Processes that segment scans; null: as many as fit.", "[1, inf)", "actors")] = None
+    num_actors: Annotated[
+        int | None,
+        Knob("Processes that segment scans; null: as many as fit.", "[1, inf)", "actors"),
+    ] = None
     gpus: Annotated[
-        float | None, Knob("GPUs of an actor, such as 0.5; null: 1 where the cluster has GPUs.", "[0, inf)", "GPUs")
+        float | None,
+        Knob(
+            "GPUs of an actor, such as 0.5; null: 1 where the cluster has GPUs.", "[0, inf)", "GPUs"
+        ),
     ] = None
     memory_gib: Annotated[
         float | None,
-        Knob("Memory that an actor reserves; null: inference.max_ram_gib, or predicted.", "(0, inf)", "GiB"),
+        Knob(
+            "Memory that an actor reserves; null: inference.max_ram_gib, or predicted.",
+            "(0, inf)",
+            "GiB",
+        ),
     ] = None
-    retries: Annotated[int, Knob("How often a scan is given to another actor after its actor has died.", "[0, inf)", "times")] = 2
+    retries: Annotated[
+        int,
+        Knob(
+            "How often a scan is given to another actor after its actor has died.",
+            "[0, inf)",
+            "times",
+        ),
+    ] = 2
 
 
 @dataclass(kw_only=True)
@@ -76,7 +110,9 @@ class PredictConfig:
 
     input: Annotated[
         Any,
-        Knob("NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case."),
+        Knob(
+            "NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case."
+        ),
     ]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
     save: Annotated[list[Save], Knob("Result files of each case, see docs/predict.md.")] = field(
@@ -84,34 +120,59 @@ class PredictConfig:
     )
     coarse: Annotated[
         Any,
-        Knob("Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included weights."),
+        Knob(
+            "Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included weights."
+        ),
     ] = None
-    fine: Annotated[Any, Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement.")] = None
+    fine: Annotated[
+        Any,
+        Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement."),
+    ] = None
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,
         Knob("Name: other checkpoints for a range of the scan's coarsest spacing."),
     ] = None
     split: Annotated[Text, Knob("With a case table: this part only (train, val, test).")] = None
-    series: Annotated[Text, Knob("DICOM series by UID or number where a folder holds several.")] = None
+    series: Annotated[Text, Knob("DICOM series by UID or number where a folder holds several.")] = (
+        None
+    )
     hu_slope: Annotated[
         float,
-        Knob("HU = hu_slope * value + hu_offset; columns of the case table override both.", "(0, inf)"),
+        Knob(
+            "HU = hu_slope * value + hu_offset; columns of the case table override both.",
+            "(0, inf)",
+        ),
     ] = 1.0
     hu_offset: Annotated[float, Knob("See hu_slope.", "(-inf, inf)", "HU")] = 0.0
-    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")] = Accelerator.auto
+    accelerator: Annotated[Accelerator, Knob("Device; auto: a GPU where there is one.")] = (
+        Accelerator.auto
+    )
     engine: Annotated[
         Engine,
-        Knob("Where the scans of a batch are segmented; ray: on a cluster, or in several processes of this machine."),
+        Knob(
+            "Where the scans of a batch are segmented; ray: on a cluster, or in several processes of this machine."
+        ),
     ] = Engine.local
     ray: RayOptions = field(default_factory=RayOptions)
     threads: Annotated[
         int | None,
-        Knob("Torch threads on a CPU; null: all cores, or 1 for each actor with engine=ray.", "[1, inf)", "threads"),
+        Knob(
+            "Torch threads on a CPU; null: all cores, or 1 for each actor with engine=ray.",
+            "[1, inf)",
+            "threads",
+        ),
     ] = None
-    precision: Annotated[Precision | None, Knob("Number format; null: as the checkpoint was trained.")] = None
-    overwrite: Annotated[bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")] = False
+    precision: Annotated[
+        Precision | None, Knob("Number format; null: as the checkpoint was trained.")
+    ] = None
+    overwrite: Annotated[
+        bool, Knob("Repeat cases that are up to date (same scan, weights and settings).")
+    ] = False
     trusted_targets: Annotated[
-        list[str], Knob("Prefixes of classes beyond the white list that a checkpoint may name ([my_package.]).")
+        list[str],
+        Knob(
+            "Prefixes of classes beyond the white list that a checkpoint may name ([my_package.])."
+        ),
     ] = field(default_factory=list)
     dicom_seg: DicomSegOptions = field(default_factory=DicomSegOptions)
     viewer: ViewerOptions = field(default_factory=ViewerOptions)
@@ -129,7 +190,9 @@ class PredictConfig:
     @property
     def ranges(self) -> dict[str, RangeOptions]:
         """Checkpoints of each range of spacings by its name; one without a name is for all scans."""
-        return self.by_spacing or {"": RangeOptions(range_mm=EVERY_SPACING_MM, coarse=self.coarse, fine=self.fine)}
+        return self.by_spacing or {
+            "": RangeOptions(range_mm=EVERY_SPACING_MM, coarse=self.coarse, fine=self.fine)
+        }
 
     @property
     def hu(self) -> HuScale:
@@ -138,7 +201,9 @@ class PredictConfig:
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each key whose value has no meaning, and for ranges that are empty or overlap."""
-        yield from text_clashes("input", as_texts(self.input), "a path, or a list of the channels of one case")
+        yield from text_clashes(
+            "input", as_texts(self.input), "a path, or a list of the channels of one case"
+        )
         kinds = "a checkpoint, a list of checkpoints or null"
         for key, checkpoints in (("coarse", self.coarse), ("fine", self.fine)):
             if checkpoints is not None:
@@ -149,7 +214,9 @@ class PredictConfig:
             key = f"by_spacing.{name}"
             low_mm, high_mm = limits.range_mm
             if not 0 <= low_mm < high_mm:
-                yield (f"{key}.range_mm: expected two increasing numbers, the first at least 0, but got {list(limits.range_mm)}")
+                yield (
+                    f"{key}.range_mm: expected two increasing numbers, the first at least 0, but got {list(limits.range_mm)}"
+                )
             if low_mm < previous_high_mm:
                 yield (
                     f"{key}.range_mm={list(limits.range_mm)} overlaps that of {previous_name}; end one range where the "

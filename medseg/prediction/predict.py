@@ -14,7 +14,14 @@ from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
 from medseg.io.tables import refuse_table
 from medseg.memory.options import Accelerator
-from medseg.prediction.batch import BatchCase, Observer, has_other_ranks, load_cascades, make_batch, run_overlapped
+from medseg.prediction.batch import (
+    BatchCase,
+    Observer,
+    has_other_ranks,
+    load_cascades,
+    make_batch,
+    run_overlapped,
+)
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.options import Engine, PredictConfig
 from medseg.prediction.ray_engine import predict_on_ray
@@ -35,7 +42,8 @@ from medseg.prediction.summary import SCORES, SUMMARY_FILE, write_summary
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
     """Segment every scan of an input; a failing case does not affect the others.
 
-    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty list.
+    Under torchrun rank 0 does this, and the other processes run networks for it and return an empty
+    list.
 
     Args:
         config: Checked configuration.
@@ -56,11 +64,14 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
             chosen.cascade.serve_tiles()
             return []
     source = _source_of(config)
-    scans, protected = find_scans(source, config.split, config.series, config.hu, config.data.labels_column)
+    scans, protected = find_scans(
+        source, config.split, config.series, config.hu, config.data.labels_column
+    )
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     # Whether there is a summary does not depend on what the headers will say.
     is_batch = _is_batch(source)
-    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds slices.
+    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds
+    # slices.
     is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
     output = Path(config.output)
     # Which DICOM files are one case depends on the task, which is in the checkpoints.
@@ -79,7 +90,11 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     check_outputs(outputs, protected)
     is_batch = is_batch and output not in outputs
     if is_batch:
-        refuse_table(output / SUMMARY_FILE, SCORES, f"the scores of an evaluation; give another output than {output}")
+        refuse_table(
+            output / SUMMARY_FILE,
+            SCORES,
+            f"the scores of an evaluation; give another output than {output}",
+        )
     placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
     check_outputs([file for paths in placed for file in paths.values()], protected)
     for folder in {path.parent for path in outputs}:
@@ -103,7 +118,9 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         UserError: With the key.
     """
     if config.engine is Engine.ray:
-        raise UserError("engine=ray distributes scans by itself; start the command without torchrun")
+        raise UserError(
+            "engine=ray distributes scans by itself; start the command without torchrun"
+        )
     if config.by_spacing:
         raise UserError(
             "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or "

@@ -1,7 +1,7 @@
 """Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
 
-Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is the journal: a case that is up
-to date is never computed again, whichever process asks for it.
+Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is
+the journal: a case that is up to date is never computed again, whichever process asks for it.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class CaseActor:
         Args:
             scan: The scan.
             output: Path of its label map.
-            is_retry: Whether an actor that died had the case: results that it finished are not computed again, even with
-                `overwrite`.
+            is_retry: Whether an actor that died had the case: results that it finished are not
+                computed again, even with `overwrite`.
         """
         torch.set_num_threads(self.threads)
         case, batch = BatchCase(scan, output), self.batch
@@ -101,7 +101,9 @@ class CaseActor:
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
 
 
-def predict_on_ray(cases: Sequence[BatchCase], cascade: Cascade, config: PredictConfig, observer: Observer) -> None:
+def predict_on_ray(
+    cases: Sequence[BatchCase], cascade: Cascade, config: PredictConfig, observer: Observer
+) -> None:
     """Segment cases on a Ray cluster and fill in their outcomes.
 
     Args:
@@ -111,9 +113,13 @@ def predict_on_ray(cases: Sequence[BatchCase], cascade: Cascade, config: Predict
         observer: Is told which case begins and ends, the latter in any order.
 
     Raises:
-        UserError: If Ray is not installed, no node has the resources, or actors cannot load the weights.
+        UserError: If Ray is not installed, no node has the resources, or actors cannot load the
+            weights.
     """
-    require(has_ray(), "engine=ray: Ray is not installed; run pip install 'medseg[ray]', or choose engine=local")
+    require(
+        has_ray(),
+        "engine=ray: Ray is not installed; run pip install 'medseg[ray]', or choose engine=local",
+    )
     import ray
 
     options, threads = config.ray, config.threads or 1
@@ -129,20 +135,33 @@ def predict_on_ray(cases: Sequence[BatchCase], cascade: Cascade, config: Predict
             log_to_driver=False,
             logging_level=logging.ERROR,
             include_dashboard=None if address else False,
-            runtime_env={"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"},  # also on other machines
+            runtime_env={
+                "worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"
+            },  # also on other machines
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address") from error
+        raise UserError(
+            f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address"
+        ) from error
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = options.gpus
         if gpus is None:
-            gpus = 1.0 if config.accelerator is not Accelerator.cpu and any(node.get("GPU", 0) for node in nodes) else 0.0
+            gpus = (
+                1.0
+                if config.accelerator is not Accelerator.cpu
+                and any(node.get("GPU", 0) for node in nodes)
+                else 0.0
+            )
         memory = (
-            math.ceil(2**30 * options.memory_gib) if options.memory_gib else predict_bytes(cascade, cases, config.inference, gpus)
+            math.ceil(2**30 * options.memory_gib)
+            if options.memory_gib
+            else predict_bytes(cascade, cases, config.inference, gpus)
         )
         room = count_room(nodes, {"CPU": float(threads), "GPU": gpus, "memory": float(memory)})
-        make = ray.remote(CaseActor).options(num_cpus=threads, num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR)
+        make = ray.remote(CaseActor).options(
+            num_cpus=threads, num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
+        )
         arguments = (os.getcwd(), replace(config, threads=threads), len(cases))
         num_actors = min(options.num_actors or room, math.ceil(len(cases) / CASES_PER_ACTOR))
         own_node = ray.get_runtime_context().get_node_id()
@@ -175,7 +194,9 @@ class _Cohort:
         self.num_cases = 0
         self.actors: list[Any] = []  # those that have loaded the weights
         self.starting: dict[Any, Any] = {}  # reference of `load` to its actor
-        self.running: dict[Any, tuple[Any, BatchCase]] = {}  # reference of `predict` to its actor and case
+        self.running: dict[
+            Any, tuple[Any, BatchCase]
+        ] = {}  # reference of `predict` to its actor and case
         self.waiting: deque[BatchCase] = deque()
         self.attempts: Counter[str] = Counter()
         self.num_failed_starts = 0
@@ -188,7 +209,8 @@ class _Cohort:
             self.start()
         while self.waiting or self.running:
             done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
-            # Asked before the outcomes are looked at: they would count as deaths of actors, and others be started.
+            # Asked before the outcomes are looked at: they would count as deaths of actors, and
+            # others be started.
             if self.is_lost():
                 self.give_up()
                 return
@@ -245,7 +267,9 @@ class _Cohort:
         while self.waiting:
             case = self.waiting[0]
             held = Counter(actor for actor, _ in self.running.values())
-            alone = {actor for actor, other in self.running.values() if self.attempts[other.scan.name]}
+            alone = {
+                actor for actor, other in self.running.values() if self.attempts[other.scan.name]
+            }
             free = [actor for actor in self.actors if actor not in alone]
             most = 1 if self.attempts[case.scan.name] else CASES_PER_ACTOR
             if not free or held[actor := min(free, key=held.__getitem__)] >= most:
@@ -260,8 +284,13 @@ class _Cohort:
         actor, case = self.running.pop(reference)
         try:
             case.messages, case.exit_code, case.report, case.is_skipped = self.ray.get(reference)
-        except self.ray.exceptions.RayTaskError as error:  # a defect outside of the steps of a batch
-            case.exit_code, case.messages = EXIT_FAILED, [f"{type(error.cause).__name__}: {error.cause}"]
+        except (
+            self.ray.exceptions.RayTaskError
+        ) as error:  # a defect outside of the steps of a batch
+            case.exit_code, case.messages = (
+                EXIT_FAILED,
+                [f"{type(error.cause).__name__}: {error.cause}"],
+            )
         except self.ray.exceptions.RayError as error:
             self.actors.remove(actor)
             lost = [case, *(other for one, other in self.running.values() if one == actor)]
@@ -300,7 +329,10 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     Raises:
         UserError: If none fits.
     """
-    room = sum(min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need) for node in nodes)
+    room = sum(
+        min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need)
+        for node in nodes
+    )
     require(
         room > 0,
         f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and {needs['memory'] / 2**30:.2f} GiB, which no node of the "
@@ -309,11 +341,13 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     return room
 
 
-def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float) -> int:
+def predict_bytes(
+    cascade: Cascade, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float
+) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans, plus a second scan of that size, which is
-    read or written meanwhile.
+    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans,
+    plus a second scan of that size, which is read or written meanwhile.
 
     Args:
         cascade: The cascade as loaded by this process.
@@ -323,13 +357,21 @@ def predict_bytes(cascade: Cascade, cases: Sequence[BatchCase], options: Inferen
     """
     if options.max_ram_gib is not None:
         return math.ceil(options.max_ram_gib * 2**30)
-    task, loaded, network = cascade.coarse.task, resident_bytes(), round(cascade.options.budget_gib * 2**30)
+    task, loaded, network = (
+        cascade.coarse.task,
+        resident_bytes(),
+        round(cascade.options.budget_gib * 2**30),
+    )
     # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
     beside = 0 if gpus or cascade.last.device.type == "cpu" else network
     found = []
     for case in cases[:NUM_MEASURED]:
-        with suppress(Exception):  # of any reader, or a budget that crops of usual size exceed; the actor reports it
+        with suppress(
+            Exception
+        ):  # of any reader, or a budget that crops of usual size exceed; the actor reports it
             grid = scan_grid(case.scan, task)
-            others = (CASES_PER_ACTOR - 1) * (SCAN * len(task.channels) + LABEL) * math.prod(grid.shape)
+            others = (
+                (CASES_PER_ACTOR - 1) * (SCAN * len(task.channels) + LABEL) * math.prod(grid.shape)
+            )
             found.append(forecast(cascade, grid, loaded).peak_bytes + others + beside)
     return max(found, default=loaded + OVERHEAD_BYTES + network)

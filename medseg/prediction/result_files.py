@@ -33,7 +33,8 @@ from medseg.report.case_viewer import (
 from medseg.report.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.task import LabelValues, Task
 
-# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or flips, in percent.
+# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or
+# flips, in percent.
 UNCERTAINTY = "uncertainty"
 # What follows the name of the case in the name of a file, by its name in `save`.
 ENDINGS = {
@@ -61,7 +62,9 @@ class Views:
     packed: PackedCase | None = None
 
 
-def result_paths(output: Path, cascade: Cascade, save: Sequence[Save]) -> dict[tuple[str, str], Path]:
+def result_paths(
+    output: Path, cascade: Cascade, save: Sequence[Save]
+) -> dict[tuple[str, str], Path]:
     """List the files of a prediction beside its report.
 
     Args:
@@ -82,7 +85,9 @@ def result_paths(output: Path, cascade: Cascade, save: Sequence[Save]) -> dict[t
         elif kind in LABEL_ENDINGS:
             for label in cascade.coarse.task.labels:
                 file_label = re.sub(r"[/\\]", "_", label)
-                paths[kind, label] = start.with_name(f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}")
+                paths[kind, label] = start.with_name(
+                    f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}"
+                )
     return paths
 
 
@@ -100,7 +105,9 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
         )
 
 
-def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig) -> Views:
+def take_views(
+    scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig
+) -> Views:
     """Copy what the pictures of a case need of its voxels; the warnings of the result name a reference that cannot be used."""
     slices: Sequence[PreviewSlice] = ()
     if Save.preview in config.save:
@@ -111,14 +118,23 @@ def take_views(scan: Scan, volume: Volume, result: Segmentation, task: Task, con
     reference = None
     if scan.labels is not None:
         try:
-            reference = _read_reference(scan, scan.labels, volume, task, file_values(config.data.label_values))
+            reference = _read_reference(
+                scan, scan.labels, volume, task, file_values(config.data.label_values)
+            )
         except (UserError, OSError, ValueError) as error:
-            result.findings += warnings_of("no_reference", [f"the viewer shows no reference: {error}"])
+            result.findings += warnings_of(
+                "no_reference", [f"the viewer shows no reference: {error}"]
+            )
             result.status = "warnings" if result.status == "ok" else result.status
-    return Views(slices, pack_case(volume.array, result.labels, volume.grid, reference, task, config.viewer.max_mb))
+    return Views(
+        slices,
+        pack_case(volume.array, result.labels, volume.grid, reference, task, config.viewer.max_mb),
+    )
 
 
-def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues) -> np.ndarray:
+def _read_reference(
+    scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues
+) -> np.ndarray:
     """Read a reference in the storage order of a scan, its values those of the task; ignored voxels are background.
 
     Raises:
@@ -126,7 +142,9 @@ def _read_reference(scan: Scan, path: Path, volume: Volume, task: Task, label_va
     """
     given = label_values or {value: name for name, value in task.values.items()}
     modality = task.channels[0].modality
-    reference, values = read_reference(path, given, scan.path, scan.series, modality, kept=task.values)
+    reference, values = read_reference(
+        path, given, scan.path, scan.series, modality, kept=task.values
+    )
     labels, grid, _ = orient(reference.array, reference.grid)
     check_grid("reference's", grid, "scan's", oriented_grid(volume.grid))
     target = task_values(labels, path, task, values)
@@ -169,7 +187,13 @@ def write_results(
             mask = new_array(grid.shape, np.uint8)
             for plane, labels in zip(mask, result.labels, strict=True):
                 plane[:] = labels == task.labels[label]
-            write_labels(path, mask, grid, header, [replace(one, value=1) for one in structures if one.name == label])
+            write_labels(
+                path,
+                mask,
+                grid,
+                header,
+                [replace(one, value=1) for one in structures if one.name == label],
+            )
         elif kind == "probabilities":
             percent = paste_percent(result.probabilities.get(label, []), oriented_grid(grid))
             write_labels(path, orientation_of(grid).from_lps(percent), grid, header)
@@ -206,7 +230,9 @@ def write_results(
                 write_structure_set(path, result.labels, slices, structures)
 
 
-def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]) -> None:
+def _write_preview(
+    path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]
+) -> None:
     # Lines with three labels have room for their volumes.
     is_short = len(task.labels) > MAX_LONG
     figures = {
@@ -225,5 +251,8 @@ def _write_preview(path: Path, result: Segmentation, views: Views, task: Task, s
         figures,
         result.warnings,
         task.channels[0].window_hu,
-        [f"{region.replace('_', ' ')}: Dice {bound}" for region, bound in result.dice_at_least.items()],
+        [
+            f"{region.replace('_', ' ')}: Dice {bound}"
+            for region, bound in result.dice_at_least.items()
+        ],
     )

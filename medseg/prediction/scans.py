@@ -74,37 +74,50 @@ def find_scans(
     """Find every scan of an input.
 
     Args:
-        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a scan each.
+        source: Scan, DICOM folder, folder of scans, or case table; or the channels of one case, a
+            scan each.
         split: Only this split of a case table.
         series: Which DICOM series of each case is taken.
         hu: HU scale of the cases that have none of their own in the table.
         labels_column: Column of the case table with references; it may be absent.
 
     Returns:
-        The scans to predict; and a description of each file and folder of the input, none of which may be overwritten.
+        The scans to predict; and a description of each file and folder of the input, none of which
+        may be overwritten.
 
     Raises:
         UserError: If there is nothing to predict.
     """
     if not isinstance(source, Path):
-        require(split is None, f"split={split}: input={list(map(str, source))} is not a case table; leave split out")
+        require(
+            split is None,
+            f"split={split}: input={list(map(str, source))} is not a case table; leave split out",
+        )
         for path in source:
             input_format(path)
         scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if source.suffix.lower() != ".csv":
-        require(split is None, f"split={split}: input={source} is not a case table; leave split out")
+        require(
+            split is None, f"split={split}: input={source} is not a case table; leave split out"
+        )
         paths = list_inputs(source, is_dicom=series is not None)
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
-    require(series is None, f"series={series}: a case table has a column series for that; fill in that column of input={source}")
+    require(
+        series is None,
+        f"series={series}: a case table has a column series for that; fill in that column of input={source}",
+    )
     table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
     chosen = [
         Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
         for case in table
         if split is None or case.split == split
     ]
-    require(bool(chosen), f"input={source}: no case of the table is marked split={split}; give a split of the table")
+    require(
+        bool(chosen),
+        f"input={source}: no case of the table is marked split={split}; give a split of the table",
+    )
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
 
@@ -158,11 +171,14 @@ class StudyCase:
         return any(part.study.shares_series(own.study) for own in self.parts)
 
 
-def divide_studies(source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None) -> list[Scan]:
+def divide_studies(
+    source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
+) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
 
-    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A folder with several
-    becomes a case for each of them. Cases are left out that cannot hold what `series=` names, see `_choose`.
+    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A
+    folder with several becomes a case for each of them. Cases are left out that cannot hold what
+    `series=` names, see `_choose`.
 
     Args:
         source: The input, a folder.
@@ -211,8 +227,8 @@ def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
 def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     """Leave out the cases that cannot hold what `series=` names, if others may hold it.
 
-    A UID is in one study. A number is looked for in every study of its scope, in all folders of that study. Where
-    nothing is named so, all cases stay, and their readers list what there is.
+    A UID is in one study. A number is looked for in every study of its scope, in all folders of
+    that study. Where nothing is named so, all cases stay, and their readers list what there is.
     """
     if not cases:
         return cases
@@ -269,7 +285,8 @@ def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """Name scans without the number of a channel, as nnU-Net gives it: `<case>_0000`, `<case>_0001`, … are one case.
 
-    Files are joined to a case only if there is one for each channel of the task: such numbers may also count scans.
+    Files are joined to a case only if there is one for each channel of the task: such numbers may
+    also count scans.
 
     Args:
         scans: Scans of a folder, or one scan, by name.
@@ -281,7 +298,9 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     for scan in scans:
         case, _, number = scan.name.rpartition("_")
         files = [by_name.get(f"{case}_{index:04d}") for index in range(num_channels + 1)]
-        is_whole = None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
+        is_whole = (
+            None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
+        )
         if is_whole and number in {f"{index:04d}" for index in range(num_channels)}:
             paths = tuple(one.path for one in files[:-1] if one is not None)
             joined[case] = scan._replace(name=case, path=paths[0], more_paths=paths[1:])
@@ -299,16 +318,24 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         is_one_scan: Whether the input is one scan; a new name with a suffix then means a file.
 
     Raises:
-        UserError: If several cases would go into one file, the suffix is no format to write, or a file exists where a
-            folder is needed.
+        UserError: If several cases would go into one file, the suffix is no format to write, or a
+            file exists where a folder is needed.
     """
     suffix = volume_suffix(output)
     if not output.is_dir():
         if suffix in WRITTEN_SUFFIXES:
-            require(len(names) == 1, f"output={output}: the input has {len(names)} cases, so give a folder")
+            require(
+                len(names) == 1,
+                f"output={output}: the input has {len(names)} cases, so give a folder",
+            )
             return [output]
-        is_new_folder = suffix is None and not output.exists() and not (is_one_scan and output.suffix)
-        require(is_new_folder, f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder")
+        is_new_folder = (
+            suffix is None and not output.exists() and not (is_one_scan and output.suffix)
+        )
+        require(
+            is_new_folder,
+            f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder",
+        )
     return [output / f"{name}.nii.gz" for name in names]
 
 
@@ -327,7 +354,9 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     for output in outputs:
         target = output.resolve()
         if target in kept:
-            raise UserError(f"{output} is {kept[target]} and would be overwritten; give another output")
+            raise UserError(
+                f"{output} is {kept[target]} and would be overwritten; give another output"
+            )
         # Some file systems treat two encodings of ü as one name.
         other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
         require(other is output, f"{other} and {output} would be one file; rename one of the cases")

@@ -23,15 +23,18 @@ from medseg.task import AIR_HU
 class Segmenter:
     """A coarse and a fine stage of any task, loaded once.
 
-    `segment` may be called from several threads: it changes nothing, and networks run one at a time, so that their memory is needed once.
+    `segment` may be called from several threads: it changes nothing, and networks run one at a
+    time, so that their memory is needed once.
 
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
         fine: The same for the fine stage; none for a task without regions.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the device lacks it.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
+            device lacks it.
         options: Thresholds, memory budget and flips; the defaults where None.
-        trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as `my_package.`.
+        trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as
+            `my_package.`.
 
     Raises:
         UserError: If a file or the device is not usable.
@@ -48,45 +51,78 @@ class Segmenter:
         trusted: Sequence[str] = (),
     ) -> None:
         self.num_threads = torch.get_num_threads()
-        self.cascade = load_cascade(coarse, fine, accelerator=accelerator, precision=precision, options=options, trusted=trusted)
+        self.cascade = load_cascade(
+            coarse,
+            fine,
+            accelerator=accelerator,
+            precision=precision,
+            options=options,
+            trusted=trusted,
+        )
 
     def segment(self, scan: str | Path | Volume | Any, hu: HuScale = AS_STORED) -> Segmentation:
         """Segment one scan.
 
         Args:
-            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT in HU; for a task of several channels
-                a list of them, of which the others are resampled to the grid of the first.
+            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT
+                in HU; for a task of several channels a list of them, of which the others are
+                resampled to the grid of the first.
             hu: Scale that turns the values into HU, where they are not HU yet.
 
         Returns:
-            Labels on the grid of the scan, their volumes and warnings. `labels` is a `SimpleITK.Image` where one was given, else a
-            `Volume` in the storage order of the scan, whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
+            Labels on the grid of the scan, their volumes and warnings. `labels` is a
+            `SimpleITK.Image` where one was given, else a `Volume` in the storage order of the scan,
+            whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
 
         Raises:
-            UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one value, or a channel is missing.
+            UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
+                value, or a channel is missing.
         """
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
-        scans, task = list(scan) if isinstance(scan, (list, tuple)) else [scan], self.cascade.coarse.task
+        scans, task = (
+            list(scan) if isinstance(scan, (list, tuple)) else [scan],
+            self.cascade.coarse.task,
+        )
         require_channels(task, len(scans))
         is_image = not isinstance(scans[0], (str, Path, Volume))
-        name = str(scans[0]) if isinstance(scans[0], (str, Path)) else "SimpleITK image" if is_image else "Volume"
+        name = (
+            str(scans[0])
+            if isinstance(scans[0], (str, Path))
+            else "SimpleITK image"
+            if is_image
+            else "Volume"
+        )
         paths = [Path(one) for one in scans if isinstance(one, (str, Path))]
         if len(paths) == len(scans):
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
-            volume, *others = (_to_volume(one, channel.modality) for one, channel in zip(scans, task.channels, strict=True))
+            volume, *others = (
+                _to_volume(one, channel.modality)
+                for one, channel in zip(scans, task.channels, strict=True)
+            )
             more_channels, findings = [], list(volume.findings)
-            for number, (other, channel) in enumerate(zip(others, task.channels[1:], strict=True), start=1):
-                placed, uncovered = place_channel(other.array, other.grid, volume.grid, channel.outside, f"image_{number}")
+            for number, (other, channel) in enumerate(
+                zip(others, task.channels[1:], strict=True), start=1
+            ):
+                placed, uncovered = place_channel(
+                    other.array, other.grid, volume.grid, channel.outside, f"image_{number}"
+                )
                 more_channels.append(placed)
-                findings += [*uncovered, *(finding.within(f"image_{number}") for finding in other.findings)]
+                findings += [
+                    *uncovered,
+                    *(finding.within(f"image_{number}") for finding in other.findings),
+                ]
             volume = replace(volume, array=hu.apply(volume.array), findings=tuple(findings))
         read_s = time.perf_counter() - start_s
         # A `Volume` belongs to the caller.
         result = segment_scan(
-            volume, name, self.cascade, more_channels, is_owned=not any(isinstance(one, Volume) for one in scans)
+            volume,
+            name,
+            self.cascade,
+            more_channels,
+            is_owned=not any(isinstance(one, Volume) for one in scans),
         )
         labels: Any = Volume(result.labels, volume.grid, volume.header)
         if is_image:
@@ -103,7 +139,13 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
     if isinstance(scan, Volume):
         if np.isfinite(scan.array).all():
             return scan
-        lazy = LazyVolume(Path("Volume"), scan.grid, scan.array.dtype, lambda: map(np.ravel, scan.array), findings=scan.findings)
+        lazy = LazyVolume(
+            Path("Volume"),
+            scan.grid,
+            scan.array.dtype,
+            lambda: map(np.ravel, scan.array),
+            findings=scan.findings,
+        )
         return replace(load_image(lazy, air), header=scan.header)
     if isinstance(scan, (str, Path)):
         return read_image(Path(scan), modality=modality)
@@ -115,5 +157,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
 class LungSegmenter(Segmenter):
     """The segmenter with the included weights where no checkpoints are given; label 1 is the left side, 2 the right."""
 
-    def __init__(self, coarse: Sequence[str | Path] = (), fine: Sequence[str | Path] = (), **options: Any) -> None:
+    def __init__(
+        self, coarse: Sequence[str | Path] = (), fine: Sequence[str | Path] = (), **options: Any
+    ) -> None:
         super().__init__(coarse, fine, **options)

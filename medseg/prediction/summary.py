@@ -20,7 +20,8 @@ from medseg.task import Task
 SUMMARY_FILE = "summary.csv"
 # First columns of the table of the same name that `evaluate` writes.
 SCORES = ("region", "trust", "metric")
-# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see `label_statistics` for the figures.
+# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see
+# `label_statistics` for the figures.
 SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings", "information")
 
 
@@ -35,7 +36,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         task: Its regions tell which bound on Dice belongs to a label.
 
     Raises:
-        UserError: If the file cannot be written, unless cases have failed already, such as on a full disk, which the command reports.
+        UserError: If the file cannot be written, unless cases have failed already, such as on a
+            full disk, which the command reports.
     """
     path, rows = folder / SUMMARY_FILE, []
     for case in cases:
@@ -51,15 +53,27 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         figures = report.get("statistics", {})
         bounds = read_bounds({} if case.exit_code else report)
         for label, volume_ml in volumes.items():
-            row = {"case": case.scan.name, "label": label, **figures.get(label, {}), "ml": volume_ml}
+            row = {
+                "case": case.scan.name,
+                "label": label,
+                **figures.get(label, {}),
+                "ml": volume_ml,
+            }
             rows.append({**row, **status, "dice_at_least": _bound_of(label, bounds, task)})
-    with suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(), locked_folder(folder):
+    with (
+        suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(),
+        locked_folder(folder),
+    ):
         try:
             known = read_csv(path)
         except UserError:  # none yet, or a damaged one
             known = []
         own = {case.scan.name for case in cases}
-        kept = [row for row in known if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own]
+        kept = [
+            row
+            for row in known
+            if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own
+        ]
         write_csv(path, [*kept, *rows], SUMMARY)
 
 

@@ -1,7 +1,8 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
-* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It returns an array (C, D, H, W) in
-  the storage order of the first, and the first as a `Volume` (grid, header, findings of all channels).
+* `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It
+  returns an array (C, D, H, W) in the storage order of the first, and the first as a `Volume`
+  (grid, header, findings of all channels).
 * `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
 
 `medseg.preprocess.intensity` normalises each channel.
@@ -27,7 +28,9 @@ SHARE_TOLD = 0.01
 """A channel that leaves more than this share of the first uncovered is warned of."""
 
 
-def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float) -> np.ndarray:
+def resample_to(
+    image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float
+) -> np.ndarray:
     """Resample an image to any grid: antialiased along its own axes, then linearly where the grids are rotated to each other.
 
     Args:
@@ -45,18 +48,31 @@ def resample_to(image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside
     wanted = target.reoriented(back.order, back.flips)
     if np.allclose(source.direction, wanted.direction, rtol=0, atol=DIRECTION_TOLERANCE):
         return back.from_lps(resample_image(image, source, wanted, outside).numpy())
-    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear interpolation.
+    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear
+    # interpolation.
     z, y, x = map(max, source.spacing_mm, wanted.spacing_mm)
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
     # Index in the lattice of target voxels (0, 0, 0) and of the next one along each axis.
-    first, *steps = lattice.world_to_index_zyx(wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)])))
+    first, *steps = lattice.world_to_index_zyx(
+        wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
+    )
     matrix = np.transpose(np.array(steps) - first)
-    return back.from_lps(affine_transform(filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside))
+    return back.from_lps(
+        affine_transform(
+            filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside
+        )
+    )
 
 
 def place_channel(
-    image: np.ndarray, source: VoxelGrid, target: VoxelGrid, fill: float, name: str, begin: str = "", first: str = "image"
+    image: np.ndarray,
+    source: VoxelGrid,
+    target: VoxelGrid,
+    fill: float,
+    name: str,
+    begin: str = "",
+    first: str = "image",
 ) -> tuple[np.ndarray, list[Finding]]:
     """Resample a channel to the grid of the first one.
 
@@ -86,7 +102,9 @@ def place_channel(
         image[gaps] = fill
     if share <= SHARE_TOLD:
         return image, []
-    return image, warnings_of("reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"])
+    return image, warnings_of(
+        "reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"]
+    )
 
 
 def read_channels(
@@ -101,20 +119,23 @@ def read_channels(
     """Read the channels of a case on the grid of the first.
 
     Args:
-        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path that occurs several times is a 4D
-            NIfTI file with one volume for each occurrence.
+        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path
+            that occurs several times is a 4D NIfTI file with one volume for each occurrence.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
-        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are taken as stored.
-        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are refused. Those beyond its end: `ct`.
+        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are
+            taken as stored.
+        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are
+            refused. Those beyond its end: `ct`.
 
     Returns:
-        Channels (C, D, H, W) in the storage order of the first: its type where there is only one, else float32; and the first channel
-        with the findings on all.
+        Channels (C, D, H, W) in the storage order of the first: its type where there is only one,
+        else float32; and the first channel with the findings on all.
 
     Raises:
-        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the first.
+        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the
+            first.
     """
     from medseg.io.read import read_image
 
@@ -129,7 +150,9 @@ def read_channels(
     findings: list[Finding] = []
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
-    for number, (name, path, fill, scale, modality) in enumerate(zip(names, paths, outside, scales, modalities, strict=True)):
+    for number, (name, path, fill, scale, modality) in enumerate(
+        zip(names, paths, outside, scales, modalities, strict=True)
+    ):
         assert path is not None, "refused above"
         own_series, own_files = (series, files) if number == 0 else (None, ())
         index, num_volumes = paths[:number].count(path), paths.count(path)
@@ -138,9 +161,17 @@ def read_channels(
         if not channels:
             first = replace(volume, array=image)
         else:
-            image, uncovered = place_channel(image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0]))
+            image, uncovered = place_channel(
+                image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0])
+            )
             findings += uncovered
         channels.append(image)
-        findings += [finding.within(name) if len(paths) > 1 else finding for finding in volume.findings]
-    stacked = np.stack(channels).astype(np.float32, copy=False) if len(channels) > 1 else channels[0][None]
+        findings += [
+            finding.within(name) if len(paths) > 1 else finding for finding in volume.findings
+        ]
+    stacked = (
+        np.stack(channels).astype(np.float32, copy=False)
+        if len(channels) > 1
+        else channels[0][None]
+    )
     return stacked, replace(first, findings=tuple(findings))

@@ -1,7 +1,8 @@
 """Crops of a volume; a crop may reach outside the volume.
 
-Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there would look like a border of
-an organ. In plane a scan ends beside the body; beyond that end there is air.
+Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there
+would look like a border of an organ. In plane a scan ends beside the body; beyond that end there is
+air.
 """
 
 import math
@@ -18,10 +19,13 @@ from medseg.preprocess.resample import ANTIALIASED, resample_image
 BODY_MARGIN_MM = 10.0
 
 
-def body_box(image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct") -> VoxelBox:
+def body_box(
+    image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct"
+) -> VoxelBox:
     """Find the box of the body, with a margin: all voxels of a CT denser than air, with table and clothes; the nonzero voxels of other modalities.
 
-    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts the network's norms.
+    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts
+    the network's norms.
 
     Args:
         image: Volume (D, H, W), of a CT in HU.
@@ -67,7 +71,9 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     return crop
 
 
-def cut(image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED) -> Tensor:
+def cut(
+    image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED
+) -> Tensor:
     """Take a crop out of a volume (D, H, W): a view if it is on the volume's grid and inside, else resampled."""
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
@@ -91,7 +97,8 @@ def resample_crop(
         source: Its grid.
         lattice: The stage's lattice for it; the source's own grid, or that at another spacing.
         crop: Crop on the lattice, or on another grid.
-        outside: Value beyond the edges of the slices; beyond the ends the first and the last slice are repeated.
+        outside: Value beyond the edges of the slices; beyond the ends the first and the last slice
+            are repeated.
         resampling: The filter, see `medseg.preprocess.resample`.
         limits: See `resample_image`.
 
@@ -99,12 +106,25 @@ def resample_crop(
         Image (D', H', W') of the crop, float32.
     """
     if lattice in (source, crop.lattice):
-        return resample_image(image, source, crop.grid, outside, resampling=resampling, slices_go_on=True, limits=limits)
-    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of the coarser grid, a cubic two.
+        return resample_image(
+            image,
+            source,
+            crop.grid,
+            outside,
+            resampling=resampling,
+            slices_go_on=True,
+            limits=limits,
+        )
+    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of
+    # the coarser grid, a cubic two.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
-    part = resample_image(image, source, lattice.crop(near), outside, resampling=resampling, limits=limits)
-    return resample_image(part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True)
+    part = resample_image(
+        image, source, lattice.crop(near), outside, resampling=resampling, limits=limits
+    )
+    return resample_image(
+        part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True
+    )
 
 
 def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:

@@ -9,10 +9,13 @@ Spacing = tuple[float, float, float]
 class Effect:
     """A random change of a sample that has been read.
 
-    An effect draws from the generator that it is given and from nothing else, so that a sample is a function of its number.
+    An effect draws from the generator that it is given and from nothing else, so that a sample is a
+    function of its number.
     """
 
-    def __call__(self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
         """Change a sample.
 
         Args:

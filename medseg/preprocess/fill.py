@@ -1,8 +1,9 @@
 """Constant fill of a CT: where a file holds one value outside the field of view, such as the 0 of a resampler, air takes its place.
 
-A network takes 0 HU around a patient for water, and finds no organ full of air. Values below air are clipped wherever an image is resampled
-(`HU_LIMITS`); here are the others. The noise of a scanner never makes an area of one value, so such an area at the border of a slice was
-not measured, whatever its outline: outside a circle, outside a turned volume, or beyond the last slice.
+A network takes 0 HU around a patient for water, and finds no organ full of air. Values below air
+are clipped wherever an image is resampled (`HU_LIMITS`); here are the others. The noise of a
+scanner never makes an area of one value, so such an area at the border of a slice was not measured,
+whatever its outline: outside a circle, outside a turned volume, or beyond the last slice.
 """
 
 from collections import Counter
@@ -11,15 +12,16 @@ import numpy as np
 
 from medseg.preprocess.intensity import AIR_HU, BODY_HU
 
-# Air may be constant, where a scanner or a program clips it; what is filled in is denser than any air.
+# Air may be constant, where a scanner or a program clips it; what is filled in is denser than any
+# air.
 DENSEST_AIR_HU = -950
 # The lowest values of an image may be its air, clipped to a narrower range.
 CLIP_REACH_HU = 25
-# Share of the pairs of neighbours along the border of a slice that hold one value: measured tissue stays below 0.03, and a gap at one
-# of four sides has 0.25.
+# Share of the pairs of neighbours along the border of a slice that hold one value: measured tissue
+# stays below 0.03, and a gap at one of four sides has 0.25.
 BORDER_SHARE = 0.2
-# Share of neighbours in tissue that are equal: in scans 0.02 to 0.3, in an image without noise nearly 1. Such an image may show tissue
-# of one value at its border.
+# Share of neighbours in tissue that are equal: in scans 0.02 to 0.3, in an image without noise
+# nearly 1. Such an image may show tissue of one value at its border.
 MAX_EQUAL_SHARE = 0.5
 NOISE_SLICES = 16
 MIN_PAIRS = 1000
@@ -34,14 +36,18 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         image_hu: CT (D, H, W) in HU, in any order of its axes, without NaN.
 
     Returns:
-        The value; None where there is none, or where the image lacks the noise that tells it from tissue.
+        The value; None where there is none, or where the image lacks the noise that tells it from
+        tissue.
     """
     values = Counter(value for plane in image_hu if (value := _border_value(plane)) is not None)
     if not values:
         return None
     fill = values.most_common(1)[0][0]
     # Of the values that are not padding below air.
-    lowest = min(float(np.min(plane, where=plane > AIR_HU - CLIP_REACH_HU, initial=fill)) for plane in image_hu)
+    lowest = min(
+        float(np.min(plane, where=plane > AIR_HU - CLIP_REACH_HU, initial=fill))
+        for plane in image_hu
+    )
     if fill <= lowest + CLIP_REACH_HU or not _is_noisy(image_hu, fill):
         return None
     return fill

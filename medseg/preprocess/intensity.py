@@ -1,16 +1,18 @@
 """Intensity of a channel: stored values mapped to the range of the network.
 
-An `Intensity` is a clipped linear map, four plain numbers that belong to one case and channel. It is computed once per case, on the
-oriented scan before resampling, and applied to each crop by `normalise`:
+An `Intensity` is a clipped linear map, four plain numbers that belong to one case and channel. It
+is computed once per case, on the oriented scan before resampling, and applied to each crop by
+`normalise`:
 
 * `window(window_hu)`: a fixed range of HU to [-1, 1]; the same for all cases.
-* `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, as MONAI's `NormalizeIntensity(nonzero=True)` and
-  nnU-Net's `ZScoreNormalization` with `use_mask_for_norm`.
-* `percentile(image, modality)`: the range from the 0.5th to the 99.5th percentile of the foreground (nnU-Net uses these
-  percentiles for CT) is mapped to [-1, 1].
+* `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, as MONAI's
+  `NormalizeIntensity(nonzero=True)` and nnU-Net's `ZScoreNormalization` with `use_mask_for_norm`.
+* `percentile(image, modality)`: the range from the 0.5th to the 99.5th percentile of the foreground
+  (nnU-Net uses these percentiles for CT) is mapped to [-1, 1].
 
-The foreground (`foreground(image, modality)`) is the body for `ct`: all voxels above `BODY_HU`. For other modalities it is all
-voxels that are not 0, as in MONAI and nnU-Net, where 0 is the background. Without any such voxel the whole image counts.
+The foreground (`foreground(image, modality)`) is the body for `ct`: all voxels above `BODY_HU`. For
+other modalities it is all voxels that are not 0, as in MONAI and nnU-Net, where 0 is the
+background. Without any such voxel the whole image counts.
 """
 
 from typing import NamedTuple, TypeVar
@@ -25,8 +27,9 @@ from medseg.task import AIR_HU
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
 MAX_HU = 3071  # 12 bits above air; higher values are metal
-# What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin. Training and prediction clip to it while they
-# resample, slab by slab: a clipped scan would be a second one.
+# What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin.
+# Training and prediction clip to it while they resample, slab by slab: a clipped scan would be a
+# second one.
 HU_LIMITS = (AIR_HU, MAX_HU)
 # Air in a normalised image, the lower end of the window; fills what lies outside of a volume.
 AIR = -1.0
@@ -108,7 +111,9 @@ def percentile(image: np.ndarray, modality: str) -> Intensity:
     return Intensity(low, high, 2.0 / (high - low) if high > low else 0.0, AIR)
 
 
-def intensity_of(image: np.ndarray, modality: str, kind: str, window_hu: tuple[float, float] | None) -> Intensity:
+def intensity_of(
+    image: np.ndarray, modality: str, kind: str, window_hu: tuple[float, float] | None
+) -> Intensity:
     """Choose the map of a channel.
 
     Args:

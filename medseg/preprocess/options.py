@@ -23,12 +23,18 @@ SpacingStrategy = StrEnum(  # see docs/spacing.md
 )
 SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops`
 Fill = StrEnum("Fill", ["widen", "pad"])
-Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])  # see `medseg.preprocess.resample`
+Resampling = StrEnum(
+    "Resampling", ["antialiased", "linear", "cubic"]
+)  # see `medseg.preprocess.resample`
 
 # Strategies whose target spacing is averaged over the training cases, and the name of that average.
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Strategies that have no target spacing without the key.
-TARGET_NEEDED = (SpacingStrategy.isotropic, SpacingStrategy.anisotropic, SpacingStrategy.fixed_resolution)
+TARGET_NEEDED = (
+    SpacingStrategy.isotropic,
+    SpacingStrategy.anisotropic,
+    SpacingStrategy.fixed_resolution,
+)
 # Strategies that use one spacing for all axes.
 ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
 # Keys that belong to one strategy.
@@ -51,20 +57,37 @@ class SpacingOptions:
             "mm (z, y, x)",
         ),
     ] = None
-    strategy: Annotated[SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")] = SpacingStrategy.isotropic
+    strategy: Annotated[
+        SpacingStrategy, Knob("Rule for the grid of each scan, see docs/spacing.md.")
+    ] = SpacingStrategy.isotropic
     size: Annotated[
-        Shape | None, Knob("Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)")
+        Shape | None,
+        Knob(
+            "Shape that each crop is resized to; fixed_size only.", "[1, inf)", "voxels (D, H, W)"
+        ),
     ] = None
     resampling: Annotated[
-        Resampling, Knob("Filter. linear: faster, skips voxels where an axis gets coarser; cubic: sharper where it gets finer.")
+        Resampling,
+        Knob(
+            "Filter. linear: faster, skips voxels where an axis gets coarser; cubic: sharper where it gets finer."
+        ),
     ] = Resampling.antialiased
-    range_mm: Annotated[Pair | None, Knob("Smallest and largest spacing of an axis; multi_scale only.", "(0, inf)", "mm")] = None
-    draw: Annotated[
-        SpacingDraw | None, Knob("multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped to range_mm.")
+    range_mm: Annotated[
+        Pair | None,
+        Knob("Smallest and largest spacing of an axis; multi_scale only.", "(0, inf)", "mm"),
     ] = None
-    fill: Annotated[Fill, Knob("fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by air.")] = (
-        Fill.widen
-    )
+    draw: Annotated[
+        SpacingDraw | None,
+        Knob(
+            "multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped to range_mm."
+        ),
+    ] = None
+    fill: Annotated[
+        Fill,
+        Knob(
+            "fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by air."
+        ),
+    ] = Fill.widen
 
     def clashes(self, key: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between the keys of a spacing.
@@ -80,7 +103,9 @@ class SpacingOptions:
                     f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing of each scan; leave it null"
                 )
             if self.resampling is not Resampling.antialiased:
-                yield (f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples nothing; leave it out")
+                yield (
+                    f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples nothing; leave it out"
+                )
         if self.strategy in TARGET_NEEDED and not target_mm:
             yield f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, (z, y, x)"
         if self.strategy in ONE_SPACING and len(set(target_mm)) > 1:
@@ -96,7 +121,9 @@ class SpacingOptions:
         for own_key, owner in OWN_SPACING_KEYS.items():
             has_value = getattr(self, own_key) is not None
             if has_value and self.strategy is not owner:
-                yield (f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but {key}.strategy={name}; leave it out")
+                yield (
+                    f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but {key}.strategy={name}; leave it out"
+                )
             if self.strategy is owner and not has_value:
                 yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
         if self.range_mm is not None:

@@ -39,18 +39,22 @@ class Orientation:
 def orientation_of(grid: VoxelGrid) -> Orientation:
     """Find the permutation and the flips that bring a grid nearest to LPS.
 
-    An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a rotation by exactly
-    45 degrees) the first in stored order is chosen, so that equal grids get equal orientations.
+    An oblique grid keeps its remaining rotation in its direction. Of several equally near orders (a
+    rotation by exactly 45 degrees) the first in stored order is chosen, so that equal grids get
+    equal orientations.
 
     Args:
         grid: Grid in storage order.
 
     Returns:
-        Orientation whose result has array axis z towards Superior, y towards Posterior and x towards Left.
+        Orientation whose result has array axis z towards Superior, y towards Posterior and x
+        towards Left.
     """
     # Rows and columns of a direction count x, y, z; array axes count z, y, x.
     cosines = np.asarray(grid.direction)[::-1, ::-1]
-    order = max(permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6))
+    order = max(
+        permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6)
+    )
     flips = tuple(bool(cosines[a, order[a]] < 0) for a in range(3))
     return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
 
@@ -72,4 +76,8 @@ def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, O
         View of the array in LPS order, its grid, and the orientation that leads back.
     """
     orientation = orientation_of(grid)
-    return orientation.to_lps(array), grid.reoriented(orientation.order, orientation.flips), orientation
+    return (
+        orientation.to_lps(array),
+        grid.reoriented(orientation.order, orientation.flips),
+        orientation,
+    )

@@ -2,24 +2,27 @@
 
 The filter is separable and one of three:
 
-* `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the target's spacing where it
-  gets coarser, so that no voxel is skipped and fine structures do not alias.
+* `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the
+  target's spacing where it gets coarser, so that no voxel is skipped and fine structures do not
+  alias.
 * `linear`: the two nearest voxels. Faster, but noise and edges alias where an axis gets coarser.
-* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased` where it gets coarser.
-  Sharper, but it overshoots at edges.
+* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased`
+  where it gets coarser. Sharper, but it overshoots at edges.
 
-Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and the voxels that `linear` skips
-lose thin parts.
+Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and
+the voxels that `linear` skips lose thin parts.
 
-The weights depend on the position of an output voxel in the source, computed in float64 from the two grids. An output voxel
-therefore gets the same taps and the same weights whether the target is a whole grid or a crop of it: resampling a crop
-equals cropping the resampled volume.
+The weights depend on the position of an output voxel in the source, computed in float64 from the
+two grids. An output voxel therefore gets the same taps and the same weights whether the target is a
+whole grid or a crop of it: resampling a crop equals cropping the resampled volume.
 
-Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply and add in one
-pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield units to ten bits. Threads work on
-separate slabs, so no thread waits within a slab, and no sum depends on the number of threads.
+Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply
+and add in one pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield
+units to ten bits. Threads work on separate slabs, so no thread waits within a slab, and no sum
+depends on the number of threads.
 
-Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP 29 (1981), a = -1/2.
+Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP
+29 (1981), a = -1/2.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from medseg.io.scratch import new_tensor
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
-# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32, about the size of a cache.
+# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32,
+# about the size of a cache.
 SLAB_VOXELS = 2**21
 # Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
 MAX_THREADS = 4
@@ -48,7 +52,8 @@ MAX_THREADS = 4
 POSITION_DECIMALS = 9
 # Tolerance by which rounding may move a voxel out of the field of view, in source voxels.
 EDGE_TOLERANCE = 1e-6
-# A label must win by more than the rounding of float32 sums, or ties would depend on the direction of an axis.
+# A label must win by more than the rounding of float32 sums, or ties would depend on the direction
+# of an axis.
 TIE_TOLERANCE = 1e-5
 
 
@@ -87,9 +92,10 @@ def axis_taps(
 ) -> AxisTaps:
     """Compute the taps of one axis.
 
-    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are clamped to them.
-    A widened triangle on a discrete lattice does not keep a linear ramp by itself, so its weights are tilted until
-    their first moment vanishes; they stay non-negative. Those of the cubic are below zero beyond its two inner voxels.
+    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are
+    clamped to them. A widened triangle on a discrete lattice does not keep a linear ramp by itself,
+    so its weights are tilted until their first moment vanishes; they stay non-negative. Those of
+    the cubic are below zero beyond its two inner voxels.
 
     Args:
         num_outputs: Voxels of the target along this axis.
@@ -104,26 +110,41 @@ def axis_taps(
     """
     number = np.arange(num_outputs)
     if goes_on:
-        # The target's lattice beyond the target: its outermost voxels inside the field of view stand for those beyond.
-        low, high = ((end - offset) / scale for end in (-0.5 - EDGE_TOLERANCE, num_inputs - 0.5 + EDGE_TOLERANCE))
+        # The target's lattice beyond the target: its outermost voxels inside the field of view
+        # stand for those beyond.
+        low, high = (
+            (end - offset) / scale
+            for end in (-0.5 - EDGE_TOLERANCE, num_inputs - 0.5 + EDGE_TOLERANCE)
+        )
         number = np.clip(number, math.ceil(low), max(math.ceil(low), math.floor(high)))
     position = np.round(scale * number + offset, POSITION_DECIMALS)
-    inside = np.flatnonzero((position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE))
+    inside = np.flatnonzero(
+        (position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE)
+    )
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]
     is_coarser = scale > 1.0 + EDGE_TOLERANCE
-    is_cubic, is_widened = resampling == CUBIC and not is_coarser, resampling != LINEAR and is_coarser
+    is_cubic, is_widened = (
+        resampling == CUBIC and not is_coarser,
+        resampling != LINEAR and is_coarser,
+    )
     radius = 2.0 if is_cubic else scale if is_widened else 1.0
     first = np.ceil(position - radius).astype(np.int64)
     index = first + np.arange(int(np.floor(2 * radius)) + 1)
     distance = index - position
-    weight = _cubic(np.abs(distance)) if is_cubic else np.maximum(0.0, 1.0 - np.abs(distance) / radius)
+    weight = (
+        _cubic(np.abs(distance)) if is_cubic else np.maximum(0.0, 1.0 - np.abs(distance) / radius)
+    )
     if is_widened:
-        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum((weight * distance**2).sum(1, keepdims=True), 1e-12)
+        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum(
+            (weight * distance**2).sum(1, keepdims=True), 1e-12
+        )
         weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
     weight /= weight.sum(1, keepdims=True)
     used = (np.abs(weight) > 1e-9).any(0)
-    return AxisTaps(start, np.clip(index[:, used], 0, num_inputs - 1), weight[:, used].astype(np.float32), scale)
+    return AxisTaps(
+        start, np.clip(index[:, used], 0, num_inputs - 1), weight[:, used].astype(np.float32), scale
+    )
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
@@ -142,11 +163,22 @@ class Slab(NamedTuple):
 
 
 def plan_slabs(
-    source: VoxelGrid, target: VoxelGrid, *, resampling: str = ANTIALIASED, slices_go_on: bool = False
+    source: VoxelGrid,
+    target: VoxelGrid,
+    *,
+    resampling: str = ANTIALIASED,
+    slices_go_on: bool = False,
 ) -> Iterator[Slab]:
     """Split the work along z so that a slab reads about `SLAB_VOXELS` of the source, and only what the target needs."""
     axes = tuple(
-        axis_taps(num_outputs, num_inputs, scale, offset, resampling=resampling, goes_on=slices_go_on and axis == 0)
+        axis_taps(
+            num_outputs,
+            num_inputs,
+            scale,
+            offset,
+            resampling=resampling,
+            goes_on=slices_go_on and axis == 0,
+        )
         for axis, (num_outputs, num_inputs, (scale, offset)) in enumerate(
             zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
         )
@@ -173,8 +205,8 @@ def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tens
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = taps
-    # The axis that shrinks most comes first, and few planes become many last. The order must depend on the scales alone, since it
-    # decides the last bit.
+    # The axis that shrinks most comes first, and few planes become many last. The order must depend
+    # on the scales alone, since it decides the last bit.
     steps = [(_filter_rows, y), (_filter_columns, x)]
     steps.insert(0 if z.scale > y.scale else 2 if z.scale < 1.0 else 1, (_filter_planes, z))
     for filter_axis, axis in steps:
@@ -203,10 +235,14 @@ def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
     num_outputs, num_taps = taps.index.shape
     index = torch.from_numpy(taps.index).to(rows.device)
     weight = torch.from_numpy(taps.weight).to(rows.device)
-    bags = (index + num_rows * torch.arange(batch, device=rows.device)[:, None, None]).reshape(-1, num_taps)
+    bags = (index + num_rows * torch.arange(batch, device=rows.device)[:, None, None]).reshape(
+        -1, num_taps
+    )
     weights = weight.expand(batch, -1, -1).reshape(-1, num_taps)
     table = rows.reshape(batch * num_rows, num_columns)
-    return functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum").view(batch, num_outputs, -1)
+    return functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum").view(
+        batch, num_outputs, -1
+    )
 
 
 def _neighbours(taps: AxisTaps) -> slice | None:
@@ -224,24 +260,32 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
         for slab in slabs:
             work(slab)
         return
-    is_inference = torch.is_inference_mode_enabled()  # the mode of this thread; others start without it
+    is_inference = (
+        torch.is_inference_mode_enabled()
+    )  # the mode of this thread; others start without it
 
     def work_alone(slab: Slab) -> None:
         with torch.inference_mode(is_inference), torch.no_grad():
             work(slab)
 
     try:
-        with ThreadPoolExecutor(min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        with ThreadPoolExecutor(
+            min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
             list(pool.map(work_alone, slabs))  # raises the first error
     finally:
         torch.set_num_threads(num_threads)  # the workers have set the number for later threads too
 
 
-def _read(image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32) -> Tensor:
+def _read(
+    image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Read one box of a volume, contiguous, on the volume's device; a memory map is read only there."""
     if isinstance(image, Tensor):
         return image[box].to(dtype).contiguous()
-    return torch.from_numpy(np.array(image[box], dtype=np.uint8 if dtype == torch.uint8 else np.float32, order="C"))
+    return torch.from_numpy(
+        np.array(image[box], dtype=np.uint8 if dtype == torch.uint8 else np.float32, order="C")
+    )
 
 
 def _check_shape(shape: tuple[int, ...], source: VoxelGrid) -> None:
@@ -270,8 +314,10 @@ def resample_image(
         target: Wanted grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
-        slices_go_on: Whether the first and the last slice inside the source are repeated beyond it, as in `crop_padded`.
-        limits: Lowest and highest value, to which values are clipped before the filter; None does not clip.
+        slices_go_on: Whether the first and the last slice inside the source are repeated beyond it,
+            as in `crop_padded`.
+        limits: Lowest and highest value, to which values are clipped before the filter; None does
+            not clip.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -288,7 +334,9 @@ def resample_image(
 
     def work(slab: Slab) -> None:
         values = _read(image, slab.source)
-        result[slab.target] = filter_slab(values if limits is None else values.clamp(*limits), slab.taps)
+        result[slab.target] = filter_slab(
+            values if limits is None else values.clamp(*limits), slab.taps
+        )
 
     _share_slabs(slabs, work, device)
     return result
@@ -296,12 +344,17 @@ def resample_image(
 
 @torch.no_grad()
 def resample_labels(
-    labels: np.ndarray | Tensor, source: VoxelGrid, target: VoxelGrid, num_classes: int, *, slices_go_on: bool = False
+    labels: np.ndarray | Tensor,
+    source: VoxelGrid,
+    target: VoxelGrid,
+    num_classes: int,
+    *,
+    slices_go_on: bool = False,
 ) -> Tensor:
     """Resample a label map: each class with the antialiased filter, then the class of the largest weight.
 
-    Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of `num_classes` and above
-    count as background, and so do voxels outside the source.
+    Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of
+    `num_classes` and above count as background, and so do voxels outside the source.
 
     Args:
         labels: Label map (D, H, W), integers.
@@ -338,7 +391,9 @@ def _present_classes(values: Tensor, num_classes: int) -> list[int]:
     return [value for value in range(1, num_classes) if (values == value).any()]
 
 
-def _heaviest_class(values: Tensor, present: list[int], taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tensor:
+def _heaviest_class(
+    values: Tensor, present: list[int], taps: tuple[AxisTaps, AxisTaps, AxisTaps]
+) -> Tensor:
     """Pick the class with the largest filtered mask among the background and those present; (D', H', W') uint8."""
     best = filter_slab((values == present[0]).to(torch.float32), taps)
     background = 1.0 - best

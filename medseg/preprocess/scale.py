@@ -9,7 +9,8 @@ import numpy as np
 class HuScale:
     """Scale from the values of a file to HU: `slope * value + offset`.
 
-    It belongs to the files, not to a network: training and prediction each apply their own right after reading.
+    It belongs to the files, not to a network: training and prediction each apply their own right
+    after reading.
 
     Attributes:
         slope: Factor.
@@ -23,14 +24,21 @@ class HuScale:
         """Rescale an image: int16 if that is exact and fits, else float32; the input itself if nothing changes."""
         if self == AS_STORED:
             return values
-        is_whole = values.dtype == np.int16 and float(self.slope).is_integer() and float(self.offset).is_integer()
+        is_whole = (
+            values.dtype == np.int16
+            and float(self.slope).is_integer()
+            and float(self.offset).is_integer()
+        )
         ends = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
         limits = np.iinfo(np.int16)
         fits = limits.min <= min(ends) and max(ends) <= limits.max
         image_hu = np.empty(values.shape, np.int16 if is_whole and fits else np.float32)
-        # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24 are exact in float32.
+        # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24
+        # are exact in float32.
         for scaled, plane in zip(image_hu, values, strict=True):
-            scaled[...] = plane.astype(np.float32) * np.float32(self.slope) + np.float32(self.offset)
+            scaled[...] = plane.astype(np.float32) * np.float32(self.slope) + np.float32(
+                self.offset
+            )
         return image_hu
 
 

@@ -59,7 +59,9 @@ class CaseView(NamedTuple):
     findings: Sequence[tuple[str, str]]
 
 
-def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tuple[float, float, float]) -> tuple[Slice, Slice]:
+def cut_slices(
+    image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tuple[float, float, float]
+) -> tuple[Slice, Slice]:
     """Take the coronal and the axial slice with most label; without labels those in the middle.
 
     Args:
@@ -74,16 +76,31 @@ def cut_slices(image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tupl
             areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
             index = int(np.argmax(areas)) if areas.any() else index
         strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
-        at = tuple(index if other == axis else slice(None, None, stride) for other, stride in enumerate(strides))
-        rows_mm, columns_mm = (spacing_mm[other] * strides[other] for other in range(3) if other != axis)
+        at = tuple(
+            index if other == axis else slice(None, None, stride)
+            for other, stride in enumerate(strides)
+        )
+        rows_mm, columns_mm = (
+            spacing_mm[other] * strides[other] for other in range(3) if other != axis
+        )
         shown.append(
-            Slice(plane, np.array(image_hu[at]), None if labels is None else np.array(labels[at]), (rows_mm, columns_mm))
+            Slice(
+                plane,
+                np.array(image_hu[at]),
+                None if labels is None else np.array(labels[at]),
+                (rows_mm, columns_mm),
+            )
         )
     return shown[0], shown[1]
 
 
 def audit_pictures(
-    cases: Sequence[CaseView], path: Path, title: str, *, label_names: Mapping[int, str], window_hu: tuple[float, float] | None
+    cases: Sequence[CaseView],
+    path: Path,
+    title: str,
+    *,
+    label_names: Mapping[int, str],
+    window_hu: tuple[float, float] | None,
 ) -> list[Path]:
     """Draw all cases, 24 in a picture; the second picture is called `<name>-2.png`.
 
@@ -97,7 +114,9 @@ def audit_pictures(
     Returns:
         The files.
     """
-    pages = [cases[first : first + _CASES_PER_PAGE] for first in range(0, len(cases), _CASES_PER_PAGE)]
+    pages = [
+        cases[first : first + _CASES_PER_PAGE] for first in range(0, len(cases), _CASES_PER_PAGE)
+    ]
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
     paths = [path, *islice(names, len(pages) - 1)]
     for number, (page, file) in enumerate(zip(pages, paths, strict=True), start=1):
@@ -109,7 +128,11 @@ def audit_pictures(
 
 
 def _draw_page(
-    cases: Sequence[CaseView], path: Path, title: str, label_names: Mapping[int, str], window_hu: tuple[float, float] | None
+    cases: Sequence[CaseView],
+    path: Path,
+    title: str,
+    label_names: Mapping[int, str],
+    window_hu: tuple[float, float] | None,
 ) -> None:
     """Draw one picture: a header, and rows of cases as high as the longest findings of the row ask for."""
     texts = [_wrapped(case.findings) for case in cases]
@@ -117,16 +140,29 @@ def _draw_page(
     tops = [_HEADER_PX]
     for first in range(0, len(cases), columns):
         num_lines = max(len(text) for text in texts[first : first + columns])
-        tops.append(tops[-1] + _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX)
+        tops.append(
+            tops[-1] + _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
+        )
     canvas = Canvas(columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])
     canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
     right = canvas.width_px
     for number, name in reversed(list(enumerate(label_names.values()))):
         right -= 7.5 * len(name) + 2 * _GAP_PX
-        canvas.write(right, 17, name.replace("_", " "), color=colour_of(number), fontsize=10, fontweight="bold")
+        canvas.write(
+            right,
+            17,
+            name.replace("_", " "),
+            color=colour_of(number),
+            fontsize=10,
+            fontweight="bold",
+        )
     for number, (case, text) in enumerate(zip(cases, texts, strict=True)):
         left, top = _GAP_PX + number % columns * (_CASE_PX + _GAP_PX), tops[number // columns]
-        worst = min((severity for severity, _ in case.findings), key=list(_MARKS).index, default="information")
+        worst = min(
+            (severity for severity, _ in case.findings),
+            key=list(_MARKS).index,
+            default="information",
+        )
         canvas.write(
             left,
             top,
@@ -135,20 +171,40 @@ def _draw_page(
             fontsize=11,
         )
         canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
-        canvas.write(left + 16, top + 18, shortened(case.subtitle, 74), color=_MARKS["information"], fontsize=8)
+        canvas.write(
+            left + 16,
+            top + 18,
+            shortened(case.subtitle, 74),
+            color=_MARKS["information"],
+            fontsize=8,
+        )
         _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
         for line, (colour, words) in enumerate(text):
-            canvas.write(left, top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX, words, color=colour, fontsize=8)
+            canvas.write(
+                left,
+                top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX,
+                words,
+                color=colour,
+                fontsize=8,
+            )
     write_png(canvas.figure, path)
 
 
 def _draw_slices(
-    canvas: Canvas, left: float, top: float, slices: Sequence[Slice], values: list[int], window_hu: tuple[float, float] | None
+    canvas: Canvas,
+    left: float,
+    top: float,
+    slices: Sequence[Slice],
+    values: list[int],
+    window_hu: tuple[float, float] | None,
 ) -> None:
     """Draw the slices of a case side by side in one scale, vertically centred, with the patient's right marked."""
     sizes_mm = [np.multiply(one.image_hu.shape, one.spacing_mm) for one in slices]
     for one, size_mm in zip(slices, sizes_mm, strict=True):
-        px_per_mm = min((_CASE_PX - _GAP_PX) / sum(mm[1] for mm in sizes_mm), _SLICES_PX / max(mm[0] for mm in sizes_mm))
+        px_per_mm = min(
+            (_CASE_PX - _GAP_PX) / sum(mm[1] for mm in sizes_mm),
+            _SLICES_PX / max(mm[0] for mm in sizes_mm),
+        )
         height, width = np.maximum(1.0, size_mm * px_per_mm)
         middle = top + _SLICES_PX / 2
         axes = canvas.draw_slice(

@@ -25,7 +25,8 @@ class PackedCase(NamedTuple):
 
     Attributes:
         volumes: Reduced scan, labels and differences.
-        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS; None without a difference.
+        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS;
+            None without a difference.
         dice: Label name to its Dice coefficient with the reference; empty without one.
     """
 
@@ -46,7 +47,12 @@ class CaseReport(NamedTuple):
 
 
 def pack_case(
-    image: np.ndarray, labels: np.ndarray, grid: VoxelGrid, reference: np.ndarray | None, task: Task, max_mb: float = 12.0
+    image: np.ndarray,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    reference: np.ndarray | None,
+    task: Task,
+    max_mb: float = 12.0,
 ) -> PackedCase:
     """Reduce a case to what its viewer shows, and find its differences to the reference.
 
@@ -66,8 +72,12 @@ def pack_case(
     orientation = orientation_of(grid)
     pred, lps_grid, _ = orient(labels, grid)
     worst_xyz_mm, most = None, 0
-    counts = np.zeros((3, 1 + max(task.labels.values())), dtype=np.int64)  # of prediction, reference and both, by value
-    for index, (found, expected) in enumerate(zip(pred, orientation.to_lps(reference), strict=True)):
+    counts = np.zeros(
+        (3, 1 + max(task.labels.values())), dtype=np.int64
+    )  # of prediction, reference and both, by value
+    for index, (found, expected) in enumerate(
+        zip(pred, orientation.to_lps(reference), strict=True)
+    ):
         is_equal = found == expected
         for row, values in enumerate((found, expected, found[is_equal])):
             counts[row] += np.bincount(values.ravel(), minlength=counts.shape[1])[: counts.shape[1]]
@@ -84,7 +94,11 @@ def pack_case(
 
 
 def write_case_viewer(
-    path: Path, packed: PackedCase, statistics: Mapping[str, Mapping[str, float | None]], report: CaseReport, task: Task
+    path: Path,
+    packed: PackedCase,
+    statistics: Mapping[str, Mapping[str, float | None]],
+    report: CaseReport,
+    task: Task,
 ) -> None:
     """Write the viewer of a case; the stem of the file is its title.
 
@@ -104,7 +118,10 @@ def write_case_viewer(
     for name, dice in packed.dice.items():
         rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
     columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
-    places = {"most differences": packed.worst_xyz_mm, "stages differ most": report.most_disputed_xyz_mm}
+    places = {
+        "most differences": packed.worst_xyz_mm,
+        "stages differ most": report.most_disputed_xyz_mm,
+    }
     words = ViewerWords(
         path.name.removesuffix(SUFFIX),
         report.status,
@@ -117,13 +134,22 @@ def write_case_viewer(
         {region: str(bound) for region, bound in report.dice_at_least.items()},
         {name: point for name, point in places.items() if point is not None},
     )
-    write_viewer(path, packed.volumes, words, structures_of(task), task.channels[0].window_hu, is_ct=task.is_ct)
+    write_viewer(
+        path,
+        packed.volumes,
+        words,
+        structures_of(task),
+        task.channels[0].window_hu,
+        is_ct=task.is_ct,
+    )
 
 
 def structures_of(task: Task) -> list[Structure]:
     """Describe the labels of a task; those without a colour get one of the palette."""
     return [
-        Structure(name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ()))
+        Structure(
+            name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ())
+        )
         for number, (name, value) in enumerate(task.labels.items())
     ]
 

@@ -26,7 +26,8 @@ class Files(NamedTuple):
         picture_link: Address of the overlay relative to the page.
         viewer_link: Address of the viewer with the reference relative to the page, or "".
         prediction_link: Address of the viewer that the prediction wrote, or "".
-        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction states.
+        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction
+            states.
     """
 
     picture: Path | None
@@ -55,15 +56,16 @@ def render_cases(
     """Render the page.
 
     Args:
-        rows: Scores of each case and region: `case`, `region`, `trust`, the scores of `medseg.metrics.scores.score_region` and
-            further metrics.
+        rows: Scores of each case and region: `case`, `region`, `trust`, the scores of
+            `medseg.metrics.scores.score_region` and further metrics.
         statistics: Statistics of each region and metric over all trusts.
         files: Case to its picture and viewer.
         title: Heading.
         folder: Folder of the predictions, as shown to the reader.
         num_pictures: Largest number of overlays inside the page, the worst cases first.
         say: Takes a sentence about a picture that could not be read.
-        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are left out.
+        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are
+            left out.
         costs: Pairs of a name and a figure for the top of the page.
         baseline: Name of the baseline, or "".
         baseline_dices: Case and region to the Dice of the baseline.
@@ -77,15 +79,27 @@ def render_cases(
     ordered = sorted(rows, key=_rank)
     cases = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
     shown = _shown_rows(ordered, regions, cases, baseline_dices)
-    names = [*_TITLES, *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES))]
+    names = [
+        *_TITLES,
+        *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES)),
+    ]
     points = [{key: row[key] for key in _POINT_KEYS} for row in shown]
     pairs = [point for point in points if point["delta"] is not None]
     forest = [
-        {"name": region.replace("_", " "), "setting": 0, "colour": "var(--accent)", **difference._asdict()}
+        {
+            "name": region.replace("_", " "),
+            "setting": 0,
+            "colour": "var(--accent)",
+            **difference._asdict(),
+        }
         for region, metric, difference in compared
         if metric == "dice"
     ]
-    uris = {case: data_uri(path, say) for case in list(cases)[:num_pictures] if (path := files[case].picture)}
+    uris = {
+        case: data_uri(path, say)
+        for case in list(cases)[:num_pictures]
+        if (path := files[case].picture)
+    }
     return render_page(
         "cases.html",
         "evaluation",
@@ -101,7 +115,10 @@ def render_cases(
         ],
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],
-            "differences": [*differences(forest, "Difference of the Dice"), *([case_differences(pairs)] if pairs else [])],
+            "differences": [
+                *differences(forest, "Difference of the Dice"),
+                *([case_differences(pairs)] if pairs else []),
+            ],
         },
         folder=folder,
         regions=regions,
@@ -139,7 +156,10 @@ def _rank(row: Row) -> tuple[float, float]:
 
 
 def _shown_rows(
-    rows: Sequence[Row], regions: Sequence[str], cases: Mapping[str, str], baseline_dices: Mapping[tuple[str, str], float]
+    rows: Sequence[Row],
+    regions: Sequence[str],
+    cases: Mapping[str, str],
+    baseline_dices: Mapping[tuple[str, str], float],
 ) -> list[dict[str, Any]]:
     """Add number, link, colour, difference to the baseline and volumes of errors to each row."""
     return [
@@ -158,13 +178,26 @@ def _shown_rows(
     ]
 
 
-_POINT_KEYS = ("case", "region", "dice", "volume_ref_ml", "error_ml", "delta", "row", "link", "colour")
+_POINT_KEYS = (
+    "case",
+    "region",
+    "dice",
+    "volume_ref_ml",
+    "error_ml",
+    "delta",
+    "row",
+    "link",
+    "colour",
+)
 
 
 def _errors(row: Row) -> dict[str, float]:
     """Missed and extra volume in ml, which follow from the Dice and both volumes."""
     common_ml = row["dice"] * (row["volume_pred_ml"] + row["volume_ref_ml"]) / 2
-    return {"missed_ml": max(0.0, row["volume_ref_ml"] - common_ml), "extra_ml": max(0.0, row["volume_pred_ml"] - common_ml)}
+    return {
+        "missed_ml": max(0.0, row["volume_ref_ml"] - common_ml),
+        "extra_ml": max(0.0, row["volume_pred_ml"] - common_ml),
+    }
 
 
 def _write_score(name: str, value: float) -> str:
@@ -176,4 +209,8 @@ def _write_score(name: str, value: float) -> str:
     """
     if not math.isfinite(value):
         return "none"
-    return f"{value:.1f}" if name.endswith(("_mm", "_ml")) and not name.startswith("nsd") else f"{value:.4f}"
+    return (
+        f"{value:.1f}"
+        if name.endswith(("_mm", "_ml")) and not name.startswith("nsd")
+        else f"{value:.4f}"
+    )

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from medseg.report.compare import FINISHED, LARGEST, METRICS, PEAK, STEP, VAL_DICE, Comparison, Study
+from medseg.report.compare import (
+    FINISHED,
+    LARGEST,
+    METRICS,
+    PEAK,
+    STEP,
+    VAL_DICE,
+    Comparison,
+    Study,
+)
 
 _HEIGHT_PX, _SMALL_HEIGHT_PX = 260, 200
 # With fewer results a chart per key shows nothing that the table does not.
@@ -36,14 +45,33 @@ def curves(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice and training loss over the optimiser steps; the line of an unfinished run is broken."""
     charts = []
     for column, heading in (("val_dice", "Validation Dice"), ("loss", "Training loss")):
-        lines = {index: curve for index, run in enumerate(comparison.runs) if (curve := _thinned(run.curve(column)))}
-        rows = [{**_run(comparison, index), "x": x, **_dice(y)} for index, line in lines.items() for x, y in line]
+        lines = {
+            index: curve
+            for index, run in enumerate(comparison.runs)
+            if (curve := _thinned(run.curve(column)))
+        }
+        rows = [
+            {**_run(comparison, index), "x": x, **_dice(y)}
+            for index, line in lines.items()
+            for x, y in line
+        ]
         if rows:
-            x, y = _axis("optimiser step", rows, "x", is_count=True), _axis(heading, rows, "y", is_dice=column == "val_dice")
+            x, y = (
+                _axis("optimiser step", rows, "x", is_count=True),
+                _axis(heading, rows, "y", is_dice=column == "val_dice"),
+            )
             dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
             tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
             # The pointer, or a finger, takes the nearest point.
-            near = {"name": "near", "select": {"type": "point", "nearest": True, "on": "pointerover", "clear": "pointerout"}}
+            near = {
+                "name": "near",
+                "select": {
+                    "type": "point",
+                    "nearest": True,
+                    "on": "pointerover",
+                    "clear": "pointerout",
+                },
+            }
             is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
             layers: Rows = [
                 {"mark": {"type": "line", "strokeWidth": 1.6}, "encoding": {"detail": {"field": "run"}, "strokeDash": dash}},
@@ -56,11 +84,16 @@ def curves(comparison: Comparison) -> list[Chart]:
 
 def costs(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice over memory and over time, where several settings have a result."""
-    axes = ((PEAK, "Dice for memory", "peak memory in GiB"), (STEP, "Dice for time", "seconds per step"))
+    axes = (
+        (PEAK, "Dice for memory", "peak memory in GiB"),
+        (STEP, "Dice for time", "seconds per step"),
+    )
     return [
         chart
         for metric, heading, title in axes
-        for chart in _dice_chart(comparison, heading, title, [metric.of(run) for run in comparison.runs])
+        for chart in _dice_chart(
+            comparison, heading, title, [metric.of(run) for run in comparison.runs]
+        )
     ]
 
 
@@ -70,7 +103,9 @@ def by_key(comparison: Comparison) -> list[Chart]:
     charts = [
         chart
         for column in comparison.setting_columns
-        for chart in _dice_chart(comparison, column.key, column.key, column.values, _SMALL_HEIGHT_PX)
+        for chart in _dice_chart(
+            comparison, column.key, column.key, column.values, _SMALL_HEIGHT_PX
+        )
     ]
     return charts[:_MAX_KEYS] if len(charts) > 1 and num_results >= _MIN_RESULTS else []
 
@@ -89,10 +124,18 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
     best_of = np.maximum if direction == "maximize" else np.minimum
     bests = best_of.accumulate(list(found.values())).tolist()
     rows = [
-        {**_run(comparison, index), "x": int(comparison.runs[index].name), **_dice(value), "best": _dice(best)}
+        {
+            **_run(comparison, index),
+            "x": int(comparison.runs[index].name),
+            **_dice(value),
+            "best": _dice(best),
+        }
         for (index, value), best in zip(found.items(), bests, strict=True)
     ]
-    x, y = _axis("trial", rows, "x", is_count=True), _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
+    x, y = (
+        _axis("trial", rows, "x", is_count=True),
+        _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE),
+    )
     best_so_far = {**y, "field": f"best.{y['field']}"}
     layers: Rows = [
         {"mark": {"type": "line", "interpolate": "step-after", "color": "var(--quiet)"}, "encoding": {"x": x, "y": best_so_far}},
@@ -106,36 +149,52 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     """Draw mean differences to a baseline with their confidence intervals.
 
     Args:
-        rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval), `setting`, `colour`.
+        rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval),
+            `setting`, `colour`.
         title: Title of the horizontal axis.
     """
     if not rows:
         return []
     has_intervals = any(row["ci95_low"] is not None for row in rows)
-    # A line for each key of a setting: a long name in one line is cut where it differs from the others.
+    # A line for each key of a setting: a long name in one line is cut where it differs from the
+    # others.
     axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
     row_px = 16 + 14 * max(row["name"].count(", ") + 1 for row in rows)
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
-    tooltip = _tooltip(name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases")
+    tooltip = _tooltip(
+        name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases"
+    )
     layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
         *([{"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}}] if has_intervals else []),
         {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
     ]  # fmt: skip
-    return [_chart(title, f"{title} of {len(rows)} rows, with 95 % intervals", rows, layers, height=row_px * len(rows) + 20)]
+    return [
+        _chart(
+            title,
+            f"{title} of {len(rows)} rows, with 95 % intervals",
+            rows,
+            layers,
+            height=row_px * len(rows) + 20,
+        )
+    ]
 
 
 def dice_by_region(rows: Rows) -> Chart:
     """Draw the Dice of each case by region, with boxes around the middle halves.
 
     Args:
-        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its number for the filters.
+        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its
+            number for the filters.
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index]["dice"])
-    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly
+    # equal score do not overlap.
     offsets = {index: (place * 0.618) % 1 for place, index in enumerate(order)}
-    points = [{**row, **_dice(row["dice"]), "offset": offsets[index]} for index, row in enumerate(rows)]
+    points = [
+        {**row, **_dice(row["dice"]), "offset": offsets[index]} for index, row in enumerate(rows)
+    ]
     names = [region.replace("_", " ") for region in dict.fromkeys(row["region"] for row in rows)]
     x = {
         "field": "name",
@@ -155,7 +214,11 @@ def dice_by_region(rows: Rows) -> Chart:
         "box": {"opacity": 0.22},
         "median": {"color": "var(--ink)"},
     }
-    look = {"color": _COLOUR, "href": {"field": "link"}, "tooltip": _tooltip(case="case", region="region", y="Dice")}
+    look = {
+        "color": _COLOUR,
+        "href": {"field": "link"},
+        "tooltip": _tooltip(case="case", region="region", y="Dice"),
+    }
     layers: Rows = [
         {"mark": box, "encoding": {"x": x, "y": y}},
         {"mark": _DOT, "encoding": {"x": x, "xOffset": offset, "y": y, **look}},
@@ -170,14 +233,33 @@ def volume_errors(rows: Rows) -> Chart:
         rows: As of `dice_by_region`, with `volume_ref_ml` and `error_ml`.
     """
     points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
-    x, y = _axis("reference volume in ml", points, "x"), _axis("prediction minus reference in ml", points, "y")
+    x, y = (
+        _axis("reference volume in ml", points, "x"),
+        _axis("prediction minus reference in ml", points, "y"),
+    )
     y["scale"] = {"zero": True}
-    tooltip = _tooltip(case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml")
+    tooltip = _tooltip(
+        case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml"
+    )
     layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
-        {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
+        {
+            "mark": _DOT,
+            "encoding": {
+                "x": x,
+                "y": y,
+                "color": _COLOUR,
+                "href": {"field": "link"},
+                "tooltip": tooltip,
+            },
+        },
     ]
-    return _chart("Volume error", f"Volume error of {len(rows)} results over the reference volume", points, layers)
+    return _chart(
+        "Volume error",
+        f"Volume error of {len(rows)} results over the reference volume",
+        points,
+        layers,
+    )
 
 
 def case_differences(rows: Rows) -> Chart:
@@ -186,29 +268,61 @@ def case_differences(rows: Rows) -> Chart:
     Args:
         rows: As of `dice_by_region`, with `delta`.
     """
-    points = [{**row, "x": place} for place, row in enumerate(sorted(rows, key=lambda row: row["delta"]), start=1)]
+    points = [
+        {**row, "x": place}
+        for place, row in enumerate(sorted(rows, key=lambda row: row["delta"]), start=1)
+    ]
     x = {
         "field": "x",
         "type": "quantitative",
         "title": "results, the largest decrease first",
         "axis": {"labels": False, "ticks": False, "grid": False},
     }
-    y = {"field": "delta", "type": "quantitative", "title": "difference of the Dice", "axis": {"tickCount": 5}}
+    y = {
+        "field": "delta",
+        "type": "quantitative",
+        "title": "difference of the Dice",
+        "axis": {"tickCount": 5},
+    }
     tooltip = _tooltip(case="case", region="region", delta="difference", dice="Dice")
     layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
-        {"mark": _DOT, "encoding": {"x": x, "y": y, "color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}},
+        {
+            "mark": _DOT,
+            "encoding": {
+                "x": x,
+                "y": y,
+                "color": _COLOUR,
+                "href": {"field": "link"},
+                "tooltip": tooltip,
+            },
+        },
     ]
-    return _chart("Difference by case", f"Difference of the Dice to the baseline of {len(rows)} results", points, layers)
+    return _chart(
+        "Difference by case",
+        f"Difference of the Dice to the baseline of {len(rows)} results",
+        points,
+        layers,
+    )
 
 
 _COLOUR = {"field": "colour", "type": "nominal", "scale": None}
 _SETTING_LOOK = {
     "color": _COLOUR,
     "href": {"field": "link"},
-    "opacity": {"condition": {"test": "lit === null || lit === datum.setting", "value": 0.9}, "value": 0.12},
+    "opacity": {
+        "condition": {"test": "lit === null || lit === datum.setting", "value": 0.9},
+        "value": 0.12,
+    },
 }
-_DOT = {"type": "point", "filled": True, "size": 80, "opacity": 0.85, "stroke": "var(--card)", "strokeWidth": 1}
+_DOT = {
+    "type": "point",
+    "filled": True,
+    "size": 80,
+    "opacity": 0.85,
+    "stroke": "var(--card)",
+    "strokeWidth": 1,
+}
 _ZERO = {"type": "rule", "color": "var(--quiet)", "strokeDash": [4, 3]}
 
 
@@ -241,7 +355,10 @@ def _chart(
 def _tooltip(**titles: str) -> Rows:
     """Fields with their titles under the pointer; numbers with four digits."""
     texts = ("run", "label", "case", "region", "name", "x")
-    return [{"field": field, "title": title, **({} if field in texts else {"format": ".4~g"})} for field, title in titles.items()]
+    return [
+        {"field": field, "title": title, **({} if field in texts else {"format": ".4~g"})}
+        for field, title in titles.items()
+    ]
 
 
 def _dice(value: float) -> dict[str, float]:
@@ -265,11 +382,19 @@ def _run(comparison: Comparison, index: int) -> dict[str, Any]:
 def _thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Finite points of a curve, at most `_MAX_POINTS`."""
     finite = [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)]
-    return [finite[round(at)] for at in np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))]
+    return [
+        finite[round(at)] for at in np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))
+    ]
 
 
 def _axis(
-    title: str, rows: Rows, name: str, *, is_dice: bool = False, is_rate: bool = False, is_count: bool = False
+    title: str,
+    rows: Rows,
+    name: str,
+    *,
+    is_dice: bool = False,
+    is_rate: bool = False,
+    is_count: bool = False,
 ) -> dict[str, Any]:
     """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers.
 
@@ -277,12 +402,18 @@ def _axis(
         title: Title of the axis.
         rows: Points; those of a Dice have `error`.
         name: Field of the rows.
-        is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as 0.90 from 0.95.
+        is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as
+            0.90 from 0.95.
         is_rate: Whether the values are learning rates, which always get a logarithmic axis.
         is_count: Whether the axis stays linear, since it counts steps or trials.
     """
     values = [row[name] for row in rows]
-    axis: dict[str, Any] = {"field": name, "type": "quantitative", "title": title, "scale": {"zero": False, "padding": 8}}
+    axis: dict[str, Any] = {
+        "field": name,
+        "type": "quantitative",
+        "title": title,
+        "scale": {"zero": False, "padding": 8},
+    }
     if isinstance(values[0], str):
         is_short = sum(map(len, set(values))) < 40
         return {
@@ -296,17 +427,34 @@ def _axis(
         lowest = max((tick for tick in _DICE_TICKS if tick <= min(values)), default=0.0)
         highest = min((tick for tick in _DICE_TICKS if tick >= max(values)), default=1.0)
         axis["field"] = "error"
-        axis["scale"] = {"type": "log", "domain": [1 - lowest, max(1 - highest, _LEAST_ERROR)], "nice": False}
-        inside = [max(1 - tick, _LEAST_ERROR) for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest]
-        axis["axis"] = {"values": inside, "labelExpr": f"datum.value > {_LEAST_ERROR} ? format(1 - datum.value, '.4~f') : '1'"}
-    elif not (is_dice or is_count) and min(values) > 0 and (is_rate or max(values) >= _LOG_RATIO * min(values)):
+        axis["scale"] = {
+            "type": "log",
+            "domain": [1 - lowest, max(1 - highest, _LEAST_ERROR)],
+            "nice": False,
+        }
+        inside = [
+            max(1 - tick, _LEAST_ERROR) for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest
+        ]
+        axis["axis"] = {
+            "values": inside,
+            "labelExpr": f"datum.value > {_LEAST_ERROR} ? format(1 - datum.value, '.4~f') : '1'",
+        }
+    elif (
+        not (is_dice or is_count)
+        and min(values) > 0
+        and (is_rate or max(values) >= _LOG_RATIO * min(values))
+    ):
         ratio = max(values) / min(values)
         steps = (1, 2, 5) if ratio < 30 else (1, 3) if ratio < 1e4 else (1,)
         decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
         ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
         low, high = min(values) / 1.25, max(values) * 1.25  # room beside the outer points
         axis["scale"] = {"type": "log", "domain": [low, high], "nice": False}
-        axis["axis"] = {"values": [tick for tick in ticks if low <= tick <= high], "format": ".3~g", "labelOverlap": "greedy"}
+        axis["axis"] = {
+            "values": [tick for tick in ticks if low <= tick <= high],
+            "format": ".3~g",
+            "labelOverlap": "greedy",
+        }
     elif all(float(value).is_integer() for value in values):
         axis["axis"] = {"tickMinStep": 1, "tickCount": 5, "format": ",~f"}
     else:
@@ -314,20 +462,47 @@ def _axis(
     return axis
 
 
-def _dice_chart(comparison: Comparison, heading: str, title: str, values: Sequence[Any], height: int = _HEIGHT_PX) -> list[Chart]:
+def _dice_chart(
+    comparison: Comparison,
+    heading: str,
+    title: str,
+    values: Sequence[Any],
+    height: int = _HEIGHT_PX,
+) -> list[Chart]:
     """Draw validation Dice over one value per run; nothing where the settings or values of the finished runs do not differ."""
     found = {
         index: (value, dice)
         for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
         if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
     }
-    if len({comparison.setting_of[index].number for index in found}) < 2 or len({x for x, _ in found.values()}) < 2:
+    if (
+        len({comparison.setting_of[index].number for index in found}) < 2
+        or len({x for x, _ in found.values()}) < 2
+    ):
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
         numbers = {index: (float(x), dice) for index, (x, dice) in found.items()}
         found = numbers if all(abs(x) <= LARGEST for x, _ in numbers.values()) else found
-    rows = [{**_run(comparison, index), "x": x, **_dice(dice)} for index, (x, dice) in found.items()]
+    rows = [
+        {**_run(comparison, index), "x": x, **_dice(dice)} for index, (x, dice) in found.items()
+    ]
     is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
-    layer = {"mark": _DOT, "encoding": {"tooltip": _tooltip(run="run", label="setting", x=title, y="validation Dice")}}
-    x, y = _axis(title, rows, "x", is_rate=is_rate), _axis("validation Dice", rows, "y", is_dice=True)
-    return [_chart(heading, f"Validation Dice of {len(rows)} runs over {title}", rows, [layer], x, y, height)]
+    layer = {
+        "mark": _DOT,
+        "encoding": {"tooltip": _tooltip(run="run", label="setting", x=title, y="validation Dice")},
+    }
+    x, y = (
+        _axis(title, rows, "x", is_rate=is_rate),
+        _axis("validation Dice", rows, "y", is_dice=True),
+    )
+    return [
+        _chart(
+            heading,
+            f"Validation Dice of {len(rows)} runs over {title}",
+            rows,
+            [layer],
+            x,
+            y,
+            height,
+        )
+    ]

@@ -15,12 +15,14 @@ FINISHED = "finished"
 OPEN = frozenset({"running", "interrupted", "unfinished"})
 # Ended on purpose by a search.
 PRUNED = "pruned"
-# Runs that differ in nothing else are repeats of one setting: their standard deviation says how much a difference is worth.
+# Runs that differ in nothing else are repeats of one setting: their standard deviation says how
+# much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
 # Settings that a sentence names.
 MAX_NAMED = 5
-# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would overflow.
+# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would
+# overflow.
 LARGEST = 1e30
 
 
@@ -67,10 +69,11 @@ class Run:
     Attributes:
         name: Path below the reported folder; `.` is that folder itself.
         folder: The run folder.
-        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file gives a status.
+        status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file
+            gives a status.
         message: Why it did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only name folders. A run that never began has its overrides
-            only.
+        settings: Resolved configuration, flat, without the keys that only name folders. A run that
+            never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments that made a job of a multirun.
         summary: `summary.json`.
@@ -93,7 +96,11 @@ class Run:
 
     def curve(self, column: str) -> list[tuple[float, float]]:
         """Points (optimiser step, value) of a column of the history."""
-        return [(line["step"], line[column]) for line in self.history if column in line and "step" in line]
+        return [
+            (line["step"], line[column])
+            for line in self.history
+            if column in line and "step" in line
+        ]
 
 
 class Metric(NamedTuple):
@@ -132,7 +139,11 @@ def write_duration(duration_s: float) -> str:
     if round(duration_s) < 60:
         return f"{duration_s:.{1 if duration_s < 10 else 0}f} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
-    return " ".join(part for part, is_there in ((f"{hours} h", hours), (f"{minutes} min", minutes or not hours)) if is_there)
+    return " ".join(
+        part
+        for part, is_there in ((f"{hours} h", hours), (f"{minutes} min", minutes or not hours))
+        if is_there
+    )
 
 
 def write_count(number: float) -> str:
@@ -148,7 +159,9 @@ def write_count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _reader(key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max) -> Callable[[Run], float | None]:
+def _reader(
+    key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max
+) -> Callable[[Run], float | None]:
     """Make a reader of a finite number in the summary; where it is absent, `pick` takes one of a column of the history."""
 
     def read(run: Run) -> float | None:
@@ -199,7 +212,8 @@ class Column(NamedTuple):
     Attributes:
         key: Dotted key, or the name of a configuration group (`memory`).
         values: One per run, as text.
-        also: Keys with the same differences: interpolations of this one, or keys that the chosen group sets.
+        also: Keys with the same differences: interpolations of this one, or keys that the chosen
+            group sets.
     """
 
     key: str
@@ -215,7 +229,8 @@ class Setting(NamedTuple):
         runs: Its runs.
         label: Its values for a legend.
         values: Its text in each column but those of `REPEAT_KEYS`.
-        metrics: Metric key to the values of its finished runs; metrics without a value are left out.
+        metrics: Metric key to the values of its finished runs; metrics without a value are left
+            out.
         is_complete: Whether all its runs have finished; only then can it be the best.
         cases: Case and label to the mean Dice over the finished runs that validated the case.
     """
@@ -246,15 +261,17 @@ class Comparison:
         setting_columns: Those in which settings differ.
         settings: In order of first appearance.
         setting_of: The setting of each run.
-        ranked: Indices of the settings from the best mean validation Dice to the worst; those with unfinished runs after them, and
-            those without a result last.
-        best: Index of the setting with the best mean and all its runs finished, the smaller peak deciding
-            between equals; None without results.
-        tied: Indices of the other settings with a result that are not established to be worse than the best,
-            see `is_established`; every pair of settings counts as a comparison that could have been made.
+        ranked: Indices of the settings from the best mean validation Dice to the worst; those with
+            unfinished runs after them, and those without a result last.
+        best: Index of the setting with the best mean and all its runs finished, the smaller peak
+            deciding between equals; None without results.
+        tied: Indices of the other settings with a result that are not established to be worse than
+            the best, see `is_established`; every pair of settings counts as a comparison that could
+            have been made.
         same: Flat configuration that all runs share.
         baseline: Index of the setting of the baseline run, or None.
-        differences: Index of each other setting to its difference to the baseline: mean Dice of the common validation cases.
+        differences: Index of each other setting to its difference to the baseline: mean Dice of the
+            common validation cases.
         patients: Validation case to its patient; cases of runs that do not record it are missing.
     """
 
@@ -281,7 +298,9 @@ class Comparison:
         num_patients = len({self.patients.get(case, case) for case in cases})
         test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {num_settings} settings"
         if not self.tied:
-            return f"The best setting is established: it is better than each of the others ({test})."
+            return (
+                f"The best setting is established: it is better than each of the others ({test})."
+            )
         labels = [self.settings[number].label for number in self.tied]
         named = first_few(labels, MAX_NAMED, "; ")
         return (
@@ -302,12 +321,21 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     differing = [key for key in texts if len(known[key]) > 1]
     columns = _columns(runs, {key: texts[key] for key in differing})
     shown = [column for column in columns if column.key not in REPEAT_KEYS]
-    # Over every differing key, shown or not: keys that a chosen group hides must not turn different runs into repeats.
+    # Over every differing key, shown or not: keys that a chosen group hides must not turn different
+    # runs into repeats.
     members: dict[tuple[str | None, ...], list[int]] = {}
     for index in range(len(runs)):
-        members.setdefault(tuple(texts[key][index] for key in differing if key not in REPEAT_KEYS), []).append(index)
-    settings = tuple(_setting(number, indices, runs, shown) for number, indices in enumerate(members.values()))
-    setting_of = {index: settings[number] for number, indices in enumerate(members.values()) for index in indices}
+        members.setdefault(
+            tuple(texts[key][index] for key in differing if key not in REPEAT_KEYS), []
+        ).append(index)
+    settings = tuple(
+        _setting(number, indices, runs, shown) for number, indices in enumerate(members.values())
+    )
+    setting_of = {
+        index: settings[number]
+        for number, indices in enumerate(members.values())
+        for index in indices
+    }
 
     def merit(number: int) -> tuple[bool, bool, float, float]:
         """Smaller is better: settings that can be compared first, then Dice, then memory."""
@@ -316,9 +344,15 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         return not dices, not settings[number].is_complete, *figures
 
     ranked = sorted(range(len(settings)), key=merit)
-    has_best = bool(ranked) and settings[ranked[0]].is_complete and VAL_DICE.key in settings[ranked[0]].metrics
+    has_best = (
+        bool(ranked)
+        and settings[ranked[0]].is_complete
+        and VAL_DICE.key in settings[ranked[0]].metrics
+    )
     best = ranked[0] if has_best else None
-    base = next((setting_of[index].number for index, run in enumerate(runs) if run.name == baseline), None)
+    base = next(
+        (setting_of[index].number for index, run in enumerate(runs) if run.name == baseline), None
+    )
     patients = {score.case: score.patient for run in runs for score in run.cases if score.patient}
     return Comparison(
         runs=tuple(runs),
@@ -336,29 +370,38 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     )
 
 
-def _differences(settings: Sequence[Setting], baseline: int, patients: Mapping[str, str]) -> dict[int, Difference]:
+def _differences(
+    settings: Sequence[Setting], baseline: int, patients: Mapping[str, str]
+) -> dict[int, Difference]:
     """Differences of the other settings to the baseline, by index; those without a common case are left out."""
     differences = {}
     for setting in settings:
         if setting.number == baseline:
             continue
-        difference = paired_difference(setting.case_means(), settings[baseline].case_means(), patients=patients)
+        difference = paired_difference(
+            setting.case_means(), settings[baseline].case_means(), patients=patients
+        )
         if difference is not None:
             differences[setting.number] = difference
     return differences
 
 
-def _tied(settings: Sequence[Setting], ranked: Sequence[int], best: int, patients: Mapping[str, str]) -> list[int]:
+def _tied(
+    settings: Sequence[Setting], ranked: Sequence[int], best: int, patients: Mapping[str, str]
+) -> list[int]:
     """Settings with a result that the best one is not established to beat, in the order of `ranked`.
 
-    The best was chosen after all were seen: any pair could have become the comparison of the best with another one.
+    The best was chosen after all were seen: any pair could have become the comparison of the best
+    with another one.
     """
     with_result = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
     num_pairs = len(with_result) * (len(with_result) - 1) // 2
     best_means = settings[best].case_means()
     tied = []
     for number in with_result:
-        if number == best or is_established(best_means, settings[number].case_means(), patients, num_pairs):
+        if number == best or is_established(
+            best_means, settings[number].case_means(), patients, num_pairs
+        ):
             continue
         tied.append(number)
     return tied
@@ -367,17 +410,23 @@ def _tied(settings: Sequence[Setting], ranked: Sequence[int], best: int, patient
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Rows of `report.csv`, one per run: keys that differ, status, metrics, mean and deviation of its setting.
 
-    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to beat.
+    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to
+    beat.
     """
     rows = []
-    for index, (run, setting) in enumerate(zip(comparison.runs, comparison.setting_of, strict=True)):
+    for index, (run, setting) in enumerate(
+        zip(comparison.runs, comparison.setting_of, strict=True)
+    ):
         dices = setting.metrics.get(VAL_DICE.key, ())
         rows.append(
             {
                 "run": run.name,
                 "status": run.status,
                 **{column.key: column.values[index] for column in comparison.columns},
-                **{metric.key: None if (value := metric.of(run)) is None else f"{value:.6g}" for metric in METRICS},
+                **{
+                    metric.key: None if (value := metric.of(run)) is None else f"{value:.6g}"
+                    for metric in METRICS
+                },
                 "setting": setting.number,
                 "setting_val_dice_mean": f"{fmean(dices):.6g}" if dices else None,
                 "setting_val_dice_sd": f"{stdev(dices):.6g}" if len(dices) > 1 else None,
@@ -394,11 +443,16 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
 def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """Text of each key in each run; None where the run never got a configuration and has no override of that key.
 
-    A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text `MISSING`.
+    A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text
+    `MISSING`.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)
-    for key in dict.fromkeys(key for run in runs for key in [*run.settings, *(k for k in run.overrides if k in group_keys)]):
+    for key in dict.fromkeys(
+        key
+        for run in runs
+        for key in [*run.settings, *(k for k in run.overrides if k in group_keys)]
+    ):
         texts[key] = []
         for run in runs:
             value = run.overrides.get(key) if key in group_keys else run.settings.get(key)
@@ -411,7 +465,9 @@ def _group_keys(runs: Sequence[Run]) -> set[str]:
     """Overrides that chose a file of a group: no key of any configuration has that name."""
     known = {key for run in runs for key in run.settings if run.has_config}
     chosen = {key for run in runs for key in run.overrides}
-    return {key for key in chosen - known if any(other.startswith(f"{key}.") for other in known)} | (chosen & {"experiment"})
+    return {
+        key for key in chosen - known if any(other.startswith(f"{key}.") for other in known)
+    } | (chosen & {"experiment"})
 
 
 def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> list[Column]:
@@ -421,28 +477,48 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
 
     def is_repeated(column: str, key: str) -> bool:
         """Whether a key adds nothing to a column: equal wherever it is known, or set by the group that the column names."""
-        pairs = {(shown, value) for shown, value in zip(texts[column], texts[key], strict=True) if value is not None}
+        pairs = {
+            (shown, value)
+            for shown, value in zip(texts[column], texts[key], strict=True)
+            if value is not None
+        }
         is_below = column in group_keys and key.startswith(f"{column}.")
-        return all(shown == value for shown, value in pairs) or (is_below and len(pairs) == len({shown for shown, _ in pairs}))
+        return all(shown == value for shown, value in pairs) or (
+            is_below and len(pairs) == len({shown for shown, _ in pairs})
+        )
 
     equal: dict[str, list[str]] = {}
-    for key in sorted(texts, key=lambda key: (key in REPEAT_KEYS, key not in group_keys, key not in overridden)):
-        equal.setdefault(next((column for column in equal if is_repeated(column, key)), key), []).append(key)
+    for key in sorted(
+        texts, key=lambda key: (key in REPEAT_KEYS, key not in group_keys, key not in overridden)
+    ):
+        equal.setdefault(
+            next((column for column in equal if is_repeated(column, key)), key), []
+        ).append(key)
     return [
         Column(key, tuple(MISSING if text is None else text for text in texts[key]), tuple(others))
         for key, *others in equal.values()
     ]
 
 
-def _setting(number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]) -> Setting:
+def _setting(
+    number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]
+) -> Setting:
     """Collect values and metrics of the runs of a setting; its label has the last parts of the keys where these are unique."""
     values = tuple(column.values[indices[0]] for column in columns)
     names = [column.key.rsplit(".", 1)[-1] for column in columns]
-    short = [name if names.count(name) == 1 else column.key for name, column in zip(names, columns, strict=True)]
-    parts = [f"{name} {value}" for name, value in zip(short, values, strict=True) if value != MISSING]
+    short = [
+        name if names.count(name) == 1 else column.key
+        for name, column in zip(names, columns, strict=True)
+    ]
+    parts = [
+        f"{name} {value}" for name, value in zip(short, values, strict=True) if value != MISSING
+    ]
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
-    metrics = {metric.key: [value for run in finished if (value := metric.of(run)) is not None] for metric in METRICS}
+    metrics = {
+        metric.key: [value for run in finished if (value := metric.of(run)) is not None]
+        for metric in METRICS
+    }
     dices: dict[tuple[str, str], list[float]] = {}
     for score in (score for run in finished for score in run.cases):
         dices.setdefault((score.case, score.label), []).append(score.dice)
@@ -466,4 +542,8 @@ def _text(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else json.dumps(value, ensure_ascii=False, default=str)
+    )

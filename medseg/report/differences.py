@@ -11,7 +11,8 @@ METHOD = (
     "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the differences of "
     "the patients, each the mean over the cases of a patient"
 )
-# Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank test.
+# Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank
+# test.
 _DIGITS = 9
 
 
@@ -30,9 +31,9 @@ class Difference(NamedTuple):
         better: Number of cases with a better score than the baseline's.
         worse: Number of cases with a worse one.
         patients: Number of patients.
-        wilcoxon_p: Two-sided p of Wilcoxon's signed-rank test over the patients. Patients with equal means
-            are left out, and p is 1 where all are equal. Five patients cannot give less than 0.06, nor six
-            less than 0.03.
+        wilcoxon_p: Two-sided p of Wilcoxon's signed-rank test over the patients. Patients with
+            equal means are left out, and p is 1 where all are equal. Five patients cannot give less
+            than 0.06, nor six less than 0.03.
     """
 
     cases: int
@@ -60,9 +61,9 @@ def paired_difference(
 ) -> Difference | None:
     """Compare two results patient by patient.
 
-    The patients count equally, whatever the number of their cases. Their differences then vary by different
-    amounts, with which Student's t keeps its level or is a little too careful (Ibragimov and Müller, Journal
-    of Business & Economic Statistics 28 (2010) 453).
+    The patients count equally, whatever the number of their cases. Their differences then vary by
+    different amounts, with which Student's t keeps its level or is a little too careful (Ibragimov
+    and Müller, Journal of Business & Economic Statistics 28 (2010) 453).
 
     Args:
         scores: Case to its score.
@@ -74,8 +75,8 @@ def paired_difference(
         The difference, or None without a common case with two finite scores.
 
     Source:
-        Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`, and
-        `scipy.stats.wilcoxon`, exact for up to 50 patients without ties and 13 with some.
+        Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`,
+        and `scipy.stats.wilcoxon`, exact for up to 50 patients without ties and 13 with some.
     """
     from scipy.stats import sem, t
 
@@ -115,7 +116,8 @@ def is_established(
         scores: Case to its score, more being better.
         others: The same of the other result; only common cases count.
         patients: Case to its patient; a case that is missing is a patient of its own.
-        num_comparisons: Comparisons that could have been made; the level is divided by it (Bonferroni).
+        num_comparisons: Comparisons that could have been made; the level is divided by it
+            (Bonferroni).
 
     Returns:
         Whether it is so; False with fewer than two patients.
@@ -162,18 +164,24 @@ def write_difference(one: Difference) -> str:
     return f"{one.difference:+.4f}{interval}"
 
 
-def _finite_pairs(scores: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def _finite_pairs(
+    scores: Mapping[str, float], baseline: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
     """Scores of the cases that both results have, both finite."""
     pairs = {case: (scores[case], baseline[case]) for case in scores if case in baseline}
     return {case: pair for case, pair in pairs.items() if np.isfinite(pair).all()}
 
 
-def _patient_means(pairs: Mapping[str, tuple[float, float]], patients: Mapping[str, str]) -> np.ndarray:
+def _patient_means(
+    pairs: Mapping[str, tuple[float, float]], patients: Mapping[str, str]
+) -> np.ndarray:
     """Mean score and mean score of the baseline of each patient, (patients, 2)."""
     groups: dict[str, list[tuple[float, float]]] = {}
     for case, pair in pairs.items():
         groups.setdefault(patients.get(case, case), []).append(pair)
-    return np.array([[fmean(column) for column in zip(*group, strict=True)] for group in groups.values()])
+    return np.array(
+        [[fmean(column) for column in zip(*group, strict=True)] for group in groups.values()]
+    )
 
 
 def _wilcoxon_p(gains: np.ndarray) -> float:

@@ -19,7 +19,12 @@ _MAX_WIDTH_PX = 960
 
 
 def render_page(
-    template: str, kind: str, title: str, tiles: Sequence[Any], charts: Mapping[str, list[Chart]], **values: Any
+    template: str,
+    kind: str,
+    title: str,
+    tiles: Sequence[Any],
+    charts: Mapping[str, list[Chart]],
+    **values: Any,
 ) -> str:
     """Render a page that needs no server, network or further file.
 
@@ -28,11 +33,16 @@ def render_page(
         kind: Word for the kind of page.
         title: Heading.
         tiles: Pairs of a name and a figure for the top of the page.
-        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a heading.
+        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a
+            heading.
         values: Further values of the template.
     """
     templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
     def source(name: str) -> Markup:
@@ -45,7 +55,10 @@ def render_page(
         js=source("page.js"),
         libraries=[source(f"vega/{name}") for name in _LIBRARIES] if drawn else [],
         specs=[chart.spec for chart in drawn],
-        figures={name: [(next(numbers), chart.heading) for chart in group] for name, group in charts.items()},
+        figures={
+            name: [(next(numbers), chart.heading) for chart in group]
+            for name, group in charts.items()
+        },
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
         kind=kind,
@@ -67,5 +80,7 @@ def data_uri(path: Path, say: Callable[[str], None]) -> str:
         return ""
     image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=82, subsampling=0, optimize=True)  # full colour: the outlines are one pixel wide
+    image.save(
+        file, "JPEG", quality=82, subsampling=0, optimize=True
+    )  # full colour: the outlines are one pixel wide
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

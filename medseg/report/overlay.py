@@ -22,7 +22,8 @@ _DPI = 100
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 """Axis of an oriented volume (z, y, x) that each plane is a slice of."""
 
-# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a sagittal one.
+# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a
+# sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 _ROWS = (("axial",), ("coronal", "sagittal"))
 _VIEW_MARGIN_MM = 20.0
@@ -53,7 +54,9 @@ class Canvas:
         from matplotlib.figure import Figure
 
         self.width_px, self.height_px = width_px, height_px
-        self.figure = Figure(figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, facecolor=BACKGROUND)
+        self.figure = Figure(
+            figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, facecolor=BACKGROUND
+        )
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
         """Write a text with its upper left corner at a place, unless the style aligns it otherwise."""
@@ -85,7 +88,8 @@ class Canvas:
             filled: Label values that are filled, (rows, columns), or None.
             outlined: Label values that get a line around them, (rows, columns), or None.
             width_pt: Width of that line in points.
-            shows_errors: Whether voxels that differ between `filled` and `outlined` get `ERROR_COLOURS`.
+            shows_errors: Whether voxels that differ between `filled` and `outlined` get
+                `ERROR_COLOURS`.
             colours: Colours of the values; they repeat.
 
         Returns:
@@ -98,15 +102,30 @@ class Canvas:
         vertical = (0, rows) if is_up else (rows, 0)
         limits: dict[str, Any] = {"xlim": (0, columns), "ylim": vertical, "autoscale_on": False}
         axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top), **limits)
-        place: dict[str, Any] = {"extent": (0, columns, *vertical), "origin": "lower" if is_up else "upper", "aspect": "auto"}
+        place: dict[str, Any] = {
+            "extent": (0, columns, *vertical),
+            "origin": "lower" if is_up else "upper",
+            "aspect": "auto",
+        }
         grey = np.clip(image_hu.astype(np.float32), *window_hu)
-        axes.imshow(grey, cmap="gray", vmin=window_hu[0], vmax=window_hu[1], interpolation="hanning", **place)
+        axes.imshow(
+            grey,
+            cmap="gray",
+            vmin=window_hu[0],
+            vmax=window_hu[1],
+            interpolation="hanning",
+            **place,
+        )
         if filled is not None:
             tint = np.zeros((rows, columns, 4))
             for number, value in enumerate(values):
                 tint[filled == value] = to_rgba(colours[number % len(colours)], _FILL_OPACITY)
             if shows_errors and outlined is not None:
-                errors = (filled == 0) & (outlined > 0), (filled > 0) & (outlined == 0), (filled > 0) & (outlined > 0)
+                errors = (
+                    (filled == 0) & (outlined > 0),
+                    (filled > 0) & (outlined == 0),
+                    (filled > 0) & (outlined > 0),
+                )
                 for where, colour in zip(errors, ERROR_COLOURS.values(), strict=True):
                     tint[where & (filled != outlined)] = to_rgba(colour, _ERROR_OPACITY)
             axes.imshow(tint, interpolation="nearest", **place)
@@ -117,7 +136,12 @@ class Canvas:
                 inside = np.pad(outlined == value, 1)
                 if inside.any():
                     axes.contour(
-                        centres_x, centres_y, inside, levels=[0.5], colors=[colours[number % len(colours)]], linewidths=width_pt
+                        centres_x,
+                        centres_y,
+                        inside,
+                        levels=[0.5],
+                        colors=[colours[number % len(colours)]],
+                        linewidths=width_pt,
                     )
         axes.axis("off")
         return axes
@@ -131,7 +155,8 @@ class Panel:
         plane: `axial`, `coronal` or `sagittal`.
         index: Index of the slice in the oriented volume.
         box_px: Left, top, right and bottom of the panel in the picture, in pixels.
-        has_most_errors: Whether no other slice of the plane has more voxels that differ from the reference.
+        has_most_errors: Whether no other slice of the plane has more voxels that differ from the
+            reference.
     """
 
     plane: str
@@ -153,9 +178,10 @@ def overlay_montage(
 ) -> list[Panel]:
     """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line, errors coloured.
 
-    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior, y to Posterior, x to Left).
-    The patient's right is on the viewer's left, superior is up, anterior is up or left. Without any label the slices are evenly
-    distributed over the whole volume.
+    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior,
+    y to Posterior, x to Left). The patient's right is on the viewer's left, superior is up,
+    anterior is up or left. Without any label the slices are evenly distributed over the whole
+    volume.
 
     Args:
         image_hu: Image, (D, H, W).
@@ -173,18 +199,25 @@ def overlay_montage(
     Raises:
         ValueError: If the arrays differ in shape.
     """
-    if pred.shape != image_hu.shape or (reference is not None and reference.shape != image_hu.shape):
+    if pred.shape != image_hu.shape or (
+        reference is not None and reference.shape != image_hu.shape
+    ):
         raise ValueError("image and labels must have one shape")
     is_label = pred > 0 if reference is None else (pred > 0) | (reference > 0)
     box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
-    margin, least = ([round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM))
+    margin, least = (
+        [round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM)
+    )
     view = box.expanded(margin).at_least(least).clipped(is_label.shape)
     is_wrong = np.zeros_like(is_label) if reference is None else pred != reference
     panels, height_px = _layout(is_label, is_wrong, np.multiply(view.shape, spacing_mm))
     canvas, window_hu = Canvas(_WIDTH_PX, height_px), grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
-        at = tuple(panel.index if axis == PLANES[panel.plane] else part for axis, part in enumerate(view.slices()))
+        at = tuple(
+            panel.index if axis == PLANES[panel.plane] else part
+            for axis, part in enumerate(view.slices())
+        )
         axes = canvas.draw_slice(
             panel.box_px,
             image_hu[at],
@@ -201,7 +234,9 @@ def overlay_montage(
     return panels
 
 
-def _layout(is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray) -> tuple[list[Panel], int]:
+def _layout(
+    is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray
+) -> tuple[list[Panel], int]:
     """Lay out rows of panels, each as large as the width of the picture allows.
 
     Args:
@@ -214,7 +249,10 @@ def _layout(is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray) -> 
     """
     panels: list[Panel] = []
     top = _HEADER_PX
-    worst = {plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None for plane in PLANES}
+    worst = {
+        plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None
+        for plane in PLANES
+    }
     for row in _ROWS:
         slices = [
             (plane, index, *np.delete(view_mm, PLANES[plane]))
@@ -254,23 +292,45 @@ def draw_marks(axes: Any, plane: str, caption: str) -> None:
     """Write the patient's sides and a caption on a slice."""
     from matplotlib.patheffects import withStroke
 
-    style = {"transform": axes.transAxes, "color": TEXT, "path_effects": [withStroke(linewidth=2.5, foreground="black")]}
-    for x, side, align in zip((0.015, 0.985), "AP" if plane == "sagittal" else "RL", ("left", "right"), strict=True):
+    style = {
+        "transform": axes.transAxes,
+        "color": TEXT,
+        "path_effects": [withStroke(linewidth=2.5, foreground="black")],
+    }
+    for x, side, align in zip(
+        (0.015, 0.985), "AP" if plane == "sagittal" else "RL", ("left", "right"), strict=True
+    ):
         axes.text(x, 0.5, side, ha=align, va="center", fontsize=11, fontweight="bold", **style)
     axes.text(0.015, 0.015, caption, ha="left", va="bottom", fontsize=8, **style)
 
 
-def _draw_header(canvas: Canvas, title: str, label_names: Mapping[int, str], has_reference: bool) -> None:
+def _draw_header(
+    canvas: Canvas, title: str, label_names: Mapping[int, str], has_reference: bool
+) -> None:
     """Write the title and the legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
+    canvas.write(
+        12,
+        _HEADER_PX / 2,
+        shortened(title, _MAX_TITLE),
+        fontsize=14,
+        fontweight="bold",
+        va="center",
+    )
     keys: list[Any] = [
-        *(Patch(facecolor=colour_of(number), label=name.replace("_", " ")) for number, name in enumerate(label_names.values())),
+        *(
+            Patch(facecolor=colour_of(number), label=name.replace("_", " "))
+            for number, name in enumerate(label_names.values())
+        ),
         Patch(facecolor="#8b949e", alpha=0.6, label="agreement" if has_reference else "prediction"),
         *([Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference")] * has_reference),
-        *([Patch(facecolor=colour, label=name) for name, colour in ERROR_COLOURS.items()] if has_reference else ()),
+        *(
+            [Patch(facecolor=colour, label=name) for name, colour in ERROR_COLOURS.items()]
+            if has_reference
+            else ()
+        ),
     ]
     canvas.figure.legend(
         handles=keys,

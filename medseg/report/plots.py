@@ -21,7 +21,8 @@ def new_figure(
     """Make a figure without a window for plots, of a size in inches.
 
     Returns:
-        The figure, and axes side by side, one per title, without a frame at the top and at the right.
+        The figure, and axes side by side, one per title, without a frame at the top and at the
+        right.
     """
     from matplotlib.figure import Figure
 
@@ -51,7 +52,9 @@ def write_png(figure: Any, path: Path) -> None:
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     with replace_path(path) as part:
-        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(part, "PNG")
+        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+            part, "PNG"
+        )
 
 
 def shortened(text: str, length: int) -> str:
@@ -60,7 +63,12 @@ def shortened(text: str, length: int) -> str:
 
 
 def draw_lr_range(
-    rates: Sequence[float], losses: Sequence[float], curve: Sequence[float], suggested: float | None, title: str, path: Path
+    rates: Sequence[float],
+    losses: Sequence[float],
+    curve: Sequence[float],
+    suggested: float | None,
+    title: str,
+    path: Path,
 ) -> None:
     """Draw the losses as dots, their smoothed curve and the suggested rate.
 
@@ -101,7 +109,13 @@ class Panel(NamedTuple):
     has_bars: bool = True
 
 
-def draw_panels(names: Sequence[str], panels: Sequence[Panel], title: str, path: Path, others: Sequence[bool] = ()) -> None:
+def draw_panels(
+    names: Sequence[str],
+    panels: Sequence[Panel],
+    title: str,
+    path: Path,
+    others: Sequence[bool] = (),
+) -> None:
     """Draw one panel per quantity that is known for some row.
 
     Args:
@@ -112,7 +126,9 @@ def draw_panels(names: Sequence[str], panels: Sequence[Panel], title: str, path:
         others: Whether a row is a baseline, drawn grey; empty = none is.
     """
     panels = [panel for panel in panels if any(value is not None for value in panel.values)]
-    figure, all_axes = new_figure(2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *(panel.title for panel in panels))
+    figure, all_axes = new_figure(
+        2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *(panel.title for panel in panels)
+    )
     figure.suptitle(title, fontsize=10)
     for axes, panel in zip(all_axes, panels, strict=True):
         known = {place: value for place, value in enumerate(panel.values) if value is not None}
@@ -139,8 +155,9 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
 
     Args:
-        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order; regions are drawn in the
-            order of their first row. A `trust` other than `reference` or "" makes a hollow point.
+        rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order;
+            regions are drawn in the order of their first row. A `trust` other than `reference` or
+            "" makes a hollow point.
         path: PNG file to write.
 
     Raises:
@@ -150,7 +167,11 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         raise ValueError("a plot of scores needs at least one row")
     regions = list(dict.fromkeys(row["region"] for row in rows))
     num_cases = len({row["case"] for row in rows})
-    hollow = " · hollow: reference approximate or absent" if any(row["trust"] not in _SURE for row in rows) else ""
+    hollow = (
+        " · hollow: reference approximate or absent"
+        if any(row["trust"] not in _SURE for row in rows)
+        else ""
+    )
     title = f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}"
     figure, (axes,) = new_figure(2.2 + 2.4 * len(regions), 4.8, title, loc="left")
     for number, region in enumerate(regions):
@@ -169,11 +190,21 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 capprops=_BOX,
                 medianprops={"color": "#4b5563", "linewidth": 1.6},
             )
-        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly equal score do not overlap.
+        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of
+        # nearly equal score do not overlap.
         offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
         is_sure = np.array([row["trust"] in _SURE for row in own])
-        axes.scatter(number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3)
-        axes.scatter(number + offsets[~is_sure], values[~is_sure], s=26, facecolors="white", edgecolors=colour, zorder=3)
+        axes.scatter(
+            number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3
+        )
+        axes.scatter(
+            number + offsets[~is_sure],
+            values[~is_sure],
+            s=26,
+            facecolors="white",
+            edgecolors=colour,
+            zorder=3,
+        )
         axes.annotate(
             f"{shortened(own[0]['case'], _MAX_NAME)} {values[0]:.3f}",
             (number + offsets[0], values[0]),
@@ -194,7 +225,9 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     write_png(figure, path)
 
 
-def draw_front(peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib: float, path: Path) -> None:
+def draw_front(
+    peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib: float, path: Path
+) -> None:
     """Draw peak against seconds of the sets of switches that no other one beats, and the budget.
 
     Args:
@@ -205,7 +238,9 @@ def draw_front(peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib:
     """
     figure, (axes,) = new_figure(7, 4, "Pareto front of peak and seconds")
     axes.plot(peaks_gib, seconds, color=_OURS, linewidth=1.2, marker="o", markersize=4)
-    axes.axvline(budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget minus margin")
+    axes.axvline(
+        budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget minus margin"
+    )
     axes.set_xlabel("peak (GiB)")
     axes.set_ylabel("seconds per step")
     axes.set_ylim(bottom=0)

@@ -40,7 +40,9 @@ class PreviewSlice:
     size_mm: tuple[float, float]
 
 
-def cut_slices(image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]) -> list[PreviewSlice]:
+def cut_slices(
+    image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> list[PreviewSlice]:
     """Copy the slice of each plane with the largest labelled area; the middle one where nothing is labelled.
 
     Args:
@@ -60,7 +62,9 @@ def cut_slices(image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, f
         index = int(areas[axis].argmax()) if areas[axis].any() else labels.shape[axis] // 2
         rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
         values, own = (np.ascontiguousarray(array.take(index, axis)) for array in (image, labels))
-        slices.append(PreviewSlice(plane, index, labels.shape[axis], values, own, (rows_mm, columns_mm)))
+        slices.append(
+            PreviewSlice(plane, index, labels.shape[axis], values, own, (rows_mm, columns_mm))
+        )
     return slices
 
 
@@ -92,9 +96,15 @@ def draw_preview(
     lines = [
         line
         for warning in warnings[:_MAX_WARNINGS]
-        for line in textwrap.wrap(warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   ")
+        for line in textwrap.wrap(
+            warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   "
+        )
     ]
-    lines += [f"… and {len(warnings) - _MAX_WARNINGS} more, see the report"] if len(warnings) > _MAX_WARNINGS else []
+    lines += (
+        [f"… and {len(warnings) - _MAX_WARNINGS} more, see the report"]
+        if len(warnings) > _MAX_WARNINGS
+        else []
+    )
     lines = lines or ["no warnings"]
     scale = min(_PANEL_PX / max(size for one in slices for size in one.size_mm), 4.0)
     sizes = [tuple(max(1, round(scale * size)) for size in one.size_mm) for one in slices]
@@ -102,7 +112,14 @@ def draw_preview(
     num_columns = 1 if len(structures) <= MAX_LONG else 3
     label_rows = -(-len(structures) // num_columns)
     canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * (label_rows + len(notes) + len(lines)) + 24)
-    canvas.write(12, _HEADER_PX / 2, shortened(title, _MAX_TITLE), fontsize=14, fontweight="bold", va="center")
+    canvas.write(
+        12,
+        _HEADER_PX / 2,
+        shortened(title, _MAX_TITLE),
+        fontsize=14,
+        fontweight="bold",
+        va="center",
+    )
     left = (_WIDTH_PX - sum(columns for _, columns in sizes) - _GAP_PX * (len(slices) - 1)) / 2
     range_values = grey_range(np.concatenate([one.image.ravel() for one in slices]), window)
     for one, (rows, columns) in zip(slices, sizes, strict=True):
@@ -122,7 +139,14 @@ def draw_preview(
     for number, entry in enumerate(structures):
         column, row = divmod(number, label_rows)
         x, y = 12 + column * _WIDTH_PX / num_columns, bottom + 24 + _LINE_PX * row
-        canvas.write(x, y, shortened(entry.name.replace("_", " "), 28), color=entry.colour, fontsize=10, fontweight="bold")
+        canvas.write(
+            x,
+            y,
+            shortened(entry.name.replace("_", " "), 28),
+            color=entry.colour,
+            fontsize=10,
+            fontweight="bold",
+        )
         canvas.write(x + 190, y, figures.get(entry.value, ""), fontsize=10)
     colour = "#fbbf24" if warnings else "#86efac"
     below_labels = [(note, TEXT) for note in notes] + [(line, colour) for line in lines]

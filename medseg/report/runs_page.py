@@ -30,7 +30,12 @@ _MAX_CASE_SETTINGS = 8
 
 
 def render(
-    comparison: Comparison, study: Study | None, title: str, folder: str, num_pictures: int, say: Callable[[str], None]
+    comparison: Comparison,
+    study: Study | None,
+    title: str,
+    folder: str,
+    num_pictures: int,
+    say: Callable[[str], None],
 ) -> str:
     """Render the page.
 
@@ -49,8 +54,12 @@ def render(
     settings, runs = comparison.settings, comparison.runs
     best = None if comparison.best is None else settings[comparison.best]
     places = {number: place for place, number in enumerate(comparison.ranked)}
-    total_s = sum(metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs)
-    statuses = sorted(Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED)
+    total_s = sum(
+        metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs
+    )
+    statuses = sorted(
+        Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED
+    )
     pictures = _pictures(comparison, places, num_pictures, say)
     baseline_rows = difference_rows(comparison)
     case_settings = [settings[number] for number in comparison.ranked if settings[number].cases]
@@ -82,13 +91,19 @@ def render(
         best=best,
         has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
         best_run=_best_run(best.runs) if best else None,
-        best_metrics=[metric for metric in METRICS if best and metric.better and metric.key in best.metrics],
+        best_metrics=[
+            metric for metric in METRICS if best and metric.better and metric.key in best.metrics
+        ],
         missing=MISSING,
         write_mean=write_mean,
         setting_figures=setting_figures(comparison, metrics),
-        run_texts=[[column.values[index] for column in comparison.columns] for index in range(len(runs))],
+        run_texts=[
+            [column.values[index] for column in comparison.columns] for index in range(len(runs))
+        ],
         run_figures=run_figures(comparison, metrics),
-        run_links=[next((f"#{one['id']}" for one in pictures if one["run"] is run), "") for run in runs],
+        run_links=[
+            next((f"#{one['id']}" for one in pictures if one["run"] is run), "") for run in runs
+        ],
         metrics=metrics,
         case_settings=case_settings[:_MAX_CASE_SETTINGS],
         num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
@@ -113,7 +128,9 @@ def difference_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "colour": f"var(--s{number})",
             **comparison.differences[number]._asdict(),
         }
-        for number in sorted(comparison.differences, key=lambda number: -comparison.differences[number].difference)
+        for number in sorted(
+            comparison.differences, key=lambda number: -comparison.differences[number].difference
+        )
     ]
 
 
@@ -121,8 +138,12 @@ def _pictures(
     comparison: Comparison, places: dict[int, int], num_pictures: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
-    order = sorted(range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number])
-    chosen = [(index, picture) for index in order for picture in comparison.runs[index].pictures][:num_pictures]
+    order = sorted(
+        range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number]
+    )
+    chosen = [(index, picture) for index in order for picture in comparison.runs[index].pictures][
+        :num_pictures
+    ]
     chosen.sort(key=lambda one: min(one[1].dice.values(), default=2.0))
     return [
         {
@@ -140,7 +161,9 @@ def _pictures(
     ]
 
 
-def _case_rows(settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _case_rows(
+    settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Dice of each case and label in each setting with the link to a picture, the lowest mean first."""
     rows = []
     for case, label in dict.fromkeys(key for setting in settings for key in setting.cases):
@@ -150,28 +173,46 @@ def _case_rows(settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]) 
             for setting in settings
         ]  # fmt: skip
         mean = fmean(dice for dice in dices if dice is not None)
-        rows.append({"case": case, "label": label, "mean": mean, "cells": list(zip(dices, links, strict=True))})
+        rows.append(
+            {
+                "case": case,
+                "label": label,
+                "mean": mean,
+                "cells": list(zip(dices, links, strict=True)),
+            }
+        )
     return sorted(rows, key=lambda row: row["mean"])
 
 
 def shown_metrics(comparison: Comparison) -> list[Metric]:
     """Metrics that some run has; those without a better direction (steps, weights) only where they differ."""
-    values = {metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS}
+    values = {
+        metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS
+    }
     return [metric for metric in METRICS if len(values[metric.key]) > (0 if metric.better else 1)]
 
 
-def setting_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
+def setting_figures(
+    comparison: Comparison, metrics: Sequence[Metric]
+) -> list[list[dict[str, Any]]]:
     """Cells of each metric over the settings, the best first."""
     settings = [comparison.settings[number] for number in comparison.ranked]
     is_complete = [one.is_complete for one in settings]
-    return [_column(metric, [one.metrics.get(metric.key, ()) for one in settings], is_complete) for metric in metrics]
+    return [
+        _column(metric, [one.metrics.get(metric.key, ()) for one in settings], is_complete)
+        for metric in metrics
+    ]
 
 
 def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
     """Cells of each metric over the runs in the order of the folders; only finished runs can be the best."""
     is_finished = [run.status == FINISHED for run in comparison.runs]
     return [
-        _column(metric, [() if (value := metric.of(run)) is None else (value,) for run in comparison.runs], is_finished)
+        _column(
+            metric,
+            [() if (value := metric.of(run)) is None else (value,) for run in comparison.runs],
+            is_finished,
+        )
         for metric in metrics
     ]
 
@@ -179,25 +220,43 @@ def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[
 def write_mean(metric: Metric, values: Sequence[float]) -> str:
     """Format the mean of at least one value, with the standard deviation where the repeats differ."""
     text = metric.write(fmean(values))
-    return f"{text} ± {metric.write(stdev(values))}" if metric.better and len(set(values)) > 1 else text
+    return (
+        f"{text} ± {metric.write(stdev(values))}"
+        if metric.better and len(set(values)) > 1
+        else text
+    )
 
 
-def _column(metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool]) -> list[dict[str, Any]]:
+def _column(
+    metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool]
+) -> list[dict[str, Any]]:
     """Cells of a metric: text, number to sort by ("" comes last), and the mark of the best counted row where they differ."""
     means = [fmean(values) if values else None for values in rows]
-    candidates = {mean for mean, counts in zip(means, is_counted, strict=True) if counts and mean is not None}
-    best = max(candidates, key=lambda mean: mean * metric.better) if metric.better and len(candidates) > 1 else None
+    candidates = {
+        mean for mean, counts in zip(means, is_counted, strict=True) if counts and mean is not None
+    }
+    best = (
+        max(candidates, key=lambda mean: mean * metric.better)
+        if metric.better and len(candidates) > 1
+        else None
+    )
     return [
         {"text": MISSING, "order": "", "is_best": False}
         if mean is None
-        else {"text": write_mean(metric, values), "order": repr(mean), "is_best": mean == best and counts}
+        else {
+            "text": write_mean(metric, values),
+            "order": repr(mean),
+            "is_best": mean == best and counts,
+        }
         for mean, values, counts in zip(means, rows, is_counted, strict=True)
     ]
 
 
 def _best_run(runs: Sequence[Run]) -> Run:
     """The finished run with the highest validation Dice."""
-    return max((run for run in runs if run.status == FINISHED), key=lambda run: VAL_DICE.of(run) or 0.0)
+    return max(
+        (run for run in runs if run.status == FINISHED), key=lambda run: VAL_DICE.of(run) or 0.0
+    )
 
 
 def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
@@ -207,7 +266,10 @@ def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
         {
             "number": comparison.setting_of[index].number,
             "name": run.name,
-            "figures": {m.key: MISSING if (value := m.of(run)) is None else m.write(value) for m in objectives},
+            "figures": {
+                m.key: MISSING if (value := m.of(run)) is None else m.write(value)
+                for m in objectives
+            },
             "drawn": {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]},
         }
         for index, run in enumerate(comparison.runs)

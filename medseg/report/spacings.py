@@ -23,8 +23,8 @@ class Strategy(NamedTuple):
     Attributes:
         name: Name of the row.
         costs: Stage (`STAGES`) to its spacing, bytes and seconds; empty where it failed.
-        scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`, `nsd_1mm`, `nsd_2mm`, `hd95_mm`,
-            `predict_s` and `predict_peak_gb`.
+        scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`,
+            `nsd_1mm`, `nsd_2mm`, `hd95_mm`, `predict_s` and `predict_peak_gb`.
         missing: Held-out case without a result to the reason.
         failure: Reason why the row has no result; empty where it has one.
     """
@@ -52,11 +52,14 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
     A case without a result has no score here: `Strategy.missing` belongs beside the means.
 
     Returns:
-        Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and their median `hd95_mm`:
-        one missed region does not make it infinite.
+        Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and
+        their median `hd95_mm`: one missed region does not make it infinite.
     """
     sure = [score for score in strategy.scores if score["trust"] in SURE]
-    groups = {one: [score for score in sure if one in (thickness_of(score["slice_mm"]), ALL)] for one in (*THICKNESSES, ALL)}
+    groups = {
+        one: [score for score in sure if one in (thickness_of(score["slice_mm"]), ALL)]
+        for one in (*THICKNESSES, ALL)
+    }
     return {
         one: {
             "number": len(scores),
@@ -71,8 +74,12 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
 
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:
     """Mean seconds and largest peak in GB over the predicted cases; not a number where there is none."""
-    cases = {score["case"]: (score["predict_s"], score["predict_peak_gb"]) for score in strategy.scores}.values()
-    return (fmean(s for s, _ in cases), max(gb for _, gb in cases)) if cases else (math.nan, math.nan)
+    cases = {
+        score["case"]: (score["predict_s"], score["predict_peak_gb"]) for score in strategy.scores
+    }.values()
+    return (
+        (fmean(s for s, _ in cases), max(gb for _, gb in cases)) if cases else (math.nan, math.nan)
+    )
 
 
 def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None = None) -> str:
@@ -82,23 +89,44 @@ def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None 
         strategies: The rows.
         patients: Case to its patient; a case that is missing is a patient of its own.
     """
-    failures = "".join(f"* {strategy.name}: failed, {strategy.failure}\n" for strategy in strategies if strategy.failure)
+    failures = "".join(
+        f"* {strategy.name}: failed, {strategy.failure}\n"
+        for strategy in strategies
+        if strategy.failure
+    )
     done = {strategy.name: strategy for strategy in strategies if not strategy.failure}
     if not done:
         return failures
     means = {name: means_of(strategy) for name, strategy in done.items()}
-    shown = [thickness for thickness in (*THICKNESSES, ALL) if any(thickness in known for known in means.values())]
-    bests = {one: max((name for name in done if one in means[name]), key=lambda name: means[name][one]["dice"]) for one in shown}
+    shown = [
+        thickness
+        for thickness in (*THICKNESSES, ALL)
+        if any(thickness in known for known in means.values())
+    ]
+    bests = {
+        one: max(
+            (name for name in done if one in means[name]), key=lambda name: means[name][one]["dice"]
+        )
+        for one in shown
+    }
     lines = []
     for thickness, best in bests.items():
         mean = means[best][thickness]
-        sentence = f"{best} has the best mean Dice, {mean['dice']:.4f} over {mean['number']} regions"
+        sentence = (
+            f"{best} has the best mean Dice, {mean['dice']:.4f} over {mean['number']} regions"
+        )
         rivals = [name for name in done if name != best and thickness in means[name]]
         tied = _tied(done, best, rivals, thickness, patients or {})
         if tied:
-            sentence += f"; not established against {', '.join(tied)} (paired t-test over the patients)"
+            sentence += (
+                f"; not established against {', '.join(tied)} (paired t-test over the patients)"
+            )
         lines.append(f"* {thickness}: {sentence}\n")
-    lines += [f"* {name}: no result of {case} ({why})\n" for name, one in done.items() for case, why in one.missing.items()]
+    lines += [
+        f"* {name}: no result of {case} ({why})\n"
+        for name, one in done.items()
+        for case, why in one.missing.items()
+    ]
     return (
         f"{_cost_table(done)}\n"
         "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable reference.\n\n"
@@ -153,16 +181,28 @@ def _cost_table(done: Mapping[str, Strategy]) -> str:
         "strategy": "strategy", "stage": "stage", "spacing": "works on", "saved_bytes_per_voxel": "saved B/voxel",
         "step_peak_mib": "peak of a step MiB", "whole_peak_mib": "of a whole crop MiB", "step_s": "s/step", "train_s": "training s",
     }  # fmt: skip
-    rows = [{"strategy": name, "stage": stage, **cost} for name, one in done.items() for stage, cost in one.costs.items()]
+    rows = [
+        {"strategy": name, "stage": stage, **cost}
+        for name, one in done.items()
+        for stage, cost in one.costs.items()
+    ]
     return markdown_table(
         rows,
         headings,
-        {"saved_bytes_per_voxel": ".1f", "step_peak_mib": ".0f", "whole_peak_mib": ".0f", "step_s": ".2f", "train_s": ".0f"},
+        {
+            "saved_bytes_per_voxel": ".1f",
+            "step_peak_mib": ".0f",
+            "whole_peak_mib": ".0f",
+            "step_s": ".2f",
+            "train_s": ".0f",
+        },
     )
 
 
 def _mean_table(
-    done: Mapping[str, Strategy], means: Mapping[str, Mapping[str, Mapping[str, float]]], shown: Sequence[str]
+    done: Mapping[str, Strategy],
+    means: Mapping[str, Mapping[str, Mapping[str, float]]],
+    shown: Sequence[str],
 ) -> str:
     """One line per strategy and one column per class of thickness."""
     rows = []
@@ -179,7 +219,11 @@ def _mean_table(
                 "peak GB": peak_gb,
             }
         )
-    return markdown_table(rows, ("strategy", *shown, "prediction s", "peak GB"), {"prediction s": ".1f", "peak GB": ".2f"})
+    return markdown_table(
+        rows,
+        ("strategy", *shown, "prediction s", "peak GB"),
+        {"prediction s": ".1f", "peak GB": ".2f"},
+    )
 
 
 def _case_table(done: Mapping[str, Strategy]) -> str:
@@ -188,10 +232,16 @@ def _case_table(done: Mapping[str, Strategy]) -> str:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, strategy in done.items():
         for score in strategy.scores:
-            row = rows.setdefault(tuple(score[key] for key in keys), {key: score[key] for key in keys})
+            row = rows.setdefault(
+                tuple(score[key] for key in keys), {key: score[key] for key in keys}
+            )
             row[f"of {name}"] = f"{score['dice']:.4f} / {distance_text(score['hd95_mm'])}"
-    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")} | {f"of {name}": name for name in done}
-    return markdown_table([rows[key] for key in sorted(rows)], columns, {"slice_mm": "g"}, missing="none")
+    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")} | {
+        f"of {name}": name for name in done
+    }
+    return markdown_table(
+        [rows[key] for key in sorted(rows)], columns, {"slice_mm": "g"}, missing="none"
+    )
 
 
 def distance_text(value_mm: float) -> str:

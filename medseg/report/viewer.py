@@ -26,12 +26,16 @@ SPACING_MM = 1.5
 CT_RANGE_HU = (-1024.0, 1024.0)
 """HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone."""
 
-DIFFERENCES = [Structure(name, value, colour) for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)]
+DIFFERENCES = [
+    Structure(name, value, colour)
+    for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)
+]
 """Differences to a reference: voxels of the reference alone, of the prediction alone, and with two different labels."""
 
 _FOLDER = Path(__file__).parent / "viewer"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
-# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be tried.
+# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be
+# tried.
 _BEST_RATIO = 4
 
 
@@ -52,7 +56,10 @@ class ViewerVolumes:
     @property
     def page_bytes(self) -> int:
         """Size of a page with them."""
-        packed = sum(4 * math.ceil(len(volume) / 3) for volume in (self.image, self.labels, self.differences or b""))
+        packed = sum(
+            4 * math.ceil(len(volume) / 3)
+            for volume in (self.image, self.labels, self.differences or b"")
+        )
         return packed + _fixed_bytes()
 
 
@@ -84,10 +91,14 @@ def pack_volumes(
     factors: tuple[int, ...] = (0, 0, 0)
     while True:
         wanted = tuple(
-            min(size, max(1, round(spacing_mm / step))) for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
+            min(size, max(1, round(spacing_mm / step)))
+            for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
         )
-        num_bins = math.prod(math.ceil(size / factor) for size, factor in zip(grid.shape, wanted, strict=True))
-        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step along one axis may do.
+        num_bins = math.prod(
+            math.ceil(size / factor) for size, factor in zip(grid.shape, wanted, strict=True)
+        )
+        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step
+        # along one axis may do.
         if wanted != factors and (num_bins * bytes_per_bin <= free_bytes or num_bins == 1):
             factors = wanted
             volumes = _packed(image, labels, grid, reference, factors, low, high)
@@ -107,10 +118,14 @@ def _packed(
     high: float,
 ) -> ViewerVolumes:
     """Bin the volumes of a case by whole factors (z, y, x) and compress them."""
-    shape = tuple(math.ceil(size / factor) for size, factor in zip(grid.shape, factors, strict=True))
+    shape = tuple(
+        math.ceil(size / factor) for size, factor in zip(grid.shape, factors, strict=True)
+    )
     steps = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
     first = [(factor - 1) / 2 for factor in factors]
-    small = VoxelGrid(shape, tuple(steps), tuple(grid.index_to_world_xyz_mm(first).tolist()), grid.direction)  # type: ignore[arg-type]
+    small = VoxelGrid(
+        shape, tuple(steps), tuple(grid.index_to_world_xyz_mm(first).tolist()), grid.direction
+    )  # type: ignore[arg-type]
     slope = (high - low) / 255
     centres = np.ix_(
         *(np.minimum(np.arange(number) * factor + factor // 2, size - 1)
@@ -121,7 +136,9 @@ def _packed(
     if reference is not None:
         target = reference[centres]
         found, expected = small_labels > 0, target > 0
-        kinds = np.select([expected & ~found, found & ~expected, found & (small_labels != target)], [1, 2, 3])
+        kinds = np.select(
+            [expected & ~found, found & ~expected, found & (small_labels != target)], [1, 2, 3]
+        )
         differences = packed_nifti(kinds.astype(np.uint8), small)
     return ViewerVolumes(
         packed_nifti(_binned(image, factors, low, slope), small, slope, low),
@@ -133,7 +150,10 @@ def _packed(
 def _binned(image: np.ndarray, factors: tuple[int, ...], low: float, slope: float) -> np.ndarray:
     """Average bins of voxels, the last ones of an axis over fewer, and map them to 0 … 255; plane by plane."""
     planes = []
-    rows, columns = (np.arange(0, size, factor) for size, factor in zip(image.shape[1:], factors[1:], strict=True))
+    rows, columns = (
+        np.arange(0, size, factor)
+        for size, factor in zip(image.shape[1:], factors[1:], strict=True)
+    )
     counts = np.outer(np.diff([*rows, image.shape[1]]), np.diff([*columns, image.shape[2]]))
     for start in range(0, len(image), factors[0]):
         plane = image[start : start + factors[0]].mean(axis=0, dtype=np.float32)
@@ -155,7 +175,8 @@ class ViewerWords:
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
         usual_agreement: Smaller coefficients are marked.
-        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a reference.
+        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a
+            reference.
         places: What a key jumps to: name to world point (LPS) in mm.
     """
 
@@ -197,13 +218,20 @@ def write_viewer(
     # niivue's world is RAS.
     places = [{"name": name, "mm": [-x, -y, z]} for name, (x, y, z) in words.places.items()]
     data: dict[str, Any] = {
-        "windows": [{"name": name, "range": range_hu} for name, range_hu in (windows | (CT_WINDOWS_HU if is_ct else {})).items()],
+        "windows": [
+            {"name": name, "range": range_hu}
+            for name, range_hu in (windows | (CT_WINDOWS_HU if is_ct else {})).items()
+        ],
         "labels": [asdict(one) for one in structures],
         "differences": [asdict(one) for one in DIFFERENCES] if volumes.differences else [],
         "places": places,
     }
     templates = Environment(
-        loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     page = templates.get_template("viewer.html").render(
         words=words,

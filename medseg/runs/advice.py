@@ -18,7 +18,8 @@ from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import quote_for_shell, shell_line
 
-# Keys of `data` that choose the cases, the split and the values of a run: the next stage must not train on other cases.
+# Keys of `data` that choose the cases, the split and the values of a run: the next stage must not
+# train on other cases.
 SHARED_KEYS = (
     "labels_column",
     "hu_slope",
@@ -103,7 +104,11 @@ def _data_arguments(config: TrainConfig) -> list[str]:
             is_path = f"data.{key}" in PATH_KEYS
             arguments.append(f"data.{key}={value if is_path else text_of(value)}")
     # An imported task brings its values along.
-    if data.label_values and data.label_values != config.task.labels and SOURCE_VARIABLE not in os.environ:
+    if (
+        data.label_values
+        and data.label_values != config.task.labels
+        and SOURCE_VARIABLE not in os.environ
+    ):
         arguments.append(f"++data.label_values={text_of(data.label_values)}")
     return arguments
 

@@ -31,7 +31,11 @@ LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s.
 LOCK_WAIT_S = 35.0
 # Key with the length of a schedule that ends, by its class.
-LENGTH_KEYS = {"OneCycleLR": "total_steps", "PolynomialLR": "total_iters", "CosineAnnealingLR": "T_max"}
+LENGTH_KEYS = {
+    "OneCycleLR": "total_steps",
+    "PolynomialLR": "total_iters",
+    "CosineAnnealingLR": "T_max",
+}
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound=TrainConfig)
@@ -42,15 +46,15 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
 
     Args:
         config: Checked configuration; changed in place to the one of the run.
-        is_named: Whether the user chose the folder. A folder that is named by the time gets a number where another run, started in
-            the same second, has taken it.
+        is_named: Whether the user chose the folder. A folder that is named by the time gets a
+            number where another run, started in the same second, has taken it.
 
     Returns:
         The run folder, which is `config.run_dir` from now on.
 
     Raises:
-        UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the run to resume does not exist, is running, or would get
-            another result.
+        UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the
+            run to resume does not exist, is running, or would get another result.
     """
     settle(config)
     if config.resume is None:
@@ -61,7 +65,9 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         settle(saved)
         _check_change(config.resume, decisive(plain(saved)), decisive(plain(config)))
         if is_busy(run_dir):
-            raise UserError(f"resume={config.resume}: another process is running it; wait for it, or stop it")
+            raise UserError(
+                f"resume={config.resume}: another process is running it; wait for it, or stop it"
+            )
         config.resume = None
         _set_run_dir(config, run_dir)
         if saved.steps < config.steps:  # it has not finished these
@@ -79,17 +85,23 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
         if create_text(run_dir / CONFIG_FILE, _text(config)):
             break
         if is_named and _take_over(run_dir):
-            say(f"{run_dir}: the run there ended before its first checkpoint; this one starts in its place")
+            say(
+                f"{run_dir}: the run there ended before its first checkpoint; this one starts in its place"
+            )
             replace_text(run_dir / CONFIG_FILE, _text(config))
             break
-        require(not is_named, f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir")
+        require(
+            not is_named,
+            f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir",
+        )
     return run_dir
 
 
 def _take_over(run_dir: Path) -> bool:
     """Claim the folder of a run that ended without a checkpoint, such as one that was refused by its data.
 
-    Exactly one of several processes can remove its summary. A run that began and has not ended has none.
+    Exactly one of several processes can remove its summary. A run that began and has not ended has
+    none.
     """
     if not (run_dir / SUMMARY_FILE).is_file():
         return False
@@ -137,7 +149,8 @@ def changed_config(
         resume: Run folder.
         composed: What the command line composes, in plain values.
         default: What an empty command line composes.
-        overrides: The arguments. Keys and groups that they name are changed even to a default value.
+        overrides: The arguments. Keys and groups that they name are changed even to a default
+            value.
         schema: Keys of the command; those that `train` lacks are as they are composed.
 
     Raises:
@@ -146,13 +159,23 @@ def changed_config(
     run_dir = _existing_run(resume)
     values = {**composed, **plain(load_config(run_dir, composed["trusted_targets"]))}
     unchanged, changed = flat(default), OmegaConf.create(values)
-    names = [override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".") for override in overrides]
-    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of another class than that of the run.
-    foreign = [f"{name}." for name in EXTENSION_KEYS if values[name].get(TARGET) != composed[name].get(TARGET)]
+    names = [
+        override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
+        for override in overrides
+    ]
+    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of
+    # another class than that of the run.
+    foreign = [
+        f"{name}."
+        for name in EXTENSION_KEYS
+        if values[name].get(TARGET) != composed[name].get(TARGET)
+    ]
     foreign.append(f"{_length_key(values['schedule'][TARGET])}.")
     for key, value in flat(composed).items():
         is_named = any(f"{key}.".startswith(f"{name}.") for name in names)
-        is_changed = (key not in unchanged or unchanged[key] != value) and not f"{key}.".startswith(tuple(foreign))
+        is_changed = (key not in unchanged or unchanged[key] != value) and not f"{key}.".startswith(
+            tuple(foreign)
+        )
         if (is_named or is_changed) and key not in ("run_dir", "logger.save_dir"):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
     if any(name.partition(".")[0] == "logger" for name in names):
@@ -168,7 +191,8 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
         config: Checked configuration.
 
     Returns:
-        Folder and status of a run of the same signature. A finished run counts only in the configured folder. None = no such run.
+        Folder and status of a run of the same signature. A finished run counts only in the
+        configured folder. None = no such run.
     """
     settle(config)
     wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
@@ -178,7 +202,9 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
             times[path] = (path.parent == own, path.stat().st_mtime)
     for path in sorted(filter(Path.is_file, times), key=times.__getitem__, reverse=True):
         status = status_of_run(path.parent)
-        may_go_on = status not in (Status.finished, Status.not_finite) or (status is Status.finished and path.parent == own)
+        may_go_on = status not in (Status.finished, Status.not_finite) or (
+            status is Status.finished and path.parent == own
+        )
         if may_go_on and _signature(path.parent) == wanted:
             return path.parent, status
     return None
@@ -194,7 +220,10 @@ def status_of_run(run_dir: Path) -> Status:
 def is_finished(config: TrainConfig) -> bool:
     """Whether the run that `config.resume` names has finished, and the configuration asks for no more steps than it did then."""
     run_dir = _existing_run(str(config.resume))
-    return status_of_run(run_dir) is Status.finished and load_config(run_dir, config.trusted_targets).steps >= config.steps
+    return (
+        status_of_run(run_dir) is Status.finished
+        and load_config(run_dir, config.trusted_targets).steps >= config.steps
+    )
 
 
 def is_busy(run_dir: Path) -> bool:
@@ -215,7 +244,9 @@ def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
     """
     try:
         return read(path) if path.exists() else None
-    except Exception as error:  # OmegaConf and the reader of CSV raise any exception on random bytes
+    except (
+        Exception
+    ) as error:  # OmegaConf and the reader of CSV raise any exception on random bytes
         say(f"{path} is damaged and left out: {first_line(error).removeprefix(f'{path}: ')}")
         return None
 
@@ -244,13 +275,16 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def write_end(run_dir: Path, status: Status, message: str) -> None:
     """Write the `summary.json` of a run that did not finish."""
-    replace_text(run_dir / SUMMARY_FILE, json.dumps({"status": status.value, "message": message}, indent=1))
+    replace_text(
+        run_dir / SUMMARY_FILE, json.dumps({"status": status.value, "message": message}, indent=1)
+    )
 
 
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     """Read the configuration of a run folder, which may have been moved, and check its names, types and ranges.
 
-    The rules between keys are not checked, because files that the configuration names may be gone; `train` checks them.
+    The rules between keys are not checked, because files that the configuration names may be gone;
+    `train` checks them.
 
     Args:
         run_dir: The run folder.
@@ -307,14 +341,17 @@ def read_config(run_dir: Path) -> dict[str, Any]:
             f"{path}: expected a configuration, but the file is damaged ({first_line(error)}); copy it again"
         ) from error
     if not isinstance(loaded, dict) or not loaded:
-        raise UserError(f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again")
+        raise UserError(
+            f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again"
+        )
     return {str(key): value for key, value in loaded.items()}
 
 
 def _existing_run(resume: str) -> Path:
     run_dir = Path(resume).absolute()
     require(
-        (run_dir / CONFIG_FILE).is_file(), f"resume={resume}: there is no {CONFIG_FILE} in that folder, so it is no run of medseg"
+        (run_dir / CONFIG_FILE).is_file(),
+        f"resume={resume}: there is no {CONFIG_FILE} in that folder, so it is no run of medseg",
     )
     return run_dir
 
@@ -322,13 +359,20 @@ def _existing_run(resume: str) -> Path:
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     """Let a run, and its loggers, write to a folder, in place."""
     for node in (config.logger, *(one for one in config.logger.values() if isinstance(one, dict))):
-        node.update({key: value.replace(config.run_dir, str(run_dir)) for key, value in node.items() if isinstance(value, str)})
+        node.update(
+            {
+                key: value.replace(config.run_dir, str(run_dir))
+                for key, value in node.items()
+                if isinstance(value, str)
+            }
+        )
     config.run_dir = str(run_dir)
 
 
 def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Refuse a change of the result. More steps are allowed where the schedule does not depend on their number."""
-    # A moved table is the same data set; the cases themselves are compared with those of the checkpoint.
+    # A moved table is the same data set; the cases themselves are compared with those of the
+    # checkpoint.
     keys = sorted((saved.keys() | given.keys()) - {"data.cases"})
     differing = [key for key in keys if saved.get(key) != given.get(key)]
     if not differing:
@@ -337,8 +381,11 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
     length_key = _length_key(saved["schedule._target_"])
     if "steps" in differing and {*differing} <= {"steps", length_key}:
         if given["steps"] < steps:
-            raise UserError(f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more")
-        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed by them.
+            raise UserError(
+                f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more"
+            )
+        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed
+        # by them.
         length = saved.get(length_key)
         if differing == ["steps"] and (length is None or not steps <= length < given["steps"]):
             return
@@ -346,7 +393,9 @@ def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> 
             f"{begin}steps={given['steps']}: {length_key}={length}, so the schedule was built for that many steps and would change with another length; "
             "start a new run, with schedule=constant if you want to extend it later"
         )
-    changes = "; ".join(f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5])
+    changes = "; ".join(
+        f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5]
+    )
     raise UserError(
         f"{begin}the configuration has changed and would change the result ({changes}); restore these values, or start a new run"
     )

@@ -15,10 +15,23 @@ from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
 # Groups and keys that decide memory and seconds of a run.
-DECISIVE = ("stage", "task", "spacing", "augment", "model", "loss", "optimizer", "memory", "trainer", "inference", "ema_decay")
+DECISIVE = (
+    "stage",
+    "task",
+    "spacing",
+    "augment",
+    "model",
+    "loss",
+    "optimizer",
+    "memory",
+    "trainer",
+    "inference",
+    "ema_decay",
+)
 DECISIVE_DATA = ("num_workers", "prefetch", "pin_memory")
 MAX_RUNS = 50
-# Number of finished runs from which on the history of a machine counts, and the error of their median that is told.
+# Number of finished runs from which on the history of a machine counts, and the error of their
+# median that is told.
 LEAST_RUNS = 3
 TOLD_ERROR = 0.1
 
@@ -40,18 +53,25 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
         measured: What it took.
 
     Returns:
-        For each number `predicted`, `measured` and their `ratio`; empty if the run was never planned on this machine.
+        For each number `predicted`, `measured` and their `ratio`; empty if the run was never
+        planned on this machine.
     """
     predicted = _read(_plan_path(config), {})
     found = {
-        name: {"predicted": predicted[name], "measured": value, "ratio": round(predicted[name] / value, 4)}
+        name: {
+            "predicted": predicted[name],
+            "measured": value,
+            "ratio": round(predicted[name] / value, 4),
+        }
         for name, value in measured.items()
         if predicted.get(name) and value
     }
     if found:
         path = machine_folder() / "runs.json"
         runs = [*_read(path, []), {name: one["ratio"] for name, one in found.items()}][-MAX_RUNS:]
-        with suppress(UserError):  # a home that cannot be written must not fail a run that has finished
+        with suppress(
+            UserError
+        ):  # a home that cannot be written must not fail a run that has finished
             replace_text(path, json.dumps(runs))
     return found
 
@@ -60,7 +80,10 @@ def past_errors() -> list[str]:
     """Say for each predicted number by how much it was off in the runs of this machine, where that is more than a tenth."""
     runs = _read(machine_folder() / "runs.json", [])
     told = []
-    for name, title in (("peak_resident_mib", "resident peak"), ("seconds_per_step", "seconds per step")):
+    for name, title in (
+        ("peak_resident_mib", "resident peak"),
+        ("seconds_per_step", "seconds per step"),
+    ):
         ratios = [run[name] for run in runs if isinstance(run, Mapping) and name in run]
         if len(ratios) >= LEAST_RUNS and abs(median(ratios) - 1) > TOLD_ERROR:
             told.append(
@@ -71,9 +94,13 @@ def past_errors() -> list[str]:
 
 def _plan_path(config: TrainConfig) -> Path:
     values = plain(config)
-    decisive = {name: values[name] for name in DECISIVE} | {name: values["data"][name] for name in DECISIVE_DATA}
+    decisive = {name: values[name] for name in DECISIVE} | {
+        name: values["data"][name] for name in DECISIVE_DATA
+    }
     del decisive["memory"]["budget_gib"], decisive["stage"]["coarse"]
-    key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[
+        :16
+    ]
     return machine_folder() / "plans" / f"{key}.json"
 
 

@@ -21,7 +21,8 @@ from medseg.training.preemption import SIGNALS, STOP
 
 # How often the parent of a job looks at it.
 LOOK_S = 0.5
-# Ranks that were asked to stop may need a long step and a save before they end; after this they are killed.
+# Ranks that were asked to stop may need a long step and a save before they end; after this they are
+# killed.
 STOP_S = 600
 
 
@@ -70,7 +71,9 @@ def start_ranks(config: TrainConfig) -> int:
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)  # each rank reports its own end
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(
+            logging.CRITICAL
+        )  # each rank reports its own end
     with tempfile.TemporaryDirectory() as log_dir:
         launch = LaunchConfig(
             min_nodes=1,
@@ -91,20 +94,28 @@ def start_ranks(config: TrainConfig) -> int:
             elastic_launch(launch, _rank)(config)
         except ChildFailedError as failed:
             # A killed rank makes the others fail, so it is reported first.
-            failed_rank, failure = min(failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+            failed_rank, failure = min(
+                failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
+            )
             return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", before)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
-            return _note_end(run_dir, exit_code_of(Status(read_summary(run_dir).get("status"))), "the process", before)
+            return _note_end(
+                run_dir,
+                exit_code_of(Status(read_summary(run_dir).get("status"))),
+                "the process",
+                before,
+            )
     return 0
 
 
 def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
 
-    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose an exception. The job is then asked to
-    stop, and saves. On Linux the job receives SIGINT when this process dies.
+    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose
+    an exception. The job is then asked to stop, and saves. On Linux the job receives SIGINT when
+    this process dies.
 
     Args:
         config: Configuration of an opened run folder.
@@ -122,7 +133,9 @@ def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: 
     exit_if_asked()
     run_dir, before = Path(config.run_dir), num_oom_kills()
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    multiprocessing.set_start_method(None, force=True)  # joblib sets its own "loky", which a spawned process does not know
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # joblib sets its own "loky", which a spawned process does not know
     is_told = False
     try:
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
@@ -164,8 +177,8 @@ def _job(_: int, config: TrainConfig) -> None:
 def _start_workers_as_usual() -> None:
     """Use the system's default start method for the loader workers of this process.
 
-    Python would otherwise spawn them, because this process was spawned. Spawned workers import everything again, and a spawned worker that
-    ends while it sends a batch is aborted.
+    Python would otherwise spawn them, because this process was spawned. Spawned workers import
+    everything again, and a spawned worker that ends while it sends a batch is aborted.
     """
     multiprocessing.set_start_method(None, force=True)
 
@@ -187,7 +200,10 @@ def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int
         if code < 0:
             message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
         if code == -signal.SIGKILL and num_oom_kills() > oom_kills_before:
-            code, message = EXIT_OUT_OF_MEMORY, f"{message}: out of memory, the kernel has killed a process"
+            code, message = (
+                EXIT_OUT_OF_MEMORY,
+                f"{message}: out of memory, the kernel has killed a process",
+            )
         write_end(run_dir, status_of(code), message)
         say(message)
     return code if code >= 0 else exit_code_of(status_of(code))

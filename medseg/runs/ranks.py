@@ -50,15 +50,18 @@ def join_ranks(timeout: timedelta = JOIN_WITHIN) -> None:
     if num_ranks() == 1 or dist.is_initialized():
         return
     if (local_rank := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():
-        # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would use the first GPU.
+        # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would
+        # use the first GPU.
         torch.cuda.set_device(local_rank)
     store, own, total = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones (torch 2.13). On several
-        # machines the counts differ: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
+        # torchrun keeps its store when it starts the ranks again, with the addresses of the dead
+        # ones (torch 2.13). On several machines the counts differ: there
+        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
         store = dist.PrefixStore(str(num_restarts()), store)
     dist.init_process_group(store=store, rank=own, world_size=total, timeout=timeout)
-    # A process that ends while threads of its group still run may be aborted (std::terminate), with an exit code of failure.
+    # A process that ends while threads of its group still run may be aborted (std::terminate), with
+    # an exit code of failure.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
@@ -81,8 +84,12 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
     """
     if gpus is not None:
         # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
-        visible = os.environ.setdefault("MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus)
+        visible = os.environ.setdefault(
+            "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        ).split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus
+        )
 
 
 def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:

@@ -59,7 +59,8 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 def is_neutral(key: str) -> bool:
     """Whether a key cannot change the result of a run.
 
-    `micro_batch` of `decisive` stands for the common effect of devices and accumulation, which are neutral.
+    `micro_batch` of `decisive` stands for the common effect of devices and accumulation, which are
+    neutral.
 
     Example:
         >>> [is_neutral(key) for key in ("logger.save_dir", "data.num_workers", "optimizer.lr")]

@@ -67,7 +67,9 @@ class Job:
     def write(self, job_dir: Path) -> None:
         """Write the record into the job's folder."""
         job_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(job_dir / JOB_FILE, json.dumps({**asdict(self), "status": self.status.value}, indent=1))
+        replace_text(
+            job_dir / JOB_FILE, json.dumps({**asdict(self), "status": self.status.value}, indent=1)
+        )
 
 
 def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
@@ -76,16 +78,27 @@ def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
     def read(path: Path) -> Job:
         record = read_json(path)
         texts = {str(key): str(value) for key, value in record["overrides"].items()}
-        return Job(int(record["number"]), Status(record["status"]), str(record["message"]), texts, str(record["signature"]))
+        return Job(
+            int(record["number"]),
+            Status(record["status"]),
+            str(record["message"]),
+            texts,
+            str(record["signature"]),
+        )
 
-    jobs = {path.parent: job for path in sweep_dir.rglob(JOB_FILE) if (job := read_file(path, read)) is not None}
+    jobs = {
+        path.parent: job
+        for path in sweep_dir.rglob(JOB_FILE)
+        if (job := read_file(path, read)) is not None
+    }
     return dict(sorted(jobs.items(), key=lambda item: (item[1].number, str(item[0]))))
 
 
 class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep, with a record of what is swept.
 
-    A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be another one for each job.
+    A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be
+    another one for each job.
     """
 
     started: ClassVar[list[Path]] = []
@@ -93,10 +106,15 @@ class SweepFolder(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Fix the folder for all jobs, in whatever process they are composed, and write `sweep.json`."""
         given = [str(override) for override in config.hydra.overrides.task]
-        is_named = any(argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra)
-        # Two sweeps that start in the same second are named by the same time; a sweep in a folder that the user named is resumed.
+        is_named = any(
+            argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra
+        )
+        # Two sweeps that start in the same second are named by the same time; a sweep in a folder
+        # that the user named is resumed.
         folders = numbered(Path(config.hydra.sweep.dir).absolute())
-        sweep_dir = next(folder for folder in folders if create_text(folder / SWEEP_FILE, "{}") or is_named)
+        sweep_dir = next(
+            folder for folder in folders if create_text(folder / SWEEP_FILE, "{}") or is_named
+        )
         self.started.append(sweep_dir)
         if _is_basic_launcher(config.hydra):
             STOP.install()
@@ -110,7 +128,10 @@ class SweepFolder(Callback):
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
         swept |= set((config.hydra.sweeper.get("params") or {}).keys())
         swept |= set(_swept(sweep_dir))
-        replace_text(sweep_dir / SWEEP_FILE, json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1))
+        replace_text(
+            sweep_dir / SWEEP_FILE,
+            json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1),
+        )
 
 
 def run_job(config: TrainConfig) -> int:
@@ -120,7 +141,9 @@ def run_job(config: TrainConfig) -> int:
         Exit code of the job; of a skipped job, that of its earlier attempt.
     """
     if config.resume not in (None, "auto"):
-        raise UserError(f"resume={config.resume}: to resume a multirun, leave resume out and give hydra.sweep.dir=<its folder>")
+        raise UserError(
+            f"resume={config.resume}: to resume a multirun, leave resume out and give hydra.sweep.dir=<its folder>"
+        )
     settle(config)
     sweep_dir, job_dir = _folders()
     job = Job(HydraConfig.get().job.num, Status.running, "", _overrides(), signature(plain(config)))
@@ -158,7 +181,9 @@ def run_job(config: TrainConfig) -> int:
         code, message = exit_code_of(Status.refused), str(error)
         say(message)
     finally:
-        if not is_locked(job_dir / LOCK_FILE):  # else another process runs the job, and records its end
+        if not is_locked(
+            job_dir / LOCK_FILE
+        ):  # else another process runs the job, and records its end
             replace(job, status=status_of(code), message=message).write(job_dir)
         compare(sweep_dir)  # after each job: a launcher may run the jobs in other processes
     if is_orphan():
@@ -170,7 +195,8 @@ def run_job(config: TrainConfig) -> int:
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
     """Find the folder of the same job in a sweep: of the same signature, and with the same choices of what is swept.
 
-    The choices count beside the signature, since a sweep may compare what changes no result, such as `data.num_workers`.
+    The choices count beside the signature, since a sweep may compare what changes no result, such
+    as `data.num_workers`.
     """
     swept = _swept(sweep_dir) or list(job.overrides)
     for folder, other in read_jobs(sweep_dir).items():
@@ -194,7 +220,11 @@ def note_refusal(message: str) -> None:
 
 def exit_codes() -> list[int]:
     """Exit codes of all jobs of the sweeps that this process started, wherever the jobs ran."""
-    return [exit_code_of(job.status) for sweep_dir in SweepFolder.started for job in read_jobs(sweep_dir).values()]
+    return [
+        exit_code_of(job.status)
+        for sweep_dir in SweepFolder.started
+        for job in read_jobs(sweep_dir).values()
+    ]
 
 
 def compare(sweep_dir: Path) -> Path:
@@ -213,7 +243,11 @@ def compare(sweep_dir: Path) -> Path:
         {
             "run": str(job_dir.relative_to(sweep_dir)),
             **{key: job.overrides.get(key) for key in differing},
-            **{key: value for key, value in read_summary(job_dir).items() if isinstance(value, (int, float, str))},
+            **{
+                key: value
+                for key, value in read_summary(job_dir).items()
+                if isinstance(value, (int, float, str))
+            },
             "status": job.status.value,
             "message": job.message,
         }
@@ -258,4 +292,6 @@ def _folders() -> tuple[Path, Path]:
 
 
 def _overrides() -> dict[str, str]:
-    return dict(override.split("=", 1) for override in HydraConfig.get().overrides.task if "=" in override)
+    return dict(
+        override.split("=", 1) for override in HydraConfig.get().overrides.task if "=" in override
+    )

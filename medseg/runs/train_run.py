@@ -14,7 +14,15 @@ from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.io.atomic import PART_PREFIX, locked, replace_text
 from medseg.preprocess.options import SpacingStrategy
 from medseg.runs.advice import next_command
-from medseg.runs.folder import LOCK_FILE, LOCK_WAIT_S, SUMMARY_FILE, VERSIONS_FILE, read_config, read_record, write_end
+from medseg.runs.folder import (
+    LOCK_FILE,
+    LOCK_WAIT_S,
+    SUMMARY_FILE,
+    VERSIONS_FILE,
+    read_config,
+    read_record,
+    write_end,
+)
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
 from medseg.runs.status import end_of, num_oom_kills, status_of
@@ -69,7 +77,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
 
     Args:
-        config: Configuration of an opened run folder; changed in place to the ranks that were started.
+        config: Configuration of an opened run folder; changed in place to the ranks that were
+            started.
 
     Returns:
         The summary that is written to `summary.json`.
@@ -81,8 +90,19 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     from lightning.pytorch.callbacks import LearningRateMonitor
 
     from medseg.memory.device import pick_device
-    from medseg.training.assemble import make_data_module, make_metadata, make_module, make_trainer, make_views
-    from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores
+    from medseg.training.assemble import (
+        make_data_module,
+        make_metadata,
+        make_module,
+        make_trainer,
+        make_views,
+    )
+    from medseg.training.callbacks import (
+        Distortions,
+        MemorySnapshot,
+        ValidationPictures,
+        ValidationScores,
+    )
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.extensions import make_callbacks
     from medseg.training.history import History, HistoryBar
@@ -101,17 +121,26 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     history_every = config.history_every or max(1, min(50, config.steps // 20))
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
-        run_dir / "checkpoints", config.stage.validate_every, config.checkpoint_every, config.stage.patience, STOP
+        run_dir / "checkpoints",
+        config.stage.validate_every,
+        config.checkpoint_every,
+        config.stage.patience,
+        STOP,
     )
     pictures = ValidationPictures(run_dir / "pictures", make_views(config))
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     if config.spacing.strategy is SpacingStrategy.fixed_size:
         is_fine = config.stage.name is StageName.fine
-        callbacks.append(Distortions(list(config.task.regions or {}) if is_fine else ["whole scan"]))
+        callbacks.append(
+            Distortions(list(config.task.regions or {}) if is_fine else ["whole scan"])
+        )
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
-    if config.debug.profiler is Profiler.torch and pick_device(config.trainer.accelerator).type == "cuda":
+    if (
+        config.debug.profiler is Profiler.torch
+        and pick_device(config.trainer.accelerator).type == "cuda"
+    ):
         callbacks.append(MemorySnapshot(run_dir / "memory_snapshot.pickle"))
     callbacks += make_callbacks(config)
     if sys.stderr.isatty():
@@ -128,7 +157,9 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     data = make_data_module(config)
     validation_scores.patients = data.patients
     try:
-        trainer.fit(module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True)
+        trainer.fit(
+            module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True
+        )
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes exit code 1 of it
             raise KeyboardInterrupt from None
@@ -137,7 +168,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     measured = {
         "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
         "seconds_per_step": median(
-            [float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")] or [0.0]
+            [float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")]
+            or [0.0]
         ),
     }
     checkpoint = best if best.is_file() else last

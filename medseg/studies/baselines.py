@@ -10,7 +10,8 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
-# Installed without their dependencies: the networks need torch and numpy only, and every row must run on the same torch.
+# Installed without their dependencies: the networks need torch and numpy only, and every row must
+# run on the same torch.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 
 
@@ -43,16 +44,38 @@ def install_baselines(folder: Path) -> Path:
     Raises:
         UserError: If the packages cannot be installed.
     """
-    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     installed = folder / "medseg-peers"
-    if installed.is_file() and installed.read_text(encoding="utf-8").split() == list(PACKAGES) and packages.is_dir():
+    if (
+        installed.is_file()
+        and installed.read_text(encoding="utf-8").split() == list(PACKAGES)
+        and packages.is_dir()
+    ):
         return packages
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(packages), *PACKAGES]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--upgrade",
+        "--target",
+        str(packages),
+        *PACKAGES,
+    ]
     result = subprocess.run(install, capture_output=True, encoding="utf-8", check=False)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
-        raise UserError(f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false")
+        raise UserError(
+            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false"
+        )
     replace_text(installed, "\n".join(PACKAGES))
     return packages
 
@@ -67,7 +90,8 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
     if name == "nnunet":
         from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-        # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep supervision.
+        # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
+        # supervision.
         plain: nn.Module = PlainConvUNet(
             input_channels=1, n_stages=6, features_per_stage=(32, 64, 128, 256, 320, 320), conv_op=nn.Conv3d, kernel_sizes=3,
             strides=(1, 2, 2, 2, 2, 2), n_conv_per_stage=2, num_classes=num_classes, n_conv_per_stage_decoder=2, conv_bias=True,

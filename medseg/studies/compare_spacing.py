@@ -25,7 +25,15 @@ from medseg.planning.step import count_memory
 from medseg.preprocess.options import SpacingOptions
 from medseg.preprocess.orient import oriented_grid
 from medseg.report.plots import Panel, draw_panels
-from medseg.report.spacings import ALL, STAGES, THICKNESSES, Strategy, markdown, means_of, prediction_costs
+from medseg.report.spacings import (
+    ALL,
+    STAGES,
+    THICKNESSES,
+    Strategy,
+    markdown,
+    means_of,
+    prediction_costs,
+)
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.recipes import (
@@ -45,7 +53,18 @@ from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig
 
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
-SCORES = ("case", "slice_mm", "region", "trust", "dice", "nsd_1mm", "nsd_2mm", "hd95_mm", "predict_s", "predict_peak_gb")
+SCORES = (
+    "case",
+    "slice_mm",
+    "region",
+    "trust",
+    "dice",
+    "nsd_1mm",
+    "nsd_2mm",
+    "hd95_mm",
+    "predict_s",
+    "predict_peak_gb",
+)
 COLUMNS = ("row", "failure", *SCORES, *(f"{stage}_{cost}" for stage in STAGES for cost in COSTS))
 
 
@@ -77,29 +96,45 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         name: stages_of(name, config, given, output / "runs") for name in config.rows
     }  # all are checked before the first runs
     check_names(list(rows), "runs")
-    cases = [case for case in find_sources(config.data, config.task)[0].split.test if case.labels is not None]
-    require(bool(cases), "data.test_patients: no case with labels is held out; name patients of the case table")
+    cases = [
+        case
+        for case in find_sources(config.data, config.task)[0].split.test
+        if case.labels is not None
+    ]
+    require(
+        bool(cases),
+        "data.test_patients: no case with labels is held out; name patients of the case table",
+    )
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    reference = [label_values_argument(config.data.label_values or {}), *(one for one in given if one.startswith("task"))]
+    reference = [
+        label_values_argument(config.data.label_values or {}),
+        *(one for one in given if one.startswith("task")),
+    ]
     failed: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         try:
-            strategies.append(run_row(name, stages, output / folder_name(name), table, grids, reference, failed))
+            strategies.append(
+                run_row(name, stages, output / folder_name(name), table, grids, reference, failed)
+            )
         except UserError as error:
             say(f"{name}: {error}")
             strategies.append(Strategy(name, {}, [], {}, str(error)))
         write(strategies, output, patients)
     print("\n" + (output / "comparison.md").read_text(encoding="utf-8"))
     print(f"{output / 'comparison.csv'}, comparison.md, comparison.png")
-    return EXIT_FAILED if any(strategy.failure or strategy.missing for strategy in strategies) else 0
+    return (
+        EXIT_FAILED if any(strategy.failure or strategy.missing for strategy in strategies) else 0
+    )
 
 
-def stages_of(row: str, config: CompareSpacingConfig, given: Sequence[str], runs: Path) -> list[Stage]:
+def stages_of(
+    row: str, config: CompareSpacingConfig, given: Sequence[str], runs: Path
+) -> list[Stage]:
     """Compose both stages of a row.
 
     Args:
@@ -114,9 +149,13 @@ def stages_of(row: str, config: CompareSpacingConfig, given: Sequence[str], runs
     stages = []
     for name in STAGES:
         own = [getattr(config.stages, name), getattr(config.rows[row], name)]
-        arguments = merge_arguments([f"stage={name}", f"seed={config.seed}", f"steps={config.steps}"], given, *own)
+        arguments = merge_arguments(
+            [f"stage={name}", f"seed={config.seed}", f"steps={config.steps}"], given, *own
+        )
         composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
-        stages.append(Stage(name, arguments, composed, runs / f"{name}-{signature(plain(composed))}"))
+        stages.append(
+            Stage(name, arguments, composed, runs / f"{name}-{signature(plain(composed))}")
+        )
     return stages
 
 
@@ -150,7 +189,9 @@ def run_row(
     of_runs = f"{coarse.run_dir.name}-{fine.run_dir.name}"
     predictions, scores = folder / "predictions" / of_runs, folder / "scores" / of_runs
     trainer = fine.config.trainer
-    predictions.mkdir(parents=True, exist_ok=True)  # `predict` writes a single case into a folder only if the folder exists
+    predictions.mkdir(
+        parents=True, exist_ok=True
+    )  # `predict` writes a single case into a folder only if the folder exists
     predict_step: Step = [
         "predict",
         f"input={table}",
@@ -161,7 +202,9 @@ def run_row(
     ]
     predict_failure = failure_of(predict_step)
     reports = {
-        case: json.loads(path.read_text(encoding="utf-8")) for case in grids if (path := predictions / f"{case}.json").is_file()
+        case: json.loads(path.read_text(encoding="utf-8"))
+        for case in grids
+        if (path := predictions / f"{case}.json").is_file()
     }
     reasons = failed_predictions(predictions)
     if predict_failure or not reports:
@@ -178,7 +221,10 @@ def run_row(
     shapes = [crop_shape(fine.config, report) for report in reports.values()]
     crops = [shape for shape in shapes if shape is not None]
     costs = {
-        coarse.name: stage_costs(coarse, max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod)),
+        coarse.name: stage_costs(
+            coarse,
+            max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod),
+        ),
         fine.name: stage_costs(fine, max(crops, key=math.prod, default=None)),
     }
     return Strategy(name, costs, entries, missing)
@@ -197,8 +243,12 @@ def train(stage: Stage, failed: dict[Path, str]) -> None:
     Raises:
         UserError: If the training failed.
     """
-    if stage.run_dir not in failed and (code := run_until_failure(train_steps(stage.run_dir, *stage.arguments))):
-        message = read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
+    if stage.run_dir not in failed and (
+        code := run_until_failure(train_steps(stage.run_dir, *stage.arguments))
+    ):
+        message = (
+            read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
+        )
         failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
     require(stage.run_dir not in failed, failed.get(stage.run_dir, ""))
 
@@ -218,7 +268,9 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
         "saved_bytes_per_voxel": None if step is None else round(step.saved_per_voxel, 2),
         "step_peak_mib": None if step is None else round(step.peak / 2**20, 1),
         "whole_peak_mib": None if whole_step is None else round(whole_step.peak / 2**20, 1),
-        "step_s": round(median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4),
+        "step_s": round(
+            median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4
+        ),
         "train_s": read_summary(stage.run_dir)["train_s"],
     }
 
@@ -226,7 +278,8 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
 def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
     """Count a training step; None without a shape, or where it cannot be counted, which is said.
 
-    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few voxels.
+    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few
+    voxels.
     """
     if shape is None:
         return None
@@ -250,17 +303,26 @@ def spacing_in_words(spacing: SpacingOptions) -> str:
         return "×".join(map(str, spacing.size)) + " voxels"
     if spacing.range_mm:
         return "{:g} to {:g} mm".format(*spacing.range_mm)
-    return "×".join(f"{mm:g}" for mm in spacing.target_spacing_mm) + " mm" if spacing.target_spacing_mm else "native"
+    return (
+        "×".join(f"{mm:g}" for mm in spacing.target_spacing_mm) + " mm"
+        if spacing.target_spacing_mm
+        else "native"
+    )
 
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Voxels of a whole scan as the coarse stage trains on it, if the body fills the scan."""
     rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
-    lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(rule.spacing_mm(grid.spacing_mm))
+    lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(
+        rule.spacing_mm(grid.spacing_mm)
+    )
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels:
-        depth = min(depth, max(divisor[0], config.stage.max_voxels // (height * width) // divisor[0] * divisor[0]))
+        depth = min(
+            depth,
+            max(divisor[0], config.stage.max_voxels // (height * width) // divisor[0] * divisor[0]),
+        )
     return depth, height, width
 
 
@@ -271,7 +333,9 @@ def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
     return max((network_size(box.shape, divisor) for box in boxes), key=math.prod, default=None)
 
 
-def read_scores(path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def read_scores(
+    path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Make one entry per held-out case and region: slice thickness, scores, and the costs of the prediction."""
     return [
         {
@@ -301,7 +365,11 @@ def write(
     """
     rows: list[dict[str, Any]] = []
     for strategy in strategies:
-        costs = {f"{stage}_{name}": value for stage, known in strategy.costs.items() for name, value in known.items()}
+        costs = {
+            f"{stage}_{name}": value
+            for stage, known in strategy.costs.items()
+            for name, value in known.items()
+        }
         lost = [{"case": case, "failure": why} for case, why in strategy.missing.items()]
         lost += [{"failure": strategy.failure}] if strategy.failure else []
         rows += [{"row": strategy.name, **entry, **costs} for entry in (*strategy.scores, *lost)]
@@ -309,15 +377,35 @@ def write(
     replace_text(output / "comparison.md", markdown(strategies, patients))
     if not any(strategy.scores for strategy in strategies):
         return
-    means = {(one.name, thickness): mean["dice"] for one in strategies for thickness, mean in means_of(one).items()}
-    names, fine = [strategy.name for strategy in strategies], [strategy.costs.get("fine", {}) for strategy in strategies]
+    means = {
+        (one.name, thickness): mean["dice"]
+        for one in strategies
+        for thickness, mean in means_of(one).items()
+    }
+    names, fine = (
+        [strategy.name for strategy in strategies],
+        [strategy.costs.get("fine", {}) for strategy in strategies],
+    )
     panels = [
         *(
-            Panel(f"Dice, {one} slices", "{:.3f}", [means.get((name, one)) for name in names], has_bars=False)
+            Panel(
+                f"Dice, {one} slices",
+                "{:.3f}",
+                [means.get((name, one)) for name in names],
+                has_bars=False,
+            )
             for one in (*THICKNESSES, ALL)
         ),
-        Panel("fine: peak of a whole crop, MiB", "{:.0f}", [costs.get("whole_peak_mib") for costs in fine]),
+        Panel(
+            "fine: peak of a whole crop, MiB",
+            "{:.0f}",
+            [costs.get("whole_peak_mib") for costs in fine],
+        ),
         Panel("fine: seconds per step", "{:.2f}", [costs.get("step_s") for costs in fine]),
-        Panel("prediction, s per case", "{:.1f}", [prediction_costs(one)[0] if one.scores else None for one in strategies]),
+        Panel(
+            "prediction, s per case",
+            "{:.1f}",
+            [prediction_costs(one)[0] if one.scores else None for one in strategies],
+        ),
     ]
     draw_panels(names, panels, "Spacing strategies, held-out cases", output / "comparison.png")

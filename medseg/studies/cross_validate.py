@@ -49,7 +49,8 @@ DISEASED = "These scans with disease painted into their regions:"
 def cross_validate(config: CrossValidateConfig) -> int:
     """Train, predict and score fold by fold; a study that was stopped continues when started again.
 
-    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and `folds.md`, a table for readers.
+    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and
+    `folds.md`, a table for readers.
 
     Raises:
         SystemExit: With the exit code of the command that failed.
@@ -70,19 +71,33 @@ def cross_validate(config: CrossValidateConfig) -> int:
     scored: dict[str, tuple[int, Case]] = {}
     groups: dict[str, set[str]] = {"": set(), PIECES: set(), DISEASED: set()}
     require(
-        task.is_ct or not config.diseased, "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
+        task.is_ct or not config.diseased,
+        "diseased=true paints in HU, but the first channel of the task is no CT; leave it out",
     )
-    parts = {region.name: region.labels for region in task.regions} or {name: (name,) for name in task.labels}
-    organs = {region: [value for value, name in values.items() if name in labels] for region, labels in parts.items()}
+    parts = {region.name: region.labels for region in task.regions} or {
+        name: (name,) for name in task.labels
+    }
+    organs = {
+        region: [value for value, name in values.items() if name in labels]
+        for region, labels in parts.items()
+    }
     steps: list[Step] = []
     for fold in range(config.num_folds):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
         whole = [case for case in held_out if case.labels]
         made = {
             "": held_out,
-            PIECES: [part for case in whole if config.pieces for part in cut_partial_scans(case, organs, output / "pieces")],
+            PIECES: [
+                part
+                for case in whole
+                if config.pieces
+                for part in cut_partial_scans(case, organs, output / "pieces")
+            ],
             DISEASED: [
-                ill for case in whole if config.diseased for ill in paint_scan(case, list(organs.values()), output / "diseased")
+                ill
+                for case in whole
+                if config.diseased
+                for ill in paint_scan(case, list(organs.values()), output / "diseased")
             ],
         }
         for heading, some in made.items():
@@ -118,7 +133,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     rows = fold_rows(scored, output, task, values)
     write_rows(rows, output, groups)
-    # `predict` states no bound for a region to which anything was added, so these do not calibrate it.
+    # `predict` states no bound for a region to which anything was added, so these do not calibrate
+    # it.
     bound_rows = [row for row in rows if row["case"] in groups[""] and not row["added_ml"]]
     write_bound(bound_rows, {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
@@ -129,13 +145,18 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
     """Refuse folds of a case table that a cross-validation would leave out or score twice.
 
     Raises:
-        UserError: If the table has another number of folds, a fold that validates no case, or validates a case in two.
+        UserError: If the table has another number of folds, a fold that validates no case, or
+            validates a case in two.
     """
     count = count_folds(cases)
     if count == 1:
-        raise UserError("the case table has one fold, which is no cross-validation; train on it with medseg train")
+        raise UserError(
+            "the case table has one fold, which is no cross-validation; train on it with medseg train"
+        )
     if count not in (None, num_folds):
-        raise UserError(f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}")
+        raise UserError(
+            f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}"
+        )
     if count is not None:
         _require_validation(cases, count)
     for case in cases:
@@ -156,16 +177,22 @@ def _require_validation(cases: Sequence[Case], num_folds: int) -> None:
     validated = {case.fold for case in cases}
     for number in range(num_folds):
         if has_columns:
-            is_validated = any(case.fold_sides[number] == "val" for case in cases if case.fold_sides)
+            is_validated = any(
+                case.fold_sides[number] == "val" for case in cases if case.fold_sides
+            )
             cure = f"mark some as val in its column fold_{number}, or remove the column and number those after it again"
         else:
             is_validated = number in validated
             cure = "number the folds in its column fold from 0 without a gap"
         if not is_validated:
-            raise UserError(f"fold {number} of the case table validates no case, so there is nothing to score; {cure}")
+            raise UserError(
+                f"fold {number} of the case table validates no case, so there is nothing to score; {cure}"
+            )
 
 
-def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]) -> list[Row]:
+def fold_rows(
+    scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]
+) -> list[Row]:
     """Make one row per scored case and region: its fold, its scores, and how much of the region the crop contained."""
     region_labels = {region.name: region.labels for region in task.regions}
     rows = []
@@ -173,7 +200,9 @@ def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, 
         name, region = score["case"], score["region"]
         fold, case = scored[name]
         report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
-        region_values = [value for value, label in label_values.items() if label in region_labels[region]]
+        region_values = [
+            value for value, label in label_values.items() if label in region_labels[region]
+        ]
         rows.append(
             {
                 "case": name,
@@ -181,7 +210,9 @@ def fold_rows(scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, 
                 "region": region,
                 "trust": score["trust"],
                 **{metric: float(score[metric]) for metric in METRICS},
-                "agreement": report["agreements"].get(region) if region in report["boxes"] else None,
+                "agreement": report["agreements"].get(region)
+                if region in report["boxes"]
+                else None,
                 "added_ml": report["added_ml"].get(region, 0.0),
                 "share_in_crop": share_in_crop(case, region_values, report["boxes"].get(region)),
                 "total_s": round(report["durations_s"]["total"], 1),
@@ -196,7 +227,8 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     Args:
         case: Case with labels.
         values: Values of the region in the reference file.
-        box: The region's entry under `boxes` in the report of the prediction; None if the coarse stage did not find the region.
+        box: The region's entry under `boxes` in the report of the prediction; None if the coarse
+            stage did not find the region.
 
     Returns:
         Share in [0, 1]; 1 if the reference has no such voxel.
@@ -224,16 +256,25 @@ def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]
         groups: Line above each table to the names of its scans.
     """
     write_csv(output / "folds.csv", rows)
-    tables = {heading: [row for row in rows if row["case"] in names] for heading, names in groups.items()}
-    texts = [f"{heading}\n\n{_section(some)}" if heading else _section(some) for heading, some in tables.items() if some]
+    tables = {
+        heading: [row for row in rows if row["case"] in names] for heading, names in groups.items()
+    }
+    texts = [
+        f"{heading}\n\n{_section(some)}" if heading else _section(some)
+        for heading, some in tables.items()
+        if some
+    ]
     replace_text(output / "folds.md", "\n".join(texts))
 
 
-def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], config: CrossValidateConfig) -> None:
+def write_bound(
+    rows: Sequence[Row], cases: Mapping[str, Case], config: CrossValidateConfig
+) -> None:
     """Calibrate the lower bound on Dice on the whole scans: `bound.json`, which `make_weights` stores, and a line in `folds.md`.
 
     Args:
-        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose reference is not said to be doubtful.
+        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose
+            reference is not said to be doubtful.
         cases: Cases by name.
         config: Names the experiments, which the file keeps, and the folder.
     """
@@ -242,12 +283,16 @@ def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], config: CrossVal
     for row in rows:
         if row["agreement"] is not None and row["trust"] in TRUSTED:
             patients = folds.setdefault(row["fold"], {})
-            patients.setdefault(cases[row["case"]].patient or row["case"], []).append((row["agreement"], row["dice"]))
+            patients.setdefault(cases[row["case"]].patient or row["case"], []).append(
+                (row["agreement"], row["dice"])
+            )
     scores = {patient: found for patients in folds.values() for patient, found in patients.items()}
     (output / BOUND).unlink(missing_ok=True)
     if (bound := calibrate(scores, LEVEL)) is None:
         return
-    replace_text(output / BOUND, json.dumps({"bound": asdict(bound), "experiments": experiments(config)}))
+    replace_text(
+        output / BOUND, json.dumps({"bound": asdict(bound), "experiments": experiments(config)})
+    )
     usual = [bound.at(agreement) for regions in scores.values() for agreement, _ in regions]
     text = (
         f"Lower bound on Dice at a level of {LEVEL:.0%}: 1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g}), from {len(scores)} "
@@ -255,7 +300,9 @@ def write_bound(rows: Sequence[Row], cases: Mapping[str, Case], config: CrossVal
     )
     if (covered := count_covered(list(folds.values()), LEVEL)) is not None:
         text += f" Each fold tested with the bound that the other folds give: {covered} patients reach it with every region."
-    replace_text(output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + f"\n{text}\n")
+    replace_text(
+        output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + f"\n{text}\n"
+    )
 
 
 def _section(rows: Sequence[Row]) -> str:
@@ -269,7 +316,9 @@ def _section(rows: Sequence[Row]) -> str:
         scores = [row for row in present if row["trust"] == trust]
         worst = min(scores, key=lambda row: row["dice"])
         mean = sum(row["dice"] for row in scores) / len(scores)
-        lines.append(f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_where(worst)}\n")
+        lines.append(
+            f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_where(worst)}\n"
+        )
     if absent := [row for row in rows if row["volume_ref_ml"] == 0]:
         most = max(absent, key=lambda row: row["volume_pred_ml"])
         lines.append(

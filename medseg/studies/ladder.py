@@ -1,8 +1,8 @@
 """Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks.
 
-Bytes are compared in the same precision and without checkpointing, and as each network is used: a baseline has a row in
-fp32 and one in the precision in which its own program trains it. The bytes of fp16, which a CPU cannot compute, are
-counted on tensors without values.
+Bytes are compared in the same precision and without checkpointing, and as each network is used: a
+baseline has a row in fp32 and one in the precision in which its own program trains it. The bytes of
+fp16, which a CPU cannot compute, are counted on tensors without values.
 """
 
 import json
@@ -58,7 +58,12 @@ HEADINGS = {
     "seconds_per_step": "s/step",
     "dice": "Dice",
 }
-FORMATS = {"saved_bytes_per_voxel": ".1f", "peak_mib": ".1f", "seconds_per_step": ".3f", "dice": ".4f"}
+FORMATS = {
+    "saved_bytes_per_voxel": ".1f",
+    "peak_mib": ".1f",
+    "seconds_per_step": ".3f",
+    "dice": ".4f",
+}
 # Panels of `ladder.png`: column of the table, title, format, and whether bars begin at zero.
 PANELS = (
     ("saved_bytes_per_voxel", "saved bytes per voxel", "{:.0f}", True),
@@ -90,7 +95,11 @@ class Row(NamedTuple):
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return baseline_folder(self.baseline, self.precision) if self.baseline else folder_name(self.name)
+        return (
+            baseline_folder(self.baseline, self.precision)
+            if self.baseline
+            else folder_name(self.name)
+        )
 
 
 def baseline_folder(baseline: str, precision: str) -> str:
@@ -115,7 +124,9 @@ def ladder(config: LadderConfig) -> int:
     if config.output is None:
         raise UserError("output: a folder is needed")
     shape, output = input_shape(config), Path(config.output)
-    rows = list(ladder_rows(config, train_arguments(HydraConfig.get().overrides.task, LadderConfig)))
+    rows = list(
+        ladder_rows(config, train_arguments(HydraConfig.get().overrides.task, LadderConfig))
+    )
     configs = [compose(row) for row in rows]  # all rows are checked before the first is measured
     check_writable(output)
     packages = install_baselines(Path(config.peers_env).absolute()) if config.peers else None
@@ -147,11 +158,17 @@ def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
         UserError: If there is no row, or two rows would share a folder.
     """
     precisions = {baseline: baseline_precisions(baseline) for baseline in BASELINES}
-    taken = [[baseline_folder(name, precision) for precision in of_one] for name, of_one in precisions.items()]
+    taken = [
+        [baseline_folder(name, precision) for precision in of_one]
+        for name, of_one in precisions.items()
+    ]
     check_names([*config.networks, *config.rows], *chain.from_iterable(taken))
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
-    yield from (Row(name, merge_arguments(arguments, own), tuple(own)) for name, own in config.networks.items())
+    yield from (
+        Row(name, merge_arguments(arguments, own), tuple(own))
+        for name, own in config.networks.items()
+    )
     if config.peers:
         first = merge_arguments(arguments, next(iter(config.rows.values()), []))
         for baseline, of_one in precisions.items():
@@ -178,11 +195,18 @@ def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
 
 def compose(row: Row) -> TrainConfig:
     """Compose the configuration of a row; errors as in `compose_train`."""
-    return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], f"rows.{row.name}")
+    return compose_train(
+        [*row.arguments, f"name={row.folder}", "run_dir=ladder"], f"rows.{row.name}"
+    )
 
 
 def measure(
-    folder: Path, config: TrainConfig, shape: Shape, timed_steps: int, baseline: str | None, packages: Path | None
+    folder: Path,
+    config: TrainConfig,
+    shape: Shape,
+    timed_steps: int,
+    baseline: str | None,
+    packages: Path | None,
 ) -> dict[str, Any]:
     """Measure a row in a new process, so that rows do not share memory and caches; an earlier measurement of the same row is read.
 
@@ -190,8 +214,14 @@ def measure(
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration: the signature of a run leaves out the switches that are measured here.
-    request = {"shape": list(shape), "timed_steps": timed_steps, "baseline": baseline, "config": plain(config)}
+    # The whole configuration: the signature of a run leaves out the switches that are measured
+    # here.
+    request = {
+        "shape": list(shape),
+        "timed_steps": timed_steps,
+        "baseline": baseline,
+        "config": plain(config),
+    }
     known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if known.get("request") == request:
         return known
@@ -200,7 +230,11 @@ def measure(
         with Worker() as worker:
             measured = worker.call(measure_row, config, shape, timed_steps, baseline, packages)
     except WorkerDiedError as error:
-        cure = "choose a smaller shape" if error.is_killed else "start it again, and report it if it ends so again"
+        cure = (
+            "choose a smaller shape"
+            if error.is_killed
+            else "start it again, and report it if it ends so again"
+        )
         raise UserError(f"{folder.name} could not be measured: {error}; {cure}") from error
     except UserError as error:
         raise UserError(f"{folder.name} could not be measured: {error}") from error
@@ -209,7 +243,11 @@ def measure(
 
 
 def measure_row(
-    config: TrainConfig, shape: Shape, timed_steps: int, baseline: str | None = None, packages: Path | None = None
+    config: TrainConfig,
+    shape: Shape,
+    timed_steps: int,
+    baseline: str | None = None,
+    packages: Path | None = None,
 ) -> dict[str, Any]:
     """Count the bytes of a training step, and time it on noise.
 
@@ -217,12 +255,15 @@ def measure_row(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         timed_steps: Steps to time after a first one to warm up; 0 = none.
-        baseline: Key of `BASELINES`, to replace the configured network; None = the configured network.
-        packages: Folder of the baselines' packages, which must come before those of this environment.
+        baseline: Key of `BASELINES`, to replace the configured network; None = the configured
+            network.
+        packages: Folder of the baselines' packages, which must come before those of this
+            environment.
 
     Returns:
-        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of the fastest step and the device; on a
-        GPU also the largest number of bytes that torch's allocator held. A baseline in a precision that the device lacks is not timed.
+        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of
+        the fastest step and the device; on a GPU also the largest number of bytes that torch's
+        allocator held. A baseline in a precision that the device lacks is not timed.
 
     Raises:
         UserError: If the device does not support the precision, or the step cannot be counted.
@@ -240,7 +281,11 @@ def measure_row(
         is_timed = False
     make_other = partial(make_baseline, baseline, num_classes) if baseline else None
     memory = count_memory(config, shape, make_other)
-    measured = {"saved_per_voxel": memory.saved_per_voxel, "peak_bytes": memory.peak, "parameter_bytes": memory.parameters}
+    measured = {
+        "saved_per_voxel": memory.saved_per_voxel,
+        "peak_bytes": memory.peak,
+        "parameter_bytes": memory.parameters,
+    }
     if not is_timed:
         return measured
     set_tf32(precision)
@@ -253,11 +298,17 @@ def measure_row(
         network = make_other().to(device)
     else:
         network = switch_on(
-            make_network(config).to(device), config.memory, device.type, sync_batchnorm=config.trainer.sync_batchnorm
+            make_network(config).to(device),
+            config.memory,
+            device.type,
+            sync_batchnorm=config.trainer.sync_batchnorm,
         )
     target = torch.randint(num_classes, (samples, *shape), dtype=torch.uint8, device=device)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    loss, optimizer = make_loss(config), make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters())
+    loss, optimizer = (
+        make_loss(config),
+        make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters()),
+    )
     durations_s = []
     for _ in range(timed_steps + 1):
         start_s = time.perf_counter()
@@ -272,11 +323,20 @@ def measure_row(
         durations_s.append(time.perf_counter() - start_s)
     measured["seconds_per_step"] = min(durations_s[1:])
     if device.type == "cuda":
-        return {**measured, "device": torch.cuda.get_device_name(), "peak_allocated_bytes": torch.cuda.max_memory_allocated()}
-    return {**measured, "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}"}
+        return {
+            **measured,
+            "device": torch.cuda.get_device_name(),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+        }
+    return {
+        **measured,
+        "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}",
+    }
 
 
-def table_row(row: Row, memory: MemoryOptions, measured: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+def table_row(
+    row: Row, memory: MemoryOptions, measured: dict[str, Any], summary: dict[str, Any]
+) -> dict[str, Any]:
     """Make a row of `ladder.csv`; None = not known."""
     # The switches of a row are not applied to a baseline, but for its precision.
     checkpointing = "none" if row.baseline else memory.checkpointing
@@ -306,8 +366,17 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
     """Write `ladder.csv` and `ladder.png` with the rows that are known so far."""
     write_csv(output / "ladder.csv", table)
     names = [picture_name(row, line) for row, line in zip(rows, table, strict=False)]
-    panels = [Panel(heading, text, [known[column] for known in table], has_bars) for column, heading, text, has_bars in PANELS]
-    draw_panels(names, panels, title, output / "ladder.png", [row.baseline is not None for row in rows[: len(table)]])
+    panels = [
+        Panel(heading, text, [known[column] for known in table], has_bars)
+        for column, heading, text, has_bars in PANELS
+    ]
+    draw_panels(
+        names,
+        panels,
+        title,
+        output / "ladder.png",
+        [row.baseline is not None for row in rows[: len(table)]],
+    )
 
 
 def picture_name(row: Row, line: dict[str, Any]) -> str:
@@ -316,5 +385,7 @@ def picture_name(row: Row, line: dict[str, Any]) -> str:
         return f"+ {row.name}"
     if row.baseline:  # its name has the precision, and it has no checkpointing
         return row.name
-    checkpointing = "" if line["checkpointing"] == "none" else f", checkpointing {line['checkpointing']}"
+    checkpointing = (
+        "" if line["checkpointing"] == "none" else f", checkpointing {line['checkpointing']}"
+    )
     return f"{row.name}, {line['precision']}{checkpointing}"

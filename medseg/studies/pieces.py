@@ -25,10 +25,12 @@ SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
 # A lower organ is not cut.
 LEAST_HEIGHT_MM = 100.0
-# A part without organ keeps this distance, since references may stop a slice early, and is at least this high.
+# A part without organ keeps this distance, since references may stop a slice early, and is at least
+# this high.
 GAP_MM = 5.0
 LEAST_MM = 15.0
-# A half chest with less than this share of a region's voxels shows a sliver of it, whose side nothing in view tells.
+# A half chest with less than this share of a region's voxels shows a sliver of it, whose side
+# nothing in view tells.
 LEAST_SHARE = 0.1
 SLIVER = "sliver"
 """Trust in the reference of such a region, so that its scores stand apart."""
@@ -50,13 +52,21 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
     labels, grid = oriented_labels(case)
     has_organ = np.array([np.isin(plane, list(chain(*organs.values()))).any() for plane in labels])
     depth, height, width = labels.shape
-    boxes = {name: VoxelBox((a, 0, 0), (b, height, width)) for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])}
-    boxes |= {name: VoxelBox((0, 0, a), (depth, height, b)) for name, (a, b) in halves(labels, list(organs.values()))}
+    boxes = {
+        name: VoxelBox((a, 0, 0), (b, height, width))
+        for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])
+    }
+    boxes |= {
+        name: VoxelBox((0, 0, a), (depth, height, b))
+        for name, (a, b) in halves(labels, list(organs.values()))
+    }
     files = _files(case, boxes, folder)
     if not _exist(files):
         image, image_grid = oriented_image(case)
         for name, box in boxes.items():
-            write_image(files[name][0], np.ascontiguousarray(image[box.slices()]), image_grid.crop(box))
+            write_image(
+                files[name][0], np.ascontiguousarray(image[box.slices()]), image_grid.crop(box)
+            )
             write_labels(files[name][1], np.ascontiguousarray(labels[box.slices()]), grid.crop(box))
     slivers = {
         name: dict.fromkeys(_slivers(labels, labels[box.slices()], organs), SLIVER)
@@ -64,7 +74,8 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
         if name in HALVES
     }
     return [
-        replace(one, trust=one.trust | slivers.get(name, {})) for name, one in zip(boxes, _as_cases(case, files), strict=True)
+        replace(one, trust=one.trust | slivers.get(name, {}))
+        for name, one in zip(boxes, _as_cases(case, files), strict=True)
     ]
 
 
@@ -103,8 +114,8 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
         step_mm: Distance between slices.
 
     Yields:
-        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and exist only if the organ ends before
-        it; `below` and `above` contain no organ.
+        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and
+        exist only if the organ ends before it; `below` and `above` contain no organ.
 
     Example:
         >>> dict(slice_ranges(np.array([False] * 6 + [True] * 20), 5.0))
@@ -116,7 +127,10 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
     first, stop, end = int(slices[0]), int(slices[-1]) + 1, len(has_organ)
     height = stop - first
     gap, least = math.ceil(GAP_MM / step_mm), math.ceil(LEAST_MM / step_mm)
-    share, margin = math.ceil(SHARE_OF_END * height), (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
+    share, margin = (
+        math.ceil(SHARE_OF_END * height),
+        (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2,
+    )
     if first - gap >= least:
         yield "below", (0, first - gap)
     if height * step_mm >= LEAST_HEIGHT_MM:
@@ -129,7 +143,9 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
         yield "above", (stop + gap, end)
 
 
-def halves(labels: np.ndarray, organs: Sequence[Sequence[int]]) -> Iterator[tuple[str, tuple[int, int]]]:
+def halves(
+    labels: np.ndarray, organs: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, tuple[int, int]]]:
     """Choose the columns of half chests: the scan is cut in the middle of its organs, if it shows two.
 
     Args:
@@ -146,10 +162,19 @@ def halves(labels: np.ndarray, organs: Sequence[Sequence[int]]) -> Iterator[tupl
         yield HALVES[1], (middle, labels.shape[2])
 
 
-def _slivers(labels: np.ndarray, part: np.ndarray, organs: Mapping[str, Sequence[int]]) -> list[str]:
+def _slivers(
+    labels: np.ndarray, part: np.ndarray, organs: Mapping[str, Sequence[int]]
+) -> list[str]:
     """Name the organs of which a part shows some, but less than `LEAST_SHARE`."""
-    counts = {name: [np.count_nonzero(np.isin(one, values)) for one in (part, labels)] for name, values in organs.items()}
-    return [name for name, (inside, all_voxels) in counts.items() if 0 < inside < LEAST_SHARE * all_voxels]
+    counts = {
+        name: [np.count_nonzero(np.isin(one, values)) for one in (part, labels)]
+        for name, values in organs.items()
+    }
+    return [
+        name
+        for name, (inside, all_voxels) in counts.items()
+        if 0 < inside < LEAST_SHARE * all_voxels
+    ]
 
 
 def oriented_image(case: Case) -> tuple[np.ndarray, VoxelGrid]:
@@ -167,9 +192,14 @@ def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
     return labels, grid
 
 
-def _files(case: Case, names: Sequence[str] | Mapping[str, VoxelBox], folder: Path) -> dict[str, Files]:
+def _files(
+    case: Case, names: Sequence[str] | Mapping[str, VoxelBox], folder: Path
+) -> dict[str, Files]:
     """Files of image and labels of each part of a case."""
-    return {name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz") for name in names}
+    return {
+        name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz")
+        for name in names
+    }
 
 
 def _exist(files: Mapping[str, Files]) -> bool:

@@ -52,7 +52,8 @@ FOLDER_KEYS = (
 def run_until_failure(steps: Sequence[Step]) -> int:
     """Print and run commands one after the other.
 
-    A prediction or an evaluation in which single cases failed has said so, and the next command still runs.
+    A prediction or an evaluation in which single cases failed has said so, and the next command
+    still runs.
 
     Returns:
         0, or the exit code of the command that failed; the commands after it do not run.
@@ -62,7 +63,9 @@ def run_until_failure(steps: Sequence[Step]) -> int:
     """
     for step in steps:
         print(f"\n$ medseg {shell_line(step)}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "medseg.commands.cli", *step], check=False).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "medseg.commands.cli", *step], check=False
+        ).returncode
         if status_of(code) is Status.interrupted:
             sys.exit(code)
         if has_failed(step, code):
@@ -84,7 +87,9 @@ def failure_of(step: Step) -> str:
     print(f"\n$ medseg {shell_line(step)}", flush=True)
     message = ""
     command = [sys.executable, "-m", "medseg.commands.cli", *step]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace") as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as process:
         assert process.stderr is not None, "it is a pipe"
         for line in process.stderr:
             print(line, end="", file=sys.stderr, flush=True)
@@ -121,15 +126,20 @@ def last_checkpoint(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "last.ckpt"
 
 
-def cascade_steps(config: RecipeConfig, folder: Path, data: Sequence[str], phantom_runs: Path) -> list[Step]:
+def cascade_steps(
+    config: RecipeConfig, folder: Path, data: Sequence[str], phantom_runs: Path
+) -> list[Step]:
     """The commands that train both stages.
 
     Args:
-        config: Names the experiments of each stage, and the experiment on phantoms whose weights the first one starts from; null = random
-            weights.
-        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`, `coarse_2` …
-        data: Arguments that select the training cases. Trainings on phantoms do not get them: they use no patient data.
-        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a study.
+        config: Names the experiments of each stage, and the experiment on phantoms whose weights
+            the first one starts from; null = random weights.
+        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`,
+            `coarse_2` …
+        data: Arguments that select the training cases. Trainings on phantoms do not get them: they
+            use no patient data.
+        phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
+            study.
 
     Raises:
         UserError: If the folder has runs of other experiments.
@@ -257,7 +267,8 @@ def check_names(rows: Sequence[str], *taken: str) -> None:
 def demo(config: DemoConfig) -> int:
     """Make phantoms, train both stages, predict and score the held-out phantoms.
 
-    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an earlier start are kept.
+    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an
+    earlier start are kept.
 
     Raises:
         SystemExit: With the exit code of the command that failed.
@@ -265,7 +276,11 @@ def demo(config: DemoConfig) -> int:
     folder, start_s = Path(config.output), time.perf_counter()
     data = [f"data.phantoms.folder={folder / 'phantoms'}", f"data.cache={folder / 'cache'}"]
     coarse, fine = folder / "coarse", folder / "fine"
-    table, predictions, scores = folder / "phantoms" / "table.csv", folder / "predictions", folder / "scores"
+    table, predictions, scores = (
+        folder / "phantoms" / "table.csv",
+        folder / "predictions",
+        folder / "scores",
+    )
     checkpoints = [f"coarse={last_checkpoint(coarse)}", f"fine={last_checkpoint(fine)}"]
     run_steps(
         [
@@ -298,7 +313,12 @@ def make_weights(config: MakeWeightsConfig) -> int:
     read_cases(Path(config.cases))  # a damaged table stops the command here
     check_writable(output)
     bound = read_bound(runs / BOUND, config)
-    data = [f"data.cases={Path(config.cases).absolute()}", "data.fold=all", "data.val_patients=[]", "data.test_patients=[]"]
+    data = [
+        f"data.cases={Path(config.cases).absolute()}",
+        "data.fold=all",
+        "data.val_patients=[]",
+        "data.test_patients=[]",
+    ]
     run_steps(cascade_steps(config, runs / "all", data, runs))
     sums = ""
     for stage in ("coarse", "fine"):
@@ -307,7 +327,9 @@ def make_weights(config: MakeWeightsConfig) -> int:
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
         weights = {name: _in_half(value) for name, value in weights.items()}
         sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights")
+        print(
+            f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights"
+        )
     replace_text(output / CHECKSUMS, sums)
     return 0
 
@@ -323,7 +345,9 @@ def _in_half(value: Tensor) -> Tensor:
 
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
     """Experiments of both stages, and of their trainings on phantoms."""
-    return {key: getattr(config, key) for key in ("coarse", "fine", "pretrain_coarse", "pretrain_fine")}
+    return {
+        key: getattr(config, key) for key in ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
+    }
 
 
 def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
@@ -342,7 +366,9 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
             f"{path}: not a bound of cross_validate ({error!r}); start cross_validate again, or remove the file"
         ) from error
     if trained != experiments(config):
-        print(f"{path}: this bound was calibrated with other experiments, so the weights get no bound on Dice")
+        print(
+            f"{path}: this bound was calibrated with other experiments, so the weights get no bound on Dice"
+        )
         return None
     return bound
 

@@ -1,8 +1,9 @@
 """Search: trials of a space, each a run of its own; Optuna chooses their values and ends bad ones early.
 
-The trials are an Optuna study in a journal file, from which several processes take trials. Optuna's own recovery of the trials of killed
-processes (heartbeats) needs a database and repeats a trial under another number. Here the process that runs a trial holds its lock: a
-running trial whose lock is free belongs to a process that was killed, and is resumed in its own folder.
+The trials are an Optuna study in a journal file, from which several processes take trials. Optuna's
+own recovery of the trials of killed processes (heartbeats) needs a database and repeats a trial
+under another number. Here the process that runs a trial holds its lock: a running trial whose lock
+is free belongs to a process that was killed, and is resumed in its own folder.
 """
 
 import json
@@ -28,7 +29,15 @@ from optuna.trial import Trial, TrialState
 
 from medseg.config.check import explain, to_config, to_typed
 from medseg.config.overrides import text_of
-from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SearchConfig, SweepConfig
+from medseg.config.search import (
+    Objective,
+    ParameterConfig,
+    ParameterType,
+    Pruner,
+    Sampler,
+    SearchConfig,
+    SweepConfig,
+)
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
 from medseg.io.atomic import create_text, locked, replace_text
@@ -51,7 +60,9 @@ JOURNAL_FILE = "study.journal"
 STUDY_LOCK_FILE = "study.lock"
 TRIAL_LOCK_FILE = "trial.lock"
 # Keys that may change when a search is resumed.
-OPEN_KEYS = frozenset({"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"})
+OPEN_KEYS = frozenset(
+    {"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"}
+)
 ENDED = FAILURES | {Status.finished, Status.pruned}
 DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
     Objective.val_dice: "maximize",
@@ -72,7 +83,10 @@ def search(config: SearchConfig) -> int:
         0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
     """
     hydra_config = HydraConfig.get()
-    require(hydra_config.mode is not RunMode.MULTIRUN, "search starts its trials by itself; leave out -m")
+    require(
+        hydra_config.mode is not RunMode.MULTIRUN,
+        "search starts its trials by itself; leave out -m",
+    )
     require(
         config.resume is None and not config.retry_failed,
         "search resumes its trials by itself; leave out resume and retry_failed",
@@ -106,10 +120,16 @@ def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
         given: Arguments of the search; those of `sweep` and of searched keys are left out.
         sweep: The search.
     """
-    own = [argument for argument in train_arguments(given, SearchConfig) if key_of(argument) not in sweep.space]
+    own = [
+        argument
+        for argument in train_arguments(given, SearchConfig)
+        if key_of(argument) not in sweep.space
+    ]
 
     def compose(values: Mapping[str, str]) -> DictConfig:
-        return hydra.compose("train", targets_first([*own, *(f"{key}={value}" for key, value in values.items())]))
+        return hydra.compose(
+            "train", targets_first([*own, *(f"{key}={value}" for key, value in values.items())])
+        )
 
     return compose
 
@@ -122,13 +142,16 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
     """
     ends = {
         # `:.12g` writes whole numbers without a decimal point, which integer keys do not accept.
-        key: list(map(text_of, parameter.choices or ())) or [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
+        key: list(map(text_of, parameter.choices or ()))
+        or [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
         for key, parameter in sweep.space.items()
     }
     for number in range(max(map(len, ends.values()))):
         values = {key: texts[number % len(texts)] for key, texts in ends.items()}
         try:
-            make_scheduled_optimizer(to_typed(compose({**values, "run_dir": "none"}), TrainConfig))  # binds the arguments
+            make_scheduled_optimizer(
+                to_typed(compose({**values, "run_dir": "none"}), TrainConfig)
+            )  # binds the arguments
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
@@ -157,7 +180,9 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     )
 
 
-def run_trial(journal: "SearchJournal", trial: Trial, overrides: dict[str, str], compose: Compose) -> Status:
+def run_trial(
+    journal: "SearchJournal", trial: Trial, overrides: dict[str, str], compose: Compose
+) -> Status:
     """Run or resume a trial, and record its status in its folder and in the journal."""
     job_dir = journal.folder / str(trial.number)
     job = Job(trial.number, Status.running, "", overrides, "")
@@ -173,10 +198,14 @@ def run_trial(journal: "SearchJournal", trial: Trial, overrides: dict[str, str],
         status, message = Status.refused, str(error)
     finally:
         replace(job, status=status, message=message).write(job_dir)
-    values = objective_values(journal.sweep.objectives, job_dir) if status is Status.finished else []
+    values = (
+        objective_values(journal.sweep.objectives, job_dir) if status is Status.finished else []
+    )
     if status is not Status.interrupted:
         journal.close(trial.number, values or None, is_defect=status is Status.failed)
-    say(f"trial {trial.number} {status.value.replace('_', ' ')}: {message or ', '.join(f'{value:.4g}' for value in values)}")
+    say(
+        f"trial {trial.number} {status.value.replace('_', ' ')}: {message or ', '.join(f'{value:.4g}' for value in values)}"
+    )
     return status
 
 
@@ -197,7 +226,9 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
 
     code = run_in_process(config, is_behind)
     if code == 0:
-        report_validations(trial, run_dir / HISTORY_FILE)  # later trials are compared with the last validations too
+        report_validations(
+            trial, run_dir / HISTORY_FILE
+        )  # later trials are compared with the last validations too
     elif reason:
         write_end(run_dir, Status.pruned, reason)
         return Status.pruned, reason
@@ -212,7 +243,11 @@ def report_validations(trial: Trial, history: Path) -> str:
     """
     if len(trial.study.directions) > 1:
         return ""
-    validations = [(int(line["step"]), line["val_dice"]) for line in read_history(history) if line.keys() >= {"step", "val_dice"}]
+    validations = [
+        (int(line["step"]), line["val_dice"])
+        for line in read_history(history)
+        if line.keys() >= {"step", "val_dice"}
+    ]
     last_step = trial.study.get_trials(deepcopy=False)[trial.number].last_step
     new = [(step, dice) for step, dice in validations if last_step is None or step > last_step]
     for step, dice in new:
@@ -232,15 +267,18 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
     run = read_run(job_dir, job_dir.parent)
     found = {metric.key: metric.of(run) for metric in METRICS}
     values = [value for objective in objectives if (value := found[objective.value]) is not None]
-    require(len(values) == len(objectives), f"{job_dir} finished without {', '.join(objectives)}: are there validation cases?")
+    require(
+        len(values) == len(objectives),
+        f"{job_dir} finished without {', '.join(objectives)}: are there validation cases?",
+    )
     return values
 
 
 class SearchJournal:
     """Trials of a search, in `study.journal`.
 
-    Several processes may share a journal. The process that runs a trial holds its lock, so a running trial whose lock is free belongs
-    to a process that was killed, and is run again.
+    Several processes may share a journal. The process that runs a trial holds its lock, so a
+    running trial whose lock is free belongs to a process that was killed, and is run again.
 
     Args:
         folder: Folder of the search.
@@ -251,7 +289,9 @@ class SearchJournal:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder = folder
         self.sweep = sweep
-        pruner = MedianPruner(n_startup_trials=sweep.prune_after_trials, n_warmup_steps=sweep.prune_after_steps)
+        pruner = MedianPruner(
+            n_startup_trials=sweep.prune_after_trials, n_warmup_steps=sweep.prune_after_steps
+        )
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
             study_name="search",
@@ -268,8 +308,13 @@ class SearchJournal:
         """
         with locked(self.folder / STUDY_LOCK_FILE):
             if not self.study.get_trials(deepcopy=False):
-                known = {key: _known_value(parameter, values.get(key)) for key, parameter in self.sweep.space.items()}
-                self.study.enqueue_trial({key: value for key, value in known.items() if value is not None})
+                known = {
+                    key: _known_value(parameter, values.get(key))
+                    for key, parameter in self.sweep.space.items()
+                }
+                self.study.enqueue_trial(
+                    {key: value for key, value in known.items() if value is not None}
+                )
 
     def trials(self) -> Iterator[tuple[Trial, dict[str, str]]]:
         """Yield trials that only this process may run, each with its overrides: first those of killed processes, then new ones."""
@@ -290,28 +335,49 @@ class SearchJournal:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
                 if lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
-                    # The values of a trial depend on its number and on the trials before it, not on interruptions.
-                    seed = (self.sweep.seed * 100_003 + number) % 2**32  # what NumPy's generators take
+                    # The values of a trial depend on its number and on the trials before it, not on
+                    # interruptions.
+                    seed = (
+                        self.sweep.seed * 100_003 + number
+                    ) % 2**32  # what NumPy's generators take
                     self.study.sampler = (
                         RandomSampler(seed=seed)
                         if self.sweep.sampler is Sampler.random
                         # With `constant_liar` running trials repel new ones.
-                        else TPESampler(seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True)
+                        else TPESampler(
+                            seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True
+                        )
                     )
-                    trial = self.study.ask() if number == begun else Trial(self.study, trials[number]._trial_id)
-                    return trial, {key: _suggest(trial, key, parameter) for key, parameter in self.sweep.space.items()}
+                    trial = (
+                        self.study.ask()
+                        if number == begun
+                        else Trial(self.study, trials[number]._trial_id)
+                    )
+                    return trial, {
+                        key: _suggest(trial, key, parameter)
+                        for key, parameter in self.sweep.space.items()
+                    }
         return None
 
-    def close(self, number: int, values: Sequence[float] | None, *, is_defect: bool = False) -> None:
+    def close(
+        self, number: int, values: Sequence[float] | None, *, is_defect: bool = False
+    ) -> None:
         """Record the end of a trial.
 
         Args:
             number: Number of the trial.
-            values: One per objective. None = no result: the sampler ranks the trial below all that have one, and so avoids what does
-                not fit into memory.
-            is_defect: Whether the trial ended for a reason that has nothing to do with its values; the sampler then ignores it.
+            values: One per objective. None = no result: the sampler ranks the trial below all that
+                have one, and so avoids what does not fit into memory.
+            is_defect: Whether the trial ended for a reason that has nothing to do with its values;
+                the sampler then ignores it.
         """
-        state = TrialState.COMPLETE if values is not None else TrialState.FAIL if is_defect else TrialState.PRUNED
+        state = (
+            TrialState.COMPLETE
+            if values is not None
+            else TrialState.FAIL
+            if is_defect
+            else TrialState.PRUNED
+        )
         self.study.tell(number, values=values, state=state)
 
     def summary(self) -> dict[str, Any]:
@@ -319,11 +385,14 @@ class SearchJournal:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         importances: dict[str, float] = {}
         if len(self.sweep.objectives) == 1 and len(trials) >= MIN_FOR_IMPORTANCES:
-            # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al., IJCAI 2023).
+            # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al.,
+            # IJCAI 2023).
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
         return {
             "name": self.sweep.name,
-            "objectives": {objective.value: DIRECTIONS[objective] for objective in self.sweep.objectives},
+            "objectives": {
+                objective.value: DIRECTIONS[objective] for objective in self.sweep.objectives
+            },
             "space": {key: range_text(parameter) for key, parameter in self.sweep.space.items()},
             "num_trials": self.sweep.num_trials,
             "best": [trial.number for trial in self.study.best_trials] if trials else [],
@@ -342,7 +411,13 @@ def range_text(parameter: ParameterConfig) -> str:
     """
     if parameter.choices is not None:
         return ", ".join(text_of(choice) for choice in parameter.choices)
-    more = ", logarithmic" if parameter.log else f", in steps of {parameter.step:g}" if parameter.step else ""
+    more = (
+        ", logarithmic"
+        if parameter.log
+        else f", in steps of {parameter.step:g}"
+        if parameter.step
+        else ""
+    )
     return f"{parameter.low:g} … {parameter.high:g}{more}"
 
 
@@ -352,7 +427,11 @@ def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
         return trial.suggest_categorical(key, [text_of(choice) for choice in parameter.choices])
     low, high = cast(float, parameter.low), cast(float, parameter.high)
     if parameter.type is ParameterType.int:
-        return str(trial.suggest_int(key, int(low), int(high), step=int(parameter.step or 1), log=parameter.log))
+        return str(
+            trial.suggest_int(
+                key, int(low), int(high), step=int(parameter.step or 1), log=parameter.log
+            )
+        )
     return f"{trial.suggest_float(key, low, high, step=parameter.step, log=parameter.log):.12g}"  # 0.6, not 0.6000000000000001
 
 

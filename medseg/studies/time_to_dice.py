@@ -16,7 +16,13 @@ from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_ru
 from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
 from medseg.runs.status import Status, status_of
-from medseg.studies.recipes import check_names, compose_train, folder_name, merge_arguments, train_arguments
+from medseg.studies.recipes import (
+    check_names,
+    compose_train,
+    folder_name,
+    merge_arguments,
+    train_arguments,
+)
 from medseg.training.assemble import make_data_module
 from medseg.training.options import TrainConfig
 
@@ -35,8 +41,9 @@ Point = Mapping[str, float]
 def time_to_dice(config: TimeToDiceConfig) -> int:
     """Train every row until its Dice reaches the target or its time is used up; a study that was stopped resumes.
 
-    Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after each row. CPU minutes count all
-    processes of a training: start, steps and validations. The cache is filled before, and not counted.
+    Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
+    each row. CPU minutes count all processes of a training: start, steps and validations. The cache
+    is filled before, and not counted.
 
     Returns:
         0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
@@ -44,20 +51,29 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     output, rows = Path(config.output).absolute(), config.rows
     check_names(list(rows))
     # `train` has other defaults than this study.
-    common = [f"stage={config.stage.name.value}", f"steps={config.steps}", f"stage.validate_every={config.stage.validate_every}"]
+    common = [
+        f"stage={config.stage.name.value}",
+        f"steps={config.steps}",
+        f"stage.validate_every={config.stage.validate_every}",
+    ]
     given = train_arguments(HydraConfig.get().overrides.task, TimeToDiceConfig)
     configs = {}  # all rows are checked before the first is trained
     for name, own in rows.items():
         folder = output / folder_name(name)
         place = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
-        configs[name] = compose_train([*merge_arguments(common, given, own), *place], f"rows.{name}")
+        configs[name] = compose_train(
+            [*merge_arguments(common, given, own), *place], f"rows.{name}"
+        )
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
-        first_minutes = table[0]["cpu_minutes"] if table and table[0]["outcome"] == "reached" else float("inf")
+        first_minutes = (
+            table[0]["cpu_minutes"] if table and table[0]["outcome"] == "reached" else float("inf")
+        )
         limit_minutes = min(config.max_minutes, config.max_ratio * first_minutes)
         print(
-            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most {limit_minutes:.1f} CPU minutes", flush=True
+            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most {limit_minutes:.1f} CPU minutes",
+            flush=True,
         )
         make_data_module(row_config).prepare_data()
         points, outcome = train_row(row_config, config, limit_minutes)
@@ -79,10 +95,16 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         if outcome == Status.interrupted.value:
             return EXIT_RESUME
     print((output / "time_to_dice.md").read_text(encoding="utf-8"), end="")
-    return EXIT_FAILED if any(row["outcome"] not in ("reached", "stopped", "ended") for row in table) else 0
+    return (
+        EXIT_FAILED
+        if any(row["outcome"] not in ("reached", "stopped", "ended") for row in table)
+        else 0
+    )
 
 
-def train_row(config: TrainConfig, study: TimeToDiceConfig, limit_minutes: float) -> tuple[Sequence[Point], str]:
+def train_row(
+    config: TrainConfig, study: TimeToDiceConfig, limit_minutes: float
+) -> tuple[Sequence[Point], str]:
     """Train or resume a row until it reaches the target, is out of time, or ends.
 
     Args:
@@ -91,12 +113,15 @@ def train_row(config: TrainConfig, study: TimeToDiceConfig, limit_minutes: float
         limit_minutes: Largest number of CPU minutes, with those of earlier starts.
 
     Returns:
-        The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all steps are done), `interrupted`, or
-        the reason of a failure.
+        The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all
+        steps are done), `interrupted`, or the reason of a failure.
     """
     run_dir = Path(config.run_dir)
     path, begin_s = run_dir.parent / "points.csv", cpu_s()
-    points = [{key: float(value) for key, value in line.items() if value} for line in (read_csv(path) if path.is_file() else [])]
+    points = [
+        {key: float(value) for key, value in line.items() if value}
+        for line in (read_csv(path) if path.is_file() else [])
+    ]
     earlier_minutes = max((point["cpu_minutes"] for point in points), default=0.0)
 
     def is_enough() -> bool:
@@ -133,7 +158,9 @@ def train_row(config: TrainConfig, study: TimeToDiceConfig, limit_minutes: float
         return points, "ended"
     if points[-1]["cpu_minutes"] >= limit_minutes:
         return points, "stopped"
-    return points, "interrupted" if status is Status.interrupted else str(read_summary(run_dir).get("message", status.value))
+    return points, "interrupted" if status is Status.interrupted else str(
+        read_summary(run_dir).get("message", status.value)
+    )
 
 
 def cpu_s() -> float:
@@ -145,5 +172,8 @@ def cpu_s() -> float:
             times = child.cpu_times()
         except psutil.Error:
             continue  # it has just ended, and its parent counts it
-        total_s += sum(getattr(times, name, 0.0) for name in ("user", "system", "children_user", "children_system"))
+        total_s += sum(
+            getattr(times, name, 0.0)
+            for name in ("user", "system", "children_user", "children_system")
+        )
     return float(total_s)

@@ -30,7 +30,13 @@ from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
-from medseg.training.network import count_classes, find_divisor, make_network, make_network_on_meta, network_node
+from medseg.training.network import (
+    count_classes,
+    find_divisor,
+    make_network,
+    make_network_on_meta,
+    network_node,
+)
 from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.training.options import Profiler, Strategy, TrainConfig
 from medseg.training.versions import collect_versions
@@ -40,7 +46,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-def make_module(config: TrainConfig, network: StageNetwork, metadata: dict[str, Any]) -> SegmentationModule:
+def make_module(
+    config: TrainConfig, network: StageNetwork, metadata: dict[str, Any]
+) -> SegmentationModule:
     """Join a network with the switches, the loss and the optimisation of a configuration.
 
     Args:
@@ -78,7 +86,9 @@ def make_module(config: TrainConfig, network: StageNetwork, metadata: dict[str, 
     )
 
 
-def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0) -> pl.Trainer:
+def make_trainer(
+    config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0
+) -> pl.Trainer:
     """Make Lightning's trainer; one epoch is the whole run, everything counts optimiser steps.
 
     Args:
@@ -104,8 +114,13 @@ def make_trainer(config: TrainConfig, callbacks: list[pl.Callback], start_step: 
         devices=trainer.devices,
         num_nodes=trainer.num_nodes,
         strategy=_make_strategy(config, device_type),
-        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own processes.
-        plugins=[TorchElasticEnvironment() if TorchElasticEnvironment.detect() else LightningEnvironment()],
+        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own
+        # processes.
+        plugins=[
+            TorchElasticEnvironment()
+            if TorchElasticEnvironment.detect()
+            else LightningEnvironment()
+        ],
         precision=precision,  # type: ignore[arg-type]
         max_steps=config.steps,
         max_epochs=-1,
@@ -133,10 +148,16 @@ def _silence_lightning() -> None:
     """Silence Lightning's greetings and tips, and warnings that do not concern the user."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")  # samples need no state
+    warnings.filterwarnings(
+        "ignore", "You're resuming from a checkpoint that ended before the epoch"
+    )  # samples need no state
     warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
-    warnings.filterwarnings("ignore", "The number of training batches .* is smaller than the logging interval")
-    warnings.filterwarnings("ignore", ".*sync_dist=True")  # each rank logs the mean over the cases of all ranks
+    warnings.filterwarnings(
+        "ignore", "The number of training batches .* is smaller than the logging interval"
+    )
+    warnings.filterwarnings(
+        "ignore", ".*sync_dist=True"
+    )  # each rank logs the mean over the cases of all ranks
 
 
 def _make_profiler(config: TrainConfig) -> Any:
@@ -144,9 +165,19 @@ def _make_profiler(config: TrainConfig) -> Any:
     from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
     if config.debug.profiler is Profiler.torch:
-        return PyTorchProfiler(config.run_dir, "profile", export_to_chrome=True, profile_memory=True, record_shapes=True)
+        return PyTorchProfiler(
+            config.run_dir,
+            "profile",
+            export_to_chrome=True,
+            profile_memory=True,
+            record_shapes=True,
+        )
     # With a file: by default the table is a log message, which medseg silences.
-    return SimpleProfiler(config.run_dir, "profile") if config.debug.profiler is Profiler.simple else None
+    return (
+        SimpleProfiler(config.run_dir, "profile")
+        if config.debug.profiler is Profiler.simple
+        else None
+    )
 
 
 def _make_strategy(config: TrainConfig, device_type: str) -> Any:
@@ -155,7 +186,9 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     if config.model["device_map"] is not None:
         from medseg.training.device_map_strategy import DeviceMapStrategy
 
-        return DeviceMapStrategy(torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config))
+        return DeviceMapStrategy(
+            torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config)
+        )
     if trainer.strategy is Strategy.ddp and (
         0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
         or make_network_on_meta(config).traits.has_unused
@@ -164,7 +197,9 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     return trainer.strategy.value
 
 
-def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None = None) -> CasesDataModule:
+def make_data_module(
+    config: TrainConfig, sources: Sequence[CaseSource] | None = None
+) -> CasesDataModule:
     """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given.
 
     Args:
@@ -174,10 +209,15 @@ def make_data_module(config: TrainConfig, sources: Sequence[CaseSource] | None =
     task = make_task(config.task)
     device = pick_device(config.trainer.accelerator)
     coarse = (
-        load_stage(Path(config.stage.coarse), "coarse", device, trusted=config.trusted_targets) if config.stage.coarse else None
+        load_stage(Path(config.stage.coarse), "coarse", device, trusted=config.trusted_targets)
+        if config.stage.coarse
+        else None
     )
     if coarse is not None:
-        ours, theirs = ((one.labels, one.regions, [channel.modality for channel in one.channels]) for one in (task, coarse.task))
+        ours, theirs = (
+            (one.labels, one.regions, [channel.modality for channel in one.channels])
+            for one in (task, coarse.task)
+        )
         require(
             ours == theirs,
             f"stage.coarse={config.stage.coarse}: it was trained for the task {coarse.task.name} with the labels {coarse.task.labels} and the "
@@ -198,7 +238,10 @@ def make_views(config: TrainConfig) -> list[View]:
     task = make_task(config.task)
     if config.stage.name is not StageName.fine:
         return [View({value: name for name, value in task.labels.items()}, False)]
-    return [View(dict(enumerate(region.labels, start=1)), region.side == "right") for region in task.regions]
+    return [
+        View(dict(enumerate(region.labels, start=1)), region.side == "right")
+        for region in task.regions
+    ]
 
 
 def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:
@@ -214,7 +257,9 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "stage": stage.name.value,
         "task": task.to_dict(),
         "num_classes": count_classes(config),
-        "spacing_mm": list(config.spacing.target_spacing_mm) if config.spacing.target_spacing_mm else NATIVE,
+        "spacing_mm": list(config.spacing.target_spacing_mm)
+        if config.spacing.target_spacing_mm
+        else NATIVE,
         "grid_rule": asdict(make_grid_rule(config.spacing)),
         "resampling": config.spacing.resampling.value,
         "patch_size": list(stage.patch_size) if stage.patch_size else None,
@@ -235,28 +280,49 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
     given = config.model["device_map"]
-    gpus = {f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())}
+    gpus = {
+        f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory
+        for index in range(torch.cuda.device_count())
+    }
     parts = named_parts(make_network_on_meta(config))
     if given != "auto":
-        missing = sorted({device for device in given.values() if device != "cpu" and device not in gpus})
+        missing = sorted(
+            {device for device in given.values() if device != "cpu" and device not in gpus}
+        )
         if missing:
-            raise UserError(f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}")
+            raise UserError(
+                f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}"
+            )
         try:
             return resolve_device_map(list(parts), given)
         except ValueError as error:
             raise UserError(f"model.{error}") from error
     if len(gpus) < 2:
-        raise UserError(f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out")
+        raise UserError(
+            f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out"
+        )
     memory = count_step(
         lambda: make_network(config),
-        (1, len(make_task(config.task).channels), *(config.stage.patch_size or config.spacing.size or (128, 128, 128))),
+        (
+            1,
+            len(make_task(config.task).channels),
+            *(config.stage.patch_size or config.spacing.size or (128, 128, 128)),
+        ),
         loss=make_loss(config),
-        make_optimizer=bind_target("optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets),
+        make_optimizer=bind_target(
+            "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
+        ),
         precision=config.memory.precision.value,
     )
-    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser state.
+    # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser
+    # state.
     held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
-    weights = {name: sum(p.nbytes for module in modules for p in module.parameters()) for name, modules in parts.items()}
-    in_order = dict.fromkeys((*memory.order, *parts))  # parts that did not run in the counted step come last
+    weights = {
+        name: sum(p.nbytes for module in modules for p in module.parameters())
+        for name, modules in parts.items()
+    }
+    in_order = dict.fromkeys(
+        (*memory.order, *parts)
+    )  # parts that did not run in the counted step come last
     sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
     return plan_device_map(sizes, gpus)

@@ -8,8 +8,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class WeightAverage:
     """Averages the weights that a network has after each optimiser step.
 
-    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it begins with the weights after the
-    first step. Running statistics of norms are averaged too; counters are not.
+    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it
+    begins with the weights after the first step. Running statistics of norms are averaged too;
+    counters are not.
 
     Args:
         network: Network in training.
@@ -46,9 +47,15 @@ class WeightAverage:
         self._values = {name: values[name].clone() for name in self._weights()}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight for name, weight in self.network.state_dict().items() if torch.is_floating_point(weight)}
+        return {
+            name: weight
+            for name, weight in self.network.state_dict().items()
+            if torch.is_floating_point(weight)
+        }
 
     def _on_device(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The average on the devices of the weights, which may have moved since it was loaded."""
-        self._values = {name: value.to(weights[name].device) for name, value in self._values.items()}
+        self._values = {
+            name: value.to(weights[name].device) for name, value in self._values.items()
+        }
         return self._values

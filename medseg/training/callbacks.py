@@ -70,7 +70,9 @@ class ValidationPictures(pl.Callback):
         self.drawn.pop(key, None)
         view = self.views[int(shown["region"][0])]
         arrays = (shown["image"][0, 0].float(), outputs, shown["target"][0])
-        image, pred, target = ((array.flip(2) if view.is_mirrored else array).cpu().numpy() for array in arrays)
+        image, pred, target = (
+            (array.flip(2) if view.is_mirrored else array).cpu().numpy() for array in arrays
+        )
         try:
             overlay_montage(
                 image,
@@ -87,8 +89,9 @@ class ValidationPictures(pl.Callback):
             say(f"no picture of {shown['case'][0]} ({type(error).__name__}: {error})")
             return
         finally:
-            # Parts of a figure refer to each other. Python looks for such cycles among its oldest objects seldom: up to
-            # seven pictures of 7 MiB each would stay meanwhile. This takes up to 0.3 s.
+            # Parts of a figure refer to each other. Python looks for such cycles among its oldest
+            # objects seldom: up to seven pictures of 7 MiB each would stay meanwhile. This takes up
+            # to 0.3 s.
             gc.collect()
         self.drawn[key] = path.name
         for logger in trainer.loggers:
@@ -96,7 +99,9 @@ class ValidationPictures(pl.Callback):
                 from matplotlib.image import imread
 
                 pixels = np.asarray(imread(path))[..., :3]
-                logger.experiment.add_image(f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC")
+                logger.experiment.add_image(
+                    f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC"
+                )
 
 
 class ValidationScores(pl.Callback):
@@ -160,7 +165,9 @@ def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     # Files of older versions have no patients.
     rows = [{"patient": "", **row} for row in rows]
     return [
-        {column: row[column] for column in SCORE_COLUMNS} | {"step": int(row["step"]), "dice": float(row["dice"])} for row in rows
+        {column: row[column] for column in SCORE_COLUMNS}
+        | {"step": int(row["step"]), "dice": float(row["dice"])}
+        for row in rows
     ]
 
 
@@ -180,9 +187,13 @@ class MemorySnapshot(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the snapshot of this rank's GPU."""
-        torch.cuda.memory._dump_snapshot(str(self.path.with_stem(f"{self.path.stem}_{trainer.global_rank}")))
+        torch.cuda.memory._dump_snapshot(
+            str(self.path.with_stem(f"{self.path.stem}_{trainer.global_rank}"))
+        )
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         """Write the snapshot of a run that failed, for example without memory."""
         self.on_train_end(trainer, pl_module)
 
@@ -208,15 +219,28 @@ class Distortions(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Print the distortion of each case that a batch of training or validation shows for the first time."""
-        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed are skipped.
+        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed
+        # are skipped.
         unknown = [
-            one for one in batch if any((case, n) not in self.printed for case in one["case"] for n in range(len(self.names)))
+            one
+            for one in batch
+            if any(
+                (case, n) not in self.printed
+                for case in one["case"]
+                for n in range(len(self.names))
+            )
         ]
-        described = [zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True) for one in unknown]
+        described = [
+            zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True)
+            for one in unknown
+        ]
         for case, region, spacing_mm in itertools.chain.from_iterable(described):
             if (case, region) not in self.printed:
                 self.printed.add((case, region))
                 voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)
-                print(f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, voxels of {voxel} mm", flush=True)
+                print(
+                    f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, voxels of {voxel} mm",
+                    flush=True,
+                )
 
     on_validation_batch_end = on_train_batch_end

@@ -21,7 +21,13 @@ from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.targets import TARGET
 from medseg.training.clashes import divisor_clashes
-from medseg.training.extensions import check_loss, make_callbacks, make_loggers, make_metrics, make_transforms
+from medseg.training.extensions import (
+    check_loss,
+    make_callbacks,
+    make_loggers,
+    make_metrics,
+    make_transforms,
+)
 from medseg.training.input_sizes import stated_divisor
 from medseg.training.network import count_classes, make_network_on_meta
 from medseg.training.optimisation import (
@@ -46,7 +52,8 @@ def check_objects(config: TrainConfig) -> bool:
         Whether the network has batch norm, see `medseg.training.notes.notes`.
 
     Raises:
-        UserError: If one of them refuses its arguments, or the network does not fit the sizes and switches.
+        UserError: If one of them refuses its arguments, or the network does not fit the sizes and
+            switches.
     """
     network = make_network_on_meta(config)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
@@ -60,7 +67,9 @@ def check_objects(config: TrainConfig) -> bool:
     check_loss(config)
     make_transforms(config)
     for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
-        raise UserError(f"metrics.{name}: history.csv already has a column val_{name}; choose another name")
+        raise UserError(
+            f"metrics.{name}: history.csv already has a column val_{name}; choose another name"
+        )
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     _check_callbacks(config)
     _check_optimisation(config)
@@ -92,7 +101,9 @@ def _check_loggers(config: TrainConfig) -> None:
                 "to another one; rename the folder, or give logger=csv"
             )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        make_loggers(dataclasses.replace(config, logger=_moved(config.logger, config.run_dir, folder)))
+        make_loggers(
+            dataclasses.replace(config, logger=_moved(config.logger, config.run_dir, folder))
+        )
 
 
 def _list_targets(node: dict[str, Any]) -> set[str]:
@@ -123,11 +134,17 @@ def _check_optimisation(config: TrainConfig) -> None:
         follows_gradient = grows_with_gradient(make)
     name = str(config.optimizer[TARGET]).rpartition(".")[2]
     if float(first_step @ torch.linspace(-1.0, 1.0, len(first_step))) > 0:
-        raise UserError(f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave optimizer.maximize out")
+        raise UserError(
+            f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave optimizer.maximize out"
+        )
     if config.lr_scaling is LrScaling.linear and not follows_gradient:
-        raise UserError(f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose lr_scaling=sqrt")
+        raise UserError(
+            f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose lr_scaling=sqrt"
+        )
     with _refused_by("schedule", config.schedule):
-        schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)(optimizer)
+        schedule = make_schedule(
+            config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
+        )(optimizer)
     for _ in range(min(2, config.steps)):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -175,14 +192,19 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     """Refuse input sizes that the network does not accept; `medseg.training.clashes` checks those of our UNet."""
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
-        needs_two_voxels = network.traits.fixed_size is None and any(isinstance(module, norms) for module in network.modules())
+        needs_two_voxels = network.traits.fixed_size is None and any(
+            isinstance(module, norms) for module in network.modules()
+        )
         for sentence in divisor_clashes(config, network.divisor, needs_two_voxels):
             raise UserError(sentence)
     size = network.traits.fixed_size
     if size is None:
         return
     whole = config.spacing.size
-    for key, found in (("stage.patch_size", config.stage.patch_size), ("inference.tile_size", config.inference.tile_size)):
+    for key, found in (
+        ("stage.patch_size", config.stage.patch_size),
+        ("inference.tile_size", config.inference.tile_size),
+    ):
         require(
             (found or whole) == size,
             f"{key}={list(found) if found else None}: the network accepts inputs of {list(size)} voxels only; choose {key}={list(size)}, "

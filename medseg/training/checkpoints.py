@@ -15,9 +15,11 @@ from medseg.training.preemption import Preempted, StopRequest
 class Checkpoints(Checkpoint):
     """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, the weights of the best validation.
 
-    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps, before and after each validation, and when
-    the run is asked to stop. A run that was interrupted in a validation starts with that validation. A last validation follows the
-    last step. Without validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the previous one.
+    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps,
+    before and after each validation, and when the run is asked to stop. A run that was interrupted
+    in a validation starts with that validation. A last validation follows the last step. Without
+    validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the
+    previous one.
 
     Args:
         folder: Folder of the checkpoints; a run that was moved continues in its new place.
@@ -48,7 +50,11 @@ class Checkpoints(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """Best score, number of validations since, and whether a validation comes first."""
-        return {"best_score": self.best_score, "num_worse": self.num_worse, "owes_validation": self.owes_validation}
+        return {
+            "best_score": self.best_score,
+            "num_worse": self.num_worse,
+            "owes_validation": self.owes_validation,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a checkpoint over."""
@@ -65,7 +71,9 @@ class Checkpoints(Checkpoint):
             trainer.training = True
         self._end_if_worse(trainer)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Exit before the next step: the loggers have now received the step that was saved."""
         if self.has_saved:
             self._flush_loggers(trainer)
@@ -74,24 +82,40 @@ class Checkpoints(Checkpoint):
         self.stop.is_safe = False
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Save if a checkpoint is due; request the last validation."""
-        step, is_step_done = trainer.global_step, (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        step, is_step_done = (
+            trainer.global_step,
+            (batch_idx + 1) % trainer.accumulate_grad_batches == 0,
+        )
         is_last = step == trainer.max_steps
         # A trainer that should stop validates once more, whatever its interval.
         trainer.should_stop = trainer.should_stop or is_last
         if not is_step_done:
             return
-        is_validation_step, has_cases = step % self.validate_every == 0, bool(sum(trainer.num_val_batches))
+        is_validation_step, has_cases = (
+            step % self.validate_every == 0,
+            bool(sum(trainer.num_val_batches)),
+        )
         if is_last:
-            # A run that resumes from its last step makes no validation, so with cases it is saved after the validation.
+            # A run that resumes from its last step makes no validation, so with cases it is saved
+            # after the validation.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
         self.is_leaving = self._is_any_rank_asked(trainer)
         self.owes_validation = is_validation_step and has_cases
-        if self.is_leaving or is_validation_step or (self.checkpoint_every and step % self.checkpoint_every == 0):
+        if (
+            self.is_leaving
+            or is_validation_step
+            or (self.checkpoint_every and step % self.checkpoint_every == 0)
+        ):
             self._save(trainer, "last.ckpt", weights_only=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,13 +141,17 @@ class Checkpoints(Checkpoint):
         self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
-        trainer.should_stop = trainer.should_stop or (self.patience is not None and self.num_worse >= self.patience)
+        trainer.should_stop = trainer.should_stop or (
+            self.patience is not None and self.num_worse >= self.patience
+        )
 
     def _is_any_rank_asked(self, trainer: pl.Trainer) -> bool:
         """Whether any rank is asked to stop: all of them must save and leave at the same step."""
         if trainer.world_size == 1:
             return self.stop.is_asked
-        asked = torch.tensor(int(self.stop.is_asked))  # on the host, so that no rank waits for its device
+        asked = torch.tensor(
+            int(self.stop.is_asked)
+        )  # on the host, so that no rank waits for its device
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
         return bool(asked)
 
@@ -135,7 +163,9 @@ class Checkpoints(Checkpoint):
         self.has_saved = True
         path = self.folder / name
         with replace_path(path) if trainer.is_global_zero else nullcontext(path) as part:
-            trainer.save_checkpoint(part, weights_only=weights_only)  # called by all ranks, which wait for each other
+            trainer.save_checkpoint(
+                part, weights_only=weights_only
+            )  # called by all ranks, which wait for each other
             self._flush_loggers(trainer)  # a run that resumes has all lines up to here
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:

@@ -136,7 +136,9 @@ def _device_clashes(config: TrainConfig) -> Iterator[str]:
             "memory.offload=false"
         )
     if config.data.pin_memory:
-        yield ("data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null")
+        yield (
+            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null"
+        )
     if memory.cudnn_benchmark:
         yield (
             "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose "
@@ -221,10 +223,14 @@ def _region_clashes(config: TrainConfig) -> Iterator[str]:
     regions = task.regions or {}
     if stage.name is not StageName.fine:
         if stage.add_parts_mm is not None and not regions:
-            yield (f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out")
+            yield (
+                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out"
+            )
         return
     if not regions:
-        yield (f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single")
+        yield (
+            f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single"
+        )
     num_labels = {name: len(region.labels) for name, region in regions.items()}
     if len(set(num_labels.values())) > 1:
         yield (

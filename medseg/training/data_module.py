@@ -55,7 +55,8 @@ class CasesDataModule(pl.LightningDataModule):
         task: Labels and regions.
         divisor: Required multiple of the network's input size, (z, y, x).
         augmentation: Applied to training samples; None = none.
-        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the reference.
+        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the
+            reference.
 
     Attributes:
         num_workers: Loader processes; samples do not depend on it.
@@ -116,14 +117,21 @@ class CasesDataModule(pl.LightningDataModule):
         for source in self.sources:
             self.train_cases += self._open(source.split.train, source)
             self.val_cases += self._open(source.split.val, source)
-            self.weights += [source.share / max(1, len(source.split.train))] * len(source.split.train)
+            self.weights += [source.share / max(1, len(source.split.train))] * len(
+                source.split.train
+            )
         self._refuse_leak()
         options, scan_spacings, boxes = self.config.stage, None, {}
         if self.config.spacing.draw is SpacingDraw.tail:
             spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
-            scan_spacings = ScanSpacings(spacings_mm, [weight / sum(self.weights) for weight in self.weights])
+            scan_spacings = ScanSpacings(
+                spacings_mm, [weight / sum(self.weights) for weight in self.weights]
+            )
         if self.coarse is not None:
-            boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in (*self.train_cases, *self.val_cases)}
+            boxes = {
+                case.name: coarse_boxes(case, self.coarse, self.task)
+                for case in (*self.train_cases, *self.val_cases)
+            }
         self.crops = StageCrops(
             self.rule,
             scan_spacings,
@@ -134,7 +142,8 @@ class CasesDataModule(pl.LightningDataModule):
             divisor=self.divisor,
             coarse_boxes=boxes,
         )
-        # Lightning attaches its trainer; other users of the module have one process. `plan` brings its own case later.
+        # Lightning attaches its trainer; other users of the module have one process. `plan` brings
+        # its own case later.
         is_first_rank = self.trainer is None or self.trainer.is_global_zero
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
@@ -150,13 +159,16 @@ class CasesDataModule(pl.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Describe the cases in their order, for the checkpoint: a resumed run must have the same."""
         sides = {"train": self.train_cases, "val": self.val_cases}
-        return {side: [[case.name, case.content] for case in cases] for side, cases in sides.items()}
+        return {
+            side: [[case.name, case.content] for case in cases] for side, cases in sides.items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Compare the cases with those of the checkpoint.
 
         Raises:
-            UserError: If they differ: the samples of the resumed run would be those of another data set.
+            UserError: If they differ: the samples of the resumed run would be those of another data
+                set.
         """
         for side, cases in self.state_dict().items():
             then, now = dict(state_dict[side]), dict(cases)
@@ -164,7 +176,9 @@ class CasesDataModule(pl.LightningDataModule):
                 "added": [name for name in now if name not in then],
                 "removed": [name for name in then if name not in now],
                 "changed": [name for name in now if name in then and now[name] != then[name]],
-                "in another order": [] if list(then) == list(now) or then.keys() != now.keys() else list(now),
+                "in another order": []
+                if list(then) == list(now) or then.keys() != now.keys()
+                else list(now),
             }
             found = [f"{first_few(names)} {how}" for how, names in changes.items() if names]
             if found:
@@ -180,7 +194,9 @@ class CasesDataModule(pl.LightningDataModule):
         assert trainer is not None
         return self.train_batches(trainer.global_rank, trainer.world_size, trainer.global_step)
 
-    def train_batches(self, rank: int = 0, num_ranks: int = 1, start_step: int = 0) -> DataLoader[Any]:
+    def train_batches(
+        self, rank: int = 0, num_ranks: int = 1, start_step: int = 0
+    ) -> DataLoader[Any]:
         """Make the loader of the micro-batches of a rank from a step on."""
         config, samples = self.config, self.train_samples()
         has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
@@ -224,17 +240,24 @@ class CasesDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Make the loader of whole validation cases, one at a time, every world_size-th for each rank; none without a case.
 
-        All ranks take the same number, since they wait for each other; a case that comes twice is scored once.
+        All ranks take the same number, since they wait for each other; a case that comes twice is
+        scored once.
         """
         trainer = self.trainer
         assert trainer is not None
-        if not any(self.config.stage.sees_whole_scans or case.region_boxes for case in self.val_cases):
+        if not any(
+            self.config.stage.sees_whole_scans or case.region_boxes for case in self.val_cases
+        ):
             return []
         samples = self.val_samples()
         num_samples = len(samples)
         rounds = math.ceil(num_samples / trainer.world_size)
-        mine = [n % num_samples for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)]
-        # No worker processes: they would hold memory during all of the training for a case now and then.
+        mine = [
+            n % num_samples
+            for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)
+        ]
+        # No worker processes: they would hold memory during all of the training for a case now and
+        # then.
         return DataLoader(
             samples,
             batch_size=1,
@@ -246,7 +269,9 @@ class CasesDataModule(pl.LightningDataModule):
     def val_samples(self) -> Samples:
         """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""
         stage = self.config.stage.for_validation
-        return Samples(self.val_cases, self.task, self.crops, stage, seed=self.config.seed, jitter=False)
+        return Samples(
+            self.val_cases, self.task, self.crops, stage, seed=self.config.seed, jitter=False
+        )
 
     def _refuse_leak(self) -> None:
         """Refuse a validation case whose voxels are those of a training case of another name."""
@@ -284,14 +309,16 @@ class TrainLoader(DataLoader[Any]):
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         if self.num_workers and self._iterator is None:  # else the workers run already
-            # Workers that are forked share the memory of this process until either writes to it, and the garbage collector writes to every
-            # object that it looks at. Frozen objects are left alone by the collectors of all processes.
+            # Workers that are forked share the memory of this process until either writes to it,
+            # and the garbage collector writes to every object that it looks at. Frozen objects are
+            # left alone by the collectors of all processes.
             gc.collect()
             gc.freeze()
         try:
             iterator = super().__iter__()
-            # When this process ends, Python sends SIGTERM to the workers that still run and waits for them. They block SIGTERM, so it
-            # would wait forever. `None`: not when the iterator goes, which torch sees to.
+            # When this process ends, Python sends SIGTERM to the workers that still run and waits
+            # for them. They block SIGTERM, so it would wait forever. `None`: not when the iterator
+            # goes, which torch sees to.
             if workers := getattr(iterator, "_workers", None):
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
@@ -322,12 +349,14 @@ class _FirstBatch(Dataset[Any]):
 def propose_workers(config: TrainConfig) -> int:
     """Choose the default number of loader processes of a rank; `tune_loader` measures a better one.
 
-    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank in the processors, less one for the
-    rank itself, at most eight.
+    On a CPU it is one, so that the network gets the processors. On a GPU it is the share of a rank
+    in the processors, less one for the rank itself, at most eight.
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
-    num_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(8, num_processors // config.trainer.devices - 1))
 
 
@@ -337,11 +366,16 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
     Args:
         case: Case in the cache of the fine stage.
         coarse: Trained coarse stage.
-        task: Task of the fine stage, with the channels of the case; those of the coarse stage may have another intensity.
+        task: Task of the fine stage, with the channels of the case; those of the coarse stage may
+            have another intensity.
     """
     intensities = [
-        own if own and channel == ours else intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
-        for own, ours, image, channel in zip(case.intensities, task.channels, case.images, coarse.task.channels, strict=True)
+        own
+        if own and channel == ours
+        else intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
+        for own, ours, image, channel in zip(
+            case.intensities, task.channels, case.images, coarse.task.channels, strict=True
+        )
     ]
     images = [np.asarray(image) for image in case.images]
     # No budget: training has no key for it, and a lack of memory is reported in one sentence.

@@ -26,7 +26,9 @@ class DeviceMapStrategy(SingleDeviceStrategy):
         """Move the whole module to `home`, and then the parts to their devices."""
         super().model_to_device()
         assert self.lightning_module is not None
-        apply_device_map(cast(nn.Module, self.lightning_module.network), self.device_map, self.root_device)
+        apply_device_map(
+            cast(nn.Module, self.lightning_module.network), self.device_map, self.root_device
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Leave the state of each weight on the weight's device; Lightning would move all of it to `home`."""

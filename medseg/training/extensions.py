@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 Defaults = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
 # Keys of a loss beside the arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
-# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest of a key is a field of the class.
+# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest
+# of a key is a field of the class.
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
@@ -58,7 +59,12 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
         form = node.get("target_form") or losses.find_target_form(make.func, make.keywords)
         terms.append(losses.Term(float(node.get("factor", 1.0)), _call(key, make), form))
-    return _call("loss", partial(losses.TrainingLoss, terms, config.loss.get("output_weights"), config.task.ignore_label))
+    return _call(
+        "loss",
+        partial(
+            losses.TrainingLoss, terms, config.loss.get("output_weights"), config.task.ignore_label
+        ),
+    )
 
 
 def check_loss(config: TrainConfig) -> None:
@@ -69,22 +75,31 @@ def check_loss(config: TrainConfig) -> None:
     """
     for key, node in _loss_nodes(config):
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
-        added = " ".join(f"{name}={value}".lower() for name, value in make.keywords.items() if name not in node)
+        added = " ".join(
+            f"{name}={value}".lower() for name, value in make.keywords.items() if name not in node
+        )
         if added:
-            say(f"{key}: {make.func.__name__} is called with {added}, because it gets logits and integer labels")
+            say(
+                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and integer labels"
+            )
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
 
 def _loss_nodes(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
     terms = config.loss.get("terms")
-    return [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)] if terms else [("loss", config.loss)]
+    return (
+        [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)]
+        if terms
+        else [("loss", config.loss)]
+    )
 
 
 def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     """Make the transforms of training samples; None where augmentation is off.
 
     Raises:
-        UserError: If a transform cannot be made, cannot be applied, or mirrors the sides of the task.
+        UserError: If a transform cannot be made, cannot be applied, or mirrors the sides of the
+            task.
     """
     augment = config.augment
     if not augment.enabled:
@@ -94,12 +109,25 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     made: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
-            values = vars(augment) | {"window_hu": task.channels[0].window_hu, "ignore_label": task.ignore_label}
+            values = vars(augment) | {
+                "window_hu": task.channels[0].window_hu,
+                "ignore_label": task.ignore_label,
+            }
             made += _call("augment", partial(make_effects, values))
             continue
         key = f"augment.transforms[{n}]"
-        made.append(_call(key, _bind("transform", key, node, config.trusted_targets, transforms.default_arguments)))
-        check = partial(transforms.check_transform, has_sides=has_sides, is_coarse=is_coarse, num_channels=len(task.channels))
+        made.append(
+            _call(
+                key,
+                _bind("transform", key, node, config.trusted_targets, transforms.default_arguments),
+            )
+        )
+        check = partial(
+            transforms.check_transform,
+            has_sides=has_sides,
+            is_coarse=is_coarse,
+            num_channels=len(task.channels),
+        )
         _call(key, partial(check, made[-1]))
     return _call("augment.transforms", partial(transforms.Transforms, made))
 
@@ -107,12 +135,19 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
 def make_effects(values: Mapping[str, Any]) -> list[Any]:
     """Make the effects of the keys of `augment`."""
     return [
-        cls(**{one.name: values.get(f"{word}_{one.name}", values.get(one.name)) for one in dataclasses.fields(cls)})
+        cls(
+            **{
+                one.name: values.get(f"{word}_{one.name}", values.get(one.name))
+                for one in dataclasses.fields(cls)
+            }
+        )
         for word, cls in EFFECTS.items()
     ]
 
 
-def make_metrics(nodes: Mapping[str, Any], num_classes: int, trusted: Sequence[str] = ()) -> dict[str, metrics.CaseMetric]:
+def make_metrics(
+    nodes: Mapping[str, Any], num_classes: int, trusted: Sequence[str] = ()
+) -> dict[str, metrics.CaseMetric]:
     """Make metrics of cases by name.
 
     Args:
@@ -127,7 +162,9 @@ def make_metrics(nodes: Mapping[str, Any], num_classes: int, trusted: Sequence[s
     for name, node in nodes.items():
         key = f"metrics.{name}"
         defaults = partial(metrics.default_arguments, num_classes=num_classes)
-        made[name] = metrics.CaseMetric(_call(key, _bind("metric", key, node, trusted, defaults)), num_classes)
+        made[name] = metrics.CaseMetric(
+            _call(key, _bind("metric", key, node, trusted, defaults)), num_classes
+        )
         _call(key, partial(metrics.check_metric, made[name]))
     return made
 
@@ -135,7 +172,10 @@ def make_metrics(nodes: Mapping[str, Any], num_classes: int, trusted: Sequence[s
 def make_callbacks(config: TrainConfig) -> list[Callback]:
     """Make the callbacks of `callbacks`, in their order."""
     nodes = {f"callbacks.{name}": node for name, node in config.callbacks.items()}
-    return [_call(key, _bind("callback", key, node, config.trusted_targets)) for key, node in nodes.items()]
+    return [
+        _call(key, _bind("callback", key, node, config.trusted_targets))
+        for key, node in nodes.items()
+    ]
 
 
 def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
@@ -143,14 +183,24 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
 
     Args:
         config: Checked configuration.
-        start_step: Step that the run resumes from; what an earlier attempt logged after it is removed.
+        start_step: Step that the run resumes from; what an earlier attempt logged after it is
+            removed.
     """
     from medseg.training.loggers import drop_repeated_steps
 
     # The group may hold references to the environment.
-    group = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True))
-    nodes = {"logger": group} if TARGET in group else {f"logger.{name}": node for name, node in group.items()}
-    loggers = [_call(key, _bind("logger", key, node, config.trusted_targets)) for key, node in nodes.items()]
+    group = cast(
+        dict[str, Any], OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True)
+    )
+    nodes = (
+        {"logger": group}
+        if TARGET in group
+        else {f"logger.{name}": node for name, node in group.items()}
+    )
+    loggers = [
+        _call(key, _bind("logger", key, node, config.trusted_targets))
+        for key, node in nodes.items()
+    ]
     for logger in loggers if start_step else ():
         drop_repeated_steps(logger, start_step)
     return loggers

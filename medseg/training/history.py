@@ -33,17 +33,23 @@ class History(pl.Callback):
         path: CSV file.
         history_every: Optimiser steps between two lines of training; the loss is their mean.
         steps: Steps of the whole run, for the lines on the console.
-        metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a column `val_<name>`.
+        metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a
+            column `val_<name>`.
     """
 
-    def __init__(self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()) -> None:
+    def __init__(
+        self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()
+    ) -> None:
         self.path = path
         self.scores = {
             "val_dice": "val/dice",
             "val_dice_worst": "val/dice_worst",
             **{f"val_{name}": f"val/{name}" for name in metrics},
         }
-        self.columns = (*HISTORY_COLUMNS, *(column for column in self.scores if column not in HISTORY_COLUMNS))
+        self.columns = (
+            *HISTORY_COLUMNS,
+            *(column for column in self.scores if column not in HISTORY_COLUMNS),
+        )
         self.history_every = history_every
         self.steps = steps
         self.losses: list[Tensor | float] = []
@@ -76,7 +82,9 @@ class History(pl.Callback):
         self.load = MachineLoad()
         self.device = pl_module.device
         if trainer.is_global_zero:
-            self.rows = earlier_rows(self.path, lambda rows: [self._row_of(row) for row in rows[: self.num_rows]])
+            self.rows = earlier_rows(
+                self.path, lambda rows: [self._row_of(row) for row in rows[: self.num_rows]]
+            )
             write_csv(self.path, self.rows, self.columns)
 
     def _row_of(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -85,9 +93,14 @@ class History(pl.Callback):
         Raises:
             KeyError: If it lacks another column.
         """
-        return {column: row[column] if column in HISTORY_COLUMNS else row.get(column, "") for column in self.columns}
+        return {
+            column: row[column] if column in HISTORY_COLUMNS else row.get(column, "")
+            for column in self.columns
+        }
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Read the learning rate before the schedule moves on; subtract the time of a validation."""
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
         if self.pause_start_s is not None:
@@ -95,10 +108,16 @@ class History(pl.Callback):
             self.pause_start_s = None
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Keep the loss on its device; read all of them where a line is written."""
-        # Not `trainer.callback_metrics`, which reads every value of the progress bar from the device.
+        # Not `trainer.callback_metrics`, which reads every value of the progress bar from the
+        # device.
         self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
         step = trainer.global_step
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
@@ -141,7 +160,9 @@ class History(pl.Callback):
         """The losses since the last line, each as the mean over the ranks; all ranks must call this together."""
         if not self.losses:
             return []
-        losses = torch.stack([torch.as_tensor(loss, dtype=torch.float32, device=self.device) for loss in self.losses])
+        losses = torch.stack(
+            [torch.as_tensor(loss, dtype=torch.float32, device=self.device) for loss in self.losses]
+        )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(losses)
             losses /= torch.distributed.get_world_size()
@@ -156,7 +177,8 @@ class History(pl.Callback):
         write_csv(self.path, self.rows, self.columns)
         if not sys.stderr.isatty():  # without a terminal there is no progress bar
             cells = "  ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in row.items()
             )
             print(f"[{trainer.global_step}/{self.steps}] {cells}", flush=True)
 
@@ -172,9 +194,16 @@ class HistoryBar(RichProgressBar):
         super().__init__()
         self.history = history
 
-    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, int | str | float | dict[str, float]]:
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
         """Take the last loss and Dice from the lines of the history."""
-        return {key: row[key] for row in self.history.rows for key in ("loss", "val_dice") if row.get(key)}
+        return {
+            key: row[key]
+            for row in self.history.rows
+            for key in ("loss", "val_dice")
+            if row.get(key)
+        }
 
     def _get_train_description(self, current_epoch: int) -> str:
         """Name the bar; a run has no epochs, and Lightning would name it `Epoch 0/-2`."""

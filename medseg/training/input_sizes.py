@@ -14,7 +14,8 @@ from medseg.training.options import TrainConfig
 def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape | None:
     """Required multiple of the network's input size, in voxels (z, y, x), where the configuration alone decides it.
 
-    A spacing that is not known yet counts as the same for all axes, which requires the largest multiple.
+    A spacing that is not known yet counts as the same for all axes, which requires the largest
+    multiple.
 
     Returns:
         `model.divisor`, or that of our UNet; None for a network that must be traced, see

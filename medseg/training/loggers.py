@@ -26,7 +26,9 @@ def drop_repeated_steps(logger: Logger, start_step: int) -> None:
         logger._kwargs.setdefault("purge_step", start_step)
     elif isinstance(logger, CSVLogger):
         path = Path(logger.log_dir) / "metrics.csv"
-        rows = earlier_rows(path, lambda rows: [row for row in rows if int(row["step"]) < start_step])
+        rows = earlier_rows(
+            path, lambda rows: [row for row in rows if int(row["step"]) < start_step]
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it deletes the file, and warns of that
             logger.experiment.metrics = rows
@@ -46,7 +48,10 @@ def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
         UserError: If the path is no file, so that it cannot be replaced.
     """
     # A pipe would make the writer wait for ever.
-    require(path.is_file() or not path.exists(), f"{path}: expected a file, got a folder, a pipe or a device; remove it")
+    require(
+        path.is_file() or not path.exists(),
+        f"{path}: expected a file, got a folder, a pipe or a device; remove it",
+    )
     try:
         return keep(read_csv(path)) if path.exists() else []
     except (UserError, KeyError, TypeError, ValueError) as error:

@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run ends.
+# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run
+# ends.
 WINDOW, DIVERGED = 5, 4.0
 # Factor by which a suggested rate lies below the one of the lowest loss.
 BELOW_LOWEST = 10.0
@@ -34,13 +35,20 @@ class LrRange(pl.Callback):
         self.losses: list[float] = []
         self.parts: list[float] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Set the rate of the step."""
         for group in trainer.optimizers[0].param_groups:
             group["lr"] = self.planned_lrs[trainer.global_step]
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Keep the loss; end the run when it is not finite or has diverged."""
         self.parts.append(float(pl_module.train_loss))  # type: ignore[arg-type]
@@ -50,7 +58,9 @@ class LrRange(pl.Callback):
         if math.isfinite(loss):
             self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
-        trainer.should_stop = trainer.should_stop or not math.isfinite(loss) or has_diverged(self.losses)
+        trainer.should_stop = (
+            trainer.should_stop or not math.isfinite(loss) or has_diverged(self.losses)
+        )
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
@@ -61,7 +71,9 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
     """Smooth the noise of single batches with a Gaussian, which, unlike a running mean, does not lag."""
-    return gaussian_filter1d(np.asarray(losses, dtype=float), sigma=max(1.0, len(losses) / 25), mode="nearest")
+    return gaussian_filter1d(
+        np.asarray(losses, dtype=float), sigma=max(1.0, len(losses) / 25), mode="nearest"
+    )
 
 
 def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:

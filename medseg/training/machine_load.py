@@ -24,9 +24,10 @@ class MachineLoad:
         """Read the load, and the processor time since the last reading.
 
         Returns:
-            `host_gib`, resident memory of this process plus what its workers do not share with it; `cpu_percent`, 100 for each busy
-            core; with a GPU `gpu_gib`, held by torch's allocator, and, where the driver answers (`medseg[gpu]`),
-            `gpu_percent`, the mean of the GPUs that this process uses.
+            `host_gib`, resident memory of this process plus what its workers do not share with it;
+            `cpu_percent`, 100 for each busy core; with a GPU `gpu_gib`, held by torch's allocator,
+            and, where the driver answers (`medseg[gpu]`), `gpu_percent`, the mean of the GPUs that
+            this process uses.
         """
         num_bytes, cpu_s = 0, {}
         for process in (self.process, *self.process.children(recursive=True)):
@@ -35,7 +36,11 @@ class MachineLoad:
             except psutil.Error:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
-            num_bytes += memory.rss if process == self.process else max(0, memory.rss - getattr(memory, "shared", 0))
+            num_bytes += (
+                memory.rss
+                if process == self.process
+                else max(0, memory.rss - getattr(memory, "shared", 0))
+            )
         now_s = time.perf_counter()
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
@@ -54,24 +59,34 @@ class MachineLoad:
 def peak_bytes() -> int:
     """Largest memory held so far: allocated by this process on all GPUs where there are some, else resident in it."""
     if torch.cuda.is_available():
-        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))  # a device map uses several
+        return sum(
+            map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
+        )  # a device map uses several
     return peak_resident_bytes()
 
 
 def _used_gpus() -> list[int]:
     """Numbers of the GPUs on which this process has held memory; its own one where there is none."""
-    held = [number for number in range(torch.cuda.device_count()) if torch.cuda.max_memory_reserved(number)]
+    held = [
+        number
+        for number in range(torch.cuda.device_count())
+        if torch.cuda.max_memory_reserved(number)
+    ]
     return held or [torch.cuda.current_device()]
 
 
 def _peak_of_gpu(number: int) -> int:
     """Most bytes of a GPU that were taken at a time, by torch's allocator and by what it does not count."""
     free, total = torch.cuda.mem_get_info(number)
-    return int(total - free - torch.cuda.memory_reserved(number) + torch.cuda.max_memory_reserved(number))
+    return int(
+        total - free - torch.cuda.memory_reserved(number) + torch.cuda.max_memory_reserved(number)
+    )
 
 
 def _gpu_load() -> dict[str, float]:
-    load = {"gpu_gib": sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) / 2**30}
+    load = {
+        "gpu_gib": sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) / 2**30
+    }
     try:
         from pynvml import NVMLError
     except ModuleNotFoundError:

@@ -24,7 +24,8 @@ Stack = dict[str, Any]
 Batch = list[Stack]
 """Stacks of samples of one shape, see `medseg.data.samples.collate`."""
 
-# Where a checkpoint keeps the weights that the next step starts from, when its network is their average.
+# Where a checkpoint keeps the weights that the next step starts from, when its network is their
+# average.
 RAW_WEIGHTS = "raw_weights"
 
 
@@ -36,11 +37,13 @@ class SegmentationModule(pl.LightningModule):
         loss: Called as `loss(logits, target)`.
         make_optimizer: From parameters to an optimiser.
         make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
-        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout depends on nothing else.
+        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout
+            depends on nothing else.
         accumulate: Micro-batches per optimiser step.
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
         overlap: Share of a tile that it has in common with its neighbour.
-        ema_decay: Validate and save the exponential moving average of the weights; None = the weights themselves.
+        ema_decay: Validate and save the exponential moving average of the weights; None = the
+            weights themselves.
         metadata: Checkpoint metadata; plain types only, so that it loads with `weights_only=True`.
         metrics: Further scores of a validation case by name, each logged as `val/<name>`.
     """
@@ -73,23 +76,29 @@ class SegmentationModule(pl.LightningModule):
         self.metadata = metadata
         self.metrics = metrics or {}
         self.train_loss: Tensor | None = None
-        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks score counts once.
+        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks
+        # score counts once.
         self.val_scores: dict[tuple[str, int, int | str], float] = {}
         self.case_scores = self.val_scores  # of the last validation, from all ranks
 
     def configure_optimizers(self) -> Any:
         """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
-        # A fused optimiser would divide the loss scale out of the gradients inside its step, after they have been clipped. Without this
-        # attribute Lightning and torch do it before, as for any other optimiser; it is read with fp16 and by Lightning's clipping.
+        # A fused optimiser would divide the loss scale out of the gradients inside its step, after
+        # they have been clipped. Without this attribute Lightning and torch do it before, as for
+        # any other optimiser; it is read with fp16 and by Lightning's clipping.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_schedule(optimizer), "interval": "step"},
+        }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
 
-        Each sample has its own loss at its own shape, and each counts the same: the gradient of a step does not depend on how its samples
-        are divided among micro-batches and ranks. A loss of a whole batch (batch Dice) is computed for each stack.
+        Each sample has its own loss at its own shape, and each counts the same: the gradient of a
+        step does not depend on how its samples are divided among micro-batches and ranks. A loss of
+        a whole batch (batch Dice) is computed for each stack.
         """
         losses: list[tuple[Tensor, int]] = []
         for stack in batch:
@@ -99,15 +108,26 @@ class SegmentationModule(pl.LightningModule):
         loss = mean_of_samples(losses)
         # Without graph, and not read from the device: the history does that when it writes a line.
         self.train_loss = loss.detach()
-        self.log("train/loss", self.train_loss, on_step=True, on_epoch=False, batch_size=sum(count for _, count in losses))
+        self.log(
+            "train/loss",
+            self.train_loss,
+            on_step=True,
+            on_epoch=False,
+            batch_size=sum(count for _, count in losses),
+        )
         return loss
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer | LightningOptimizer, optimizer_closure: Any = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Any = None,
     ) -> None:
         """Take the step, free the gradients, then update the average of the weights.
 
-        Lightning would free them only after the next forward pass, so they would add to the memory of its activations.
+        Lightning would free them only after the next forward pass, so they would add to the memory
+        of its activations.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
@@ -128,7 +148,10 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
-                skips_air=all(channel["window_hu"] for channel in self.metadata.get("task", {}).get("channels", ())),
+                skips_air=all(
+                    channel["window_hu"]
+                    for channel in self.metadata.get("task", {}).get("channels", ())
+                ),
             )
         return most_probable(probs)
 
@@ -137,14 +160,24 @@ class SegmentationModule(pl.LightningModule):
         (batch,) = batches
         release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
         labels = self.predict_labels(batch["image"])
-        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference has none; the picture shows both.
-        kept, batch["target"] = (only_inside(one, batch["inside"][0]) for one in (labels, batch["target"]))
+        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference
+        # has none; the picture shows both.
+        kept, batch["target"] = (
+            only_inside(one, batch["inside"][0]) for one in (labels, batch["target"])
+        )
         target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:  # background in both maps, which no score counts
-            kept, target = (labels.masked_fill(target == ignore_value, 0) for labels in (kept, target))
-        scores: dict[Any, float] = dice_per_label(kept, target, tuple(range(1, int(self.metadata["num_classes"]))))
-        scores |= {name: metric(kept, target, batch["spacing_mm"][0]) for name, metric in self.metrics.items()}
+            kept, target = (
+                labels.masked_fill(target == ignore_value, 0) for labels in (kept, target)
+            )
+        scores: dict[Any, float] = dice_per_label(
+            kept, target, tuple(range(1, int(self.metadata["num_classes"])))
+        )
+        scores |= {
+            name: metric(kept, target, batch["spacing_mm"][0])
+            for name, metric in self.metrics.items()
+        }
         self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
         return kept
 
@@ -161,8 +194,13 @@ class SegmentationModule(pl.LightningModule):
         self.case_scores = scores
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
-            found = [score for (_, _, score_of), score in scores.items() if score_of == name and not math.isnan(score)]
-            # A distance is infinite where a label was not found at all: without it the mean would improve, so there is no mean then.
+            found = [
+                score
+                for (_, _, score_of), score in scores.items()
+                if score_of == name and not math.isnan(score)
+            ]
+            # A distance is infinite where a label was not found at all: without it the mean would
+            # improve, so there is no mean then.
             has_mean = bool(found) and all(map(math.isfinite, found))
             self.log(f"val/{name}", fmean(found) if has_mean else math.nan, rank_zero_only=False)
         dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
@@ -181,14 +219,21 @@ class SegmentationModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the average, hand the weights of the last step to Lightning, and count micro-batches as this run makes them."""
-        # A step may have another number of micro-batches now; Lightning finds the end of a step by their count.
+        # A step may have another number of micro-batches now; Lightning finds the end of a step by
+        # their count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             shift = checkpoint["global_step"] * self.accumulate - counts["processed"]
             counts.update({key: count + shift for key, count in counts.items()})
         if self.average is not None:
             weights = checkpoint["state_dict"]
-            self.average.load({name.removeprefix(PREFIX): value for name, value in weights.items() if name.startswith(PREFIX)})
+            self.average.load(
+                {
+                    name.removeprefix(PREFIX): value
+                    for name, value in weights.items()
+                    if name.startswith(PREFIX)
+                }
+            )
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
 
 

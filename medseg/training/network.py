@@ -28,12 +28,16 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    if node[TARGET] != UNET:  # no argument of our UNet is only a label or a seed: too large a one runs out of memory
+    if (
+        node[TARGET] != UNET
+    ):  # no argument of our UNet is only a label or a seed: too large a one runs out of memory
         try:
             check_arguments(node)  # what `predict` would refuse is refused before training
         except ValueError as error:
             raise UserError(f"model: {error}") from error
-    return make_described_network(node, make_task(config.task), config.stage.name.value, config.trusted_targets)
+    return make_described_network(
+        node, make_task(config.task), config.stage.name.value, config.trusted_targets
+    )
 
 
 def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, Any]:
@@ -73,11 +77,15 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     ours = _with_defaults(network_node(config.model, config.spacing))
     theirs = _with_defaults(metadata["model"])
     if ours != theirs:
-        raise UserError(f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model")
+        raise UserError(
+            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model"
+        )
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
-        raise UserError(f"{given}: its weights do not fit the task {config.task.name} ({first_line(error)})") from error
+        raise UserError(
+            f"{given}: its weights do not fit the task {config.task.name} ({first_line(error)})"
+        ) from error
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
@@ -87,8 +95,14 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     if node[TARGET] != UNET:
         return node
     parameters = inspect.signature(UNet).parameters.items()
-    full = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty} | node
-    full["strides"] = full["strides"] or level_strides(None, full["depth"] + (full["stem"] != "conv"))
+    full = {
+        name: parameter.default
+        for name, parameter in parameters
+        if parameter.default is not parameter.empty
+    } | node
+    full["strides"] = full["strides"] or level_strides(
+        None, full["depth"] + (full["stem"] != "conv")
+    )
     return full
 
 

@@ -15,7 +15,8 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
 
     Args:
         config: Checked configuration.
-        has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of MONAI's have by default.
+        has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of
+            MONAI's have by default.
     """
     return [*_batch_notes(config, has_batch_norm), *_other_notes(config)]
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from medseg.targets import TARGET, bind_target
 from medseg.training.options import LrScaling, TrainConfig
 
-# Schedules that by default also set the momentum of each step, whatever the optimiser's own value is.
+# Schedules that by default also set the momentum of each step, whatever the optimiser's own value
+# is.
 CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 # Arguments of optimisers and schedules that are learning rates.
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
@@ -23,7 +24,9 @@ def make_optimizer(
     group: dict[str, Any], lr_factor: float, trusted: Sequence[str] = ()
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """Return the `optimizer` group as a function of the parameters, its rates multiplied by a factor."""
-    return bind_target("optimizer", "optimizer", scale_rates(group, lr_factor), None, trusted=trusted)
+    return bind_target(
+        "optimizer", "optimizer", scale_rates(group, lr_factor), None, trusted=trusted
+    )
 
 
 def make_schedule(
@@ -31,8 +34,8 @@ def make_schedule(
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
     """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
 
-    In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled rate. The optimiser keeps its momentum
-    unless `cycle_momentum` is set.
+    In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled
+    rate. The optimiser keeps its momentum unless `cycle_momentum` is set.
     """
     if group[TARGET] in CYCLING:
         group = {"cycle_momentum": False, **group}
@@ -52,7 +55,9 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
     """Return the optimiser of a configuration as a function of the parameters, as its schedule sets it at the first step."""
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
-    schedule = make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets)
+    schedule = make_schedule(
+        config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
+    )
 
     def make_both(parameters: Any) -> torch.optim.Optimizer:
         optimizer = make(parameters)
@@ -87,11 +92,15 @@ def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
     Args:
         make: From parameters to an optimiser.
     """
-    length, longer = (float(step_from_zero(make, scale, ADAPTED_STEPS).norm()) for scale in (1.0, GRADIENT_RATIO))
+    length, longer = (
+        float(step_from_zero(make, scale, ADAPTED_STEPS).norm()) for scale in (1.0, GRADIENT_RATIO)
+    )
     return longer > GRADIENT_RATIO**0.5 * length
 
 
-def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0, num_steps: int = 1) -> Tensor:
+def step_from_zero(
+    make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0, num_steps: int = 1
+) -> Tensor:
     """Take steps with a gradient from -scale to scale, each from weights of zero; returns the last one, flat."""
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
@@ -105,7 +114,9 @@ def step_from_zero(make: Callable[[Any], torch.optim.Optimizer], scale: float = 
 
 def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
     """Factor on all learning rates for the batch size, as `lr_scaling` says."""
-    return float(batch_size ** {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[lr_scaling])
+    return float(
+        batch_size ** {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[lr_scaling]
+    )
 
 
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import signal
 import threading
 from types import FrameType
 
-# SIGTERM: shutdown of the system. SIGUSR1: SLURM before pre-emption or the time limit (`--signal=USR1@120`). SIGUSR2: submitit.
+# SIGTERM: shutdown of the system. SIGUSR1: SLURM before pre-emption or the time limit
+# (`--signal=USR1@120`). SIGUSR2: submitit.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 

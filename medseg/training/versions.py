@@ -16,7 +16,10 @@ def collect_versions() -> dict[str, str]:
     if (root / ".git").exists():
         with contextlib.suppress(OSError):  # git is not installed: the version alone must do
             commit = subprocess.run(
-                ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+                ["git", "-C", str(root), "describe", "--always", "--dirty"],
+                capture_output=True,
+                text=True,
+                check=False,
             ).stdout.strip()
     return {
         "medseg": __version__,

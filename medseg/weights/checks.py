@@ -1,6 +1,7 @@
 """Checks of a weight file before anything is built from it: size and kind of its values, and ranges of its metadata.
 
-A file may be hostile: it must neither fill the memory nor keep the program busy, whatever it claims.
+A file may be hostile: it must neither fill the memory nor keep the program busy, whatever it
+claims.
 """
 
 import math
@@ -54,7 +55,9 @@ def check_plain(given: str, metadata: object) -> None:
     while waiting:
         value, depth = waiting.pop()
         num_values += 1
-        is_large = (isinstance(value, int) and abs(value) > MAX_INTEGER) or (isinstance(value, str) and len(value) > MAX_TEXT)
+        is_large = (isinstance(value, int) and abs(value) > MAX_INTEGER) or (
+            isinstance(value, str) and len(value) > MAX_TEXT
+        )
         require(
             num_values <= MAX_VALUES and depth <= MAX_DEPTH and not is_large,
             f"{given}: its metadata are larger than those of any run; take another copy",
@@ -65,7 +68,10 @@ def check_plain(given: str, metadata: object) -> None:
             waiting += [(one, depth + 1) for one in value]
         else:
             is_plain = value is None or isinstance(value, (str, int, float))
-            require(is_plain, f"{given}: its metadata hold a {type(value).__name__}, which is no plain value; take another copy")
+            require(
+                is_plain,
+                f"{given}: its metadata hold a {type(value).__name__}, which is no plain value; take another copy",
+            )
 
 
 def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> None:
@@ -77,14 +83,23 @@ def check_tensors(given: str, weights: Mapping[str, Any], num_bytes: int) -> Non
         num_bytes: Size of the file.
 
     Raises:
-        UserError: If a tensor is sparse, expanded, shared, of another type, or holds NaN or infinity.
+        UserError: If a tensor is sparse, expanded, shared, of another type, or holds NaN or
+            infinity.
     """
     total = 0
     for name, value in weights.items():
         shown = name if name.isprintable() and len(name) <= 200 else ascii(name)[:200]
         kind = type(value).__name__
-        require(isinstance(value, Tensor), f"{given}: its weights {shown} are no tensor, but a {kind}; take another copy")
-        is_dense = value.layout is torch.strided and value.device.type == "cpu" and not value.is_nested and value.dtype in DTYPES
+        require(
+            isinstance(value, Tensor),
+            f"{given}: its weights {shown} are no tensor, but a {kind}; take another copy",
+        )
+        is_dense = (
+            value.layout is torch.strided
+            and value.device.type == "cpu"
+            and not value.is_nested
+            and value.dtype in DTYPES
+        )
         is_dense = is_dense and value.ndim <= MAX_AXES
         total += value.numel() * value.element_size() if is_dense else 0
         require(
@@ -108,11 +123,16 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    for key, value in _pairs({name: part for name, part in metadata.items() if name not in ("config", "model")}):
+    for key, value in _pairs(
+        {name: part for name, part in metadata.items() if name not in ("config", "model")}
+    ):
         if key in RANGES and value is not None and not isinstance(value, str):
             low, high = RANGES[key]
             numbers = value if isinstance(value, (list, tuple)) else [value]
-            if not all(isinstance(one, (int, float)) and math.isfinite(one) and low <= one <= high for one in numbers):
+            if not all(
+                isinstance(one, (int, float)) and math.isfinite(one) and low <= one <= high
+                for one in numbers
+            ):
                 raise ValueError(f"{key}={value}, expected numbers from {low:g} to {high:g}")
         if key in ("window_hu", "range_mm") and value is not None and not value[0] < value[1]:
             raise ValueError(f"{key}={value}, expected two increasing numbers")
@@ -122,13 +142,21 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
             raise ValueError(f"{key}={value}, expected {length} numbers")
     labels = metadata["task"]["labels"]
     names = {name for region in metadata["task"]["regions"] or () for name in region["labels"]}
-    if sorted(labels.values()) != list(range(1, len(labels) + 1)) or not labels or not names <= labels.keys():
-        raise ValueError("its labels are not numbered 1, 2, …, or its regions name labels that it does not have")
+    if (
+        sorted(labels.values()) != list(range(1, len(labels) + 1))
+        or not labels
+        or not names <= labels.keys()
+    ):
+        raise ValueError(
+            "its labels are not numbered 1, 2, …, or its regions name labels that it does not have"
+        )
     check_arguments(metadata["model"])
     for key, value in _pairs({"model": metadata["model"]}):
         is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
         if is_count and sum(map(abs, _numbers(value))) > num_tensors:
-            raise ValueError(f"{key}={value}: a network of that many parts has more tensors than the {num_tensors} in the file")
+            raise ValueError(
+                f"{key}={value}: a network of that many parts has more tensors than the {num_tensors} in the file"
+            )
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:
@@ -147,7 +175,11 @@ def check_arguments(model: Mapping[str, Any]) -> None:
 
 def _numbers(value: object) -> list[float]:
     """List the numbers of a value, or of a flat list."""
-    return [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, (int, float))]
+    return [
+        one
+        for one in (value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, (int, float))
+    ]
 
 
 def _pairs(value: object, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Weight files: weights and metadata of a stage, read from a checkpoint or a safetensors file, and the included weights.
 
-A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the metadata only.
+A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the
+metadata only.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ LAST = "checkpoints/last.ckpt"
 def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
 
-    The checksums of its parts are compared first: torch does not check them and would load a flipped bit as a weight.
+    The checksums of its parts are compared first: torch does not check them and would load a
+    flipped bit as a weight.
 
     Args:
         path: The file.
@@ -49,10 +51,13 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
         with path.open("rb") as file:
             is_copy = file.read(2) == b"PK"
-        cure = "copy it again" if is_copy else f"give {LAST} of a run, or weights that end in {SUFFIX}"
+        cure = (
+            "copy it again" if is_copy else f"give {LAST} of a run, or weights that end in {SUFFIX}"
+        )
         raise UserError(f"{given}: not a whole torch checkpoint ({error}); {cure}") from error
     require(
-        damaged is None, f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again"
+        damaged is None,
+        f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again",
     )
     try:
         with utf8_path(path) as readable:
@@ -63,16 +68,24 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
             f"{given}: refused, because it holds Python objects{f' ({name[1]})' if name else ''} that could execute arbitrary code "
             "when loaded; give a checkpoint that medseg wrote"
         ) from error
-    except Exception as error:  # torch's reader raises any exception on a zip file of another program
-        raise UserError(f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that medseg wrote") from error
+    except (
+        Exception
+    ) as error:  # torch's reader raises any exception on a zip file of another program
+        raise UserError(
+            f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that medseg wrote"
+        ) from error
     kind = type(checkpoint).__name__
-    require(isinstance(checkpoint, dict), f"{given}: not a checkpoint of medseg, but a {kind}; give one that medseg wrote")
+    require(
+        isinstance(checkpoint, dict),
+        f"{given}: not a checkpoint of medseg, but a {kind}; give one that medseg wrote",
+    )
     return dict(checkpoint)
 
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
-# How the network of a stage treats regions, in metadata written by versions that had a choice: the modes that are left.
+# How the network of a stage treats regions, in metadata written by versions that had a choice: the
+# modes that are left.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -103,9 +116,15 @@ def shipped_weights(task: str, stage: str) -> Path:
     path = SHIPPED / f"{task}_{stage}{SUFFIX}"
     lines = (SHIPPED / CHECKSUMS).read_text(encoding="ascii").splitlines()
     sums = {name: checksum for checksum, name in (line.split() for line in lines)}
-    require(path.name in sums, f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>")
+    require(
+        path.name in sums,
+        f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>",
+    )
     is_whole = path.is_file() and checksum(path) == sums[path.name]
-    require(is_whole, f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again")
+    require(
+        is_whole,
+        f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again",
+    )
     return path
 
 
@@ -115,7 +134,9 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_weights(
+    path: Path, stage: str | None, key: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read metadata and weights; nothing in the file is executed.
 
     Args:
@@ -127,15 +148,20 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
         The metadata (`medseg.training.assemble.make_metadata`) and the network's weights by name.
 
     Raises:
-        UserError: If the file is missing, damaged, not of medseg, of another stage or of another format, or if its weights are
-            not finite numbers.
+        UserError: If the file is missing, damaged, not of medseg, of another stage or of another
+            format, or if its weights are not finite numbers.
     """
     given = f"{key}={path}"
     _check_is_file(path, given)
-    metadata, weights = _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
+    metadata, weights = (
+        _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
+    )
     check_plain(given, metadata)
     is_ours = isinstance(metadata, dict) and "format" in metadata
-    require(is_ours, f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage or 'coarse'}`")
+    require(
+        is_ours,
+        f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage or 'coarse'}`",
+    )
     require(
         metadata["format"] == METADATA_FORMAT,
         f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
@@ -143,7 +169,9 @@ def read_weights(path: Path, stage: str | None, key: str) -> tuple[dict[str, Any
     found = metadata.get("stage") if metadata.get("stage") in STAGES else "unknown"
     wanted = STAGES if stage is None else ("fine",) if stage == "fine" else WHOLE_STAGES
     if found not in wanted:
-        raise UserError(f"{given}: this is a checkpoint of the {found} stage; a {' or '.join(wanted)} one is needed")
+        raise UserError(
+            f"{given}: this is a checkpoint of the {found} stage; a {' or '.join(wanted)} one is needed"
+        )
     mode = metadata.get("region_mode")
     if mode not in REGION_MODES:
         raise UserError(
@@ -165,9 +193,11 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     Returns:
         SHA-256 of the file.
     """
-    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two names.
+    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two
+    # names.
     content = save(
-        {name: value.contiguous().clone() for name, value in weights.items()}, {"medseg": json.dumps(metadata, sort_keys=True)}
+        {name: value.contiguous().clone() for name, value in weights.items()},
+        {"medseg": json.dumps(metadata, sort_keys=True)},
     )
     replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
@@ -196,12 +226,23 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
         return None, {}
-    weights = {name.removeprefix(PREFIX): value for name, value in state.items() if str(name).startswith(PREFIX)}
+    weights = {
+        name.removeprefix(PREFIX): value
+        for name, value in state.items()
+        if str(name).startswith(PREFIX)
+    }
     with zipfile.ZipFile(path) as archive:
         sizes = {part.file_size for part in archive.infolist()}
-    is_whole = all(value.untyped_storage().nbytes() in sizes for value in weights.values() if _is_strided(value))
+    is_whole = all(
+        value.untyped_storage().nbytes() in sizes
+        for value in weights.values()
+        if _is_strided(value)
+    )
     # Torch would take the bytes that follow in the file for the end of a short part.
-    require(is_whole, f"{given}: the sizes of its weights do not match the parts of the file; take another copy")
+    require(
+        is_whole,
+        f"{given}: the sizes of its weights do not match the parts of the file; take another copy",
+    )
     return checkpoint.get("medseg"), weights
 
 

@@ -27,9 +27,17 @@ def ball(spacing_mm: tuple[float, float, float], radius_mm: float) -> np.ndarray
 
 
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_an_outline_is_thin_and_half_a_ball_is_thick(spacing_mm: tuple[float, float, float]) -> None:
+def test_an_outline_is_thin_and_half_a_ball_is_thick(
+    spacing_mm: tuple[float, float, float],
+) -> None:
     whole = ball(spacing_mm, 60.0)
-    smaller = whole & np.roll(whole, 1, 0) & np.roll(whole, -1, 0) & np.roll(whole, 1, 1) & np.roll(whole, -1, 1)
+    smaller = (
+        whole
+        & np.roll(whole, 1, 0)
+        & np.roll(whole, -1, 0)
+        & np.roll(whole, 1, 1)
+        & np.roll(whole, -1, 1)
+    )
     outline = whole & ~(smaller & np.roll(whole, 1, 2) & np.roll(whole, -1, 2))
     assert not thick_parts(outline, spacing_mm, 8.0).any()
     half = whole.copy()
@@ -56,10 +64,14 @@ def test_an_added_half_joins_the_fine_half_without_a_gap(offset: float) -> None:
     crop_grid = GRID.crop(VoxelBox((2, 4, 4), (18, 20, 22))).resampled((1.0, 1.0, 1.0))
     (_, top, left) = np.rint(crop_grid.world_to_index_zyx((22.0, 22.0, 22.0))).astype(int)
     probs = torch.zeros((2, *crop_grid.shape), dtype=torch.float16)
-    first, middle, last = (int(crop_grid.world_to_index_zyx((0.0, 0.0, 4.0 * i - 2 + offset))[0]) for i in (4, 9, 16))
+    first, middle, last = (
+        int(crop_grid.world_to_index_zyx((0.0, 0.0, 4.0 * i - 2 + offset))[0]) for i in (4, 9, 16)
+    )
     inside = (slice(top, top + 48), slice(left, left + 56))
     probs[0, first:middle, *inside] = 1.0
-    added = add_coarse_parts(labels, GRID, None, [(TASK.regions[0], probs, crop_grid)], TASK, 8.0, [])
+    added = add_coarse_parts(
+        labels, GRID, None, [(TASK.regions[0], probs, crop_grid)], TASK, 8.0, []
+    )
     along_z = (probs.sum(0)[first : last - 2, inside[0], inside[1]] > 0.5).float().mean((1, 2))
     assert float(along_z.min()) > 0.9
     # Each added voxel has the label of the coarse stage.
@@ -78,7 +90,9 @@ def test_a_part_is_not_added_if_most_of_it_lies_beside_the_patient() -> None:
     probs = torch.zeros((2, *GRID.shape), dtype=torch.float16)
     probs[0, 4:16, 6:18, 6:10] = 1.0
     warnings: list[str] = []
-    added = add_coarse_parts(labels, GRID, beyond, [(TASK.regions[0], probs, GRID)], TASK, 8.0, warnings)["organ"]
+    added = add_coarse_parts(
+        labels, GRID, beyond, [(TASK.regions[0], probs, GRID)], TASK, 8.0, warnings
+    )["organ"]
     assert added[ORGAN].sum() > 0.5 * (labels[ORGAN] > 0).sum()
     assert not added[foam].any()
     assert not probs[0].numpy()[foam].any()
@@ -95,7 +109,15 @@ def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
     mine[0, 4:16, 6:18, 6:12] = 1.0
     others[0, 4:16, 6:18, 12:20] = 0.9
     before = mine.clone()
-    added = add_coarse_parts(labels, GRID, None, [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)], TASK, 8.0, [])
+    added = add_coarse_parts(
+        labels,
+        GRID,
+        None,
+        [(TASK.regions[0], mine, GRID), (TASK.regions[1], others, GRID)],
+        TASK,
+        8.0,
+        [],
+    )
     assert not any(mask.any() for mask in added.values())
     assert torch.equal(mine, before)
 

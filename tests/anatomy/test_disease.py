@@ -53,12 +53,17 @@ def test_the_outline_stays(kind: str) -> None:
     assert all(torch.equal(painted(kind, n)[1], chest()[1]) for n in range(10))
 
 
-@pytest.mark.parametrize(("kind", "low", "high"), [("consolidation", -10, 70), ("mass", 10, 90), ("ground_glass", -660, -290)])
+@pytest.mark.parametrize(
+    ("kind", "low", "high"),
+    [("consolidation", -10, 70), ("mass", 10, 90), ("ground_glass", -660, -290)],
+)
 def test_the_core_has_the_density_of_its_kind(kind: str, low: float, high: float) -> None:
     medians = []
     for n in range(20):
         new, labels = painted(kind, n)
-        core = ndimage.binary_erosion(((new - chest()[0]) > 100).numpy() & (labels == 1).numpy(), iterations=4)
+        core = ndimage.binary_erosion(
+            ((new - chest()[0]) > 100).numpy() & (labels == 1).numpy(), iterations=4
+        )
         if core.any():
             medians.append(float(np.median(new.numpy()[core])))
     assert len(medians) > 3
@@ -69,7 +74,10 @@ def test_the_core_has_the_density_of_its_kind(kind: str, low: float, high: float
 def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothing() -> None:
     def sample(**values: Any) -> tuple[Tensor, np.random.Generator]:
         image, labels = chest()
-        rng, arguments = sample_rng(5, 1), {"probability": 1.0, "kinds": list(KINDS), "window_hu": WINDOW_HU}
+        rng, arguments = (
+            sample_rng(5, 1),
+            {"probability": 1.0, "kinds": list(KINDS), "window_hu": WINDOW_HU},
+        )
         unit = ((image + 300) / 700)[None]
         return Disease(**{**arguments, **values})(unit, labels, rng, SPACING_MM)[0], rng
 
@@ -87,11 +95,21 @@ def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothi
 
 
 @pytest.mark.parametrize(("each_lung", "one", "both"), [(False, 0.3, 0.0), (True, 0.6, 0.36)])
-def test_one_lung_is_painted_or_each_with_the_probability(each_lung: bool, one: float, both: float) -> None:
+def test_one_lung_is_painted_or_each_with_the_probability(
+    each_lung: bool, one: float, both: float
+) -> None:
     hu, labels = chest()
-    image, disease = ((hu + 300) / 700)[None], Disease(0.6, ["collapse"], WINDOW_HU, each_lung=each_lung)
-    denser = [disease(image.clone(), labels, sample_rng(2, n), SPACING_MM)[0][0] - image[0] > 0.1 for n in range(200)]
-    left, right = (torch.tensor([bool(voxels[labels == value].any()) for voxels in denser]) for value in (1, 2))
+    image, disease = (
+        ((hu + 300) / 700)[None],
+        Disease(0.6, ["collapse"], WINDOW_HU, each_lung=each_lung),
+    )
+    denser = [
+        disease(image.clone(), labels, sample_rng(2, n), SPACING_MM)[0][0] - image[0] > 0.1
+        for n in range(200)
+    ]
+    left, right = (
+        torch.tensor([bool(voxels[labels == value].any()) for voxels in denser]) for value in (1, 2)
+    )
     # The standard error of a share is 0.035 at most.
     found = [float(painted.float().mean()) for painted in (left, right, left & right)]
     assert found == pytest.approx([one, one, both], abs=0.1)
@@ -117,7 +135,11 @@ def test_what_is_no_lung_stays(content: str) -> None:
 
 @pytest.mark.parametrize(
     ("values", "named"),
-    [({"kinds": ["fibrosis"]}, "fibrosis"), ({"kinds": []}, "disease_kinds is empty"), ({"window_hu": None}, "window")],
+    [
+        ({"kinds": ["fibrosis"]}, "fibrosis"),
+        ({"kinds": []}, "disease_kinds is empty"),
+        ({"window_hu": None}, "window"),
+    ],
 )
 def test_what_cannot_be_painted_is_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):

@@ -10,7 +10,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "rules.md"
 
 
 def test_each_threshold_is_one_row() -> None:
-    values = {name.lower(): value for name, value in vars(rules).items() if isinstance(value, (int, float, tuple))}
+    values = {
+        name.lower(): value
+        for name, value in vars(rules).items()
+        if isinstance(value, (int, float, tuple))
+    }
     thresholds = {name: value for name, value in values.items() if name != "rules"}
     assert len(rules.RULES) == len(thresholds)
     assert {rule.code: rule.value for rule in rules.RULES} == thresholds

@@ -11,25 +11,44 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_import_contracts_hold() -> None:
     result = subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, encoding="utf-8"
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
     )
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def loaded_modules(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+        ).stdout.split()
+    )
 
 
 def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None:
     """Torch would import its compiler by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
     network = f"import torch; {load}.predict_probs(torch.zeros(1, 32, 32, 32), InferenceOptions())"
-    imports = "import medseg.commands.predict, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
+    imports = (
+        "import medseg.commands.predict, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
+    )
     imports += "; from medseg.cascade.load import load_stage; from medseg.weights.files import shipped_weights"
-    loaded = loaded_modules(f"{imports}; from medseg.cascade.stage import InferenceOptions; {network}")
+    loaded = loaded_modules(
+        f"{imports}; from medseg.cascade.stage import InferenceOptions; {network}"
+    )
     assert "torch" in loaded
-    assert not loaded & {"lightning", "pytorch_lightning", "monai", "matplotlib", "SimpleITK", "torchmetrics", "sympy"}
+    assert not loaded & {
+        "lightning",
+        "pytorch_lightning",
+        "monai",
+        "matplotlib",
+        "SimpleITK",
+        "torchmetrics",
+        "sympy",
+    }
 
 
 def test_the_command_line_is_checked_without_torch() -> None:

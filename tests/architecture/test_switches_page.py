@@ -18,7 +18,9 @@ def test_every_proof_is_a_test() -> None:
     files = list((ROOT / "tests").rglob("test_*.py"))
     defined = {path.stem for path in files}
     for path in files:
-        defined |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+        defined |= set(
+            re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
     named = set(re.findall(r"\btest_\w+", PAGE))
     assert len(named) > 30
     assert not named - defined
@@ -27,11 +29,20 @@ def test_every_proof_is_a_test() -> None:
 def test_every_key_is_one_of_the_configuration() -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         roots = [
-            OmegaConf.to_container(hydra.compose(root, given)) for root, given in (("plan", ["run_dir=none"]), ("predict", []))
+            OmegaConf.to_container(hydra.compose(root, given))
+            for root, given in (("plan", ["run_dir=none"]), ("predict", []))
         ]
-    named = {key for code in re.findall(r"`([^`]+)`", PAGE) for key in re.findall(r"(?:^| )([a-z_.]+)=", code)}
+    named = {
+        key
+        for code in re.findall(r"`([^`]+)`", PAGE)
+        for key in re.findall(r"(?:^| )([a-z_.]+)=", code)
+    }
     assert len(named) > 20
-    missing = {key for key in named - {"experiment"} if not any(has(root, key.split(".")) for root in roots)}
+    missing = {
+        key
+        for key in named - {"experiment"}
+        if not any(has(root, key.split(".")) for root in roots)
+    }
     assert not missing
 
 

@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITES = re.compile(r"write_text\(|write_bytes\(|open\([^)]*[\"'][wax]|np\.save|json\.dump\(|os\.replace|to_csv|torch\.save\(")
+WRITES = re.compile(
+    r"write_text\(|write_bytes\(|open\([^)]*[\"'][wax]|np\.save|json\.dump\(|os\.replace|to_csv|torch\.save\("
+)
 ALLOWED = {
     "io/atomic.py": "the writer",
     "io/nifti.py": "voxels into its temporary file",

@@ -49,7 +49,10 @@ class Attack:
 
 
 def _read(attack: Attack, answers: Connection) -> None:
-    now = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+    now = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     resource.setrlimit(resource.RLIMIT_AS, (now + MAX_MEMORY_BYTES, resource.RLIM_INFINITY))
     try:
         with warnings.catch_warnings(action="error"):
@@ -73,7 +76,12 @@ def _read(attack: Attack, answers: Connection) -> None:
             volume.grid.corners_xyz_mm(), attack.corners_xyz_mm, rtol=1e-6, atol=1e-3
         ):
             fault = "wrong place: "
-        answers.send((fault, f"read {volume.array.shape} {volume.array.dtype}, {'; '.join(finding_texts(volume))}"))
+        answers.send(
+            (
+                fault,
+                f"read {volume.array.shape} {volume.array.dtype}, {'; '.join(finding_texts(volume))}",
+            )
+        )
 
 
 def run(attack: Attack) -> tuple[str, str]:

@@ -45,7 +45,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 CALLS = ("replace", "rename", "link", "unlink", "mkdir", "fsync")
 # A server that has imported everything and computed nothing, so that a start takes a moment.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__, "medseg.training.callbacks", "medseg.training.history", "medseg.training.loggers"])
+CONTEXT.set_forkserver_preload(
+    [__name__, "medseg.training.callbacks", "medseg.training.history", "medseg.training.loggers"]
+)
 SETTINGS = [
     "spacing=isotropic_4mm", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]", "stage.validate_every=3",
     "checkpoint_every=1", "schedule=constant", "logger=csv", "steps=6",
@@ -81,7 +83,12 @@ def fill(name: str) -> None:
 
 
 def child(
-    work: Callable[..., Any], arguments: Sequence[Any], number: int, act: Callable[[str], None], counted: Any, log: Path
+    work: Callable[..., Any],
+    arguments: Sequence[Any],
+    number: int,
+    act: Callable[[str], None],
+    counted: Any,
+    log: Path,
 ) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -100,7 +107,11 @@ def child(
 
 
 def begin(
-    work: Callable[..., Any], *arguments: Any, log: Path, number: int = 0, act: Callable[[str], None] = die
+    work: Callable[..., Any],
+    *arguments: Any,
+    log: Path,
+    number: int = 0,
+    act: Callable[[str], None] = die,
 ) -> tuple[Any, Path, Any]:
     """Start something in a process of its own; returns the process, its log, and the counter, which must live as long."""
     counted = CONTEXT.Value("i", 0)
@@ -123,7 +134,10 @@ def run(work: Callable[..., Any], *arguments: Any, log: Path, **how: Any) -> tup
 
 
 def disturb(
-    work: Callable[..., Any], arguments: Callable[[Path], tuple[Any, ...]], act: Callable[[str], None], folder: Path
+    work: Callable[..., Any],
+    arguments: Callable[[Path], tuple[Any, ...]],
+    act: Callable[[str], None],
+    folder: Path,
 ) -> Iterator[tuple[Path, bool]]:
     """Disturb twenty processes, each at another call, and do their work again afterwards.
 
@@ -134,7 +148,8 @@ def disturb(
         folder: Holds all places.
 
     Yields:
-        A place, and whether its work must be whole: after the first process (True where nobody was told of a fault), and after the second.
+        A place, and whether its work must be whole: after the first process (True where nobody was
+        told of a fault), and after the second.
     """
     code, said, num_calls = run(work, *arguments(folder / "0"), log=folder / "log")
     assert code == 0, said
@@ -168,12 +183,17 @@ def whole(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fresh(whole: Path, run_dir: Path) -> Path:
     """The same run, not begun."""
     run_dir.mkdir()
-    (run_dir / "config.yaml").write_text((whole / "config.yaml").read_text().replace(str(whole), str(run_dir)))
+    (run_dir / "config.yaml").write_text(
+        (whole / "config.yaml").read_text().replace(str(whole), str(run_dir))
+    )
     return run_dir
 
 
 def assert_whole(run_dir: Path, whole: Path) -> None:
-    states = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run_dir, whole)]
+    states = [
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for folder in (run_dir, whole)
+    ]
     for key in ("state_dict", "optimizer_states"):
         assert_equal(states[0][key], states[1][key])
     assert history(run_dir) == history(whole)
@@ -185,7 +205,9 @@ def assert_whole(run_dir: Path, whole: Path) -> None:
 def test_a_run_survives_a_kill_or_a_full_disk_at_any_change_of_a_file(
     act: Callable[[str], None], whole: Path, tmp_path: Path
 ) -> None:
-    for run_dir, is_done in disturb(train_folder, lambda run_dir: (fresh(whole, run_dir),), act, tmp_path):
+    for run_dir, is_done in disturb(
+        train_folder, lambda run_dir: (fresh(whole, run_dir),), act, tmp_path
+    ):
         for path in run_dir.glob("checkpoints/*.ckpt"):
             assert torch.load(path, weights_only=True)["medseg"]["step"] > 0, "half a file"
         if is_done:
@@ -247,12 +269,18 @@ def test_a_batch_survives_a_kill_or_a_full_disk_at_any_change_of_a_file(
     scans.mkdir()
     for number in range(3):
         shutil.copy(tiny_table.parent / f"c{number}.nii.gz", scans)
-    for output, is_done in disturb(predict_folder, lambda output: (scans, output, trained), act, tmp_path):
+    for output, is_done in disturb(
+        predict_folder, lambda output: (scans, output, trained), act, tmp_path
+    ):
         for report in output.glob("[!.]*.json"):
             label_map = report.with_suffix(".nii.gz")
-            assert json.loads(report.read_text())["results"] == checksums([label_map]), "a report vouches for another map"
+            assert json.loads(report.read_text())["results"] == checksums([label_map]), (
+                "a report vouches for another map"
+            )
         maps = {path.name: path.read_bytes() for path in output.glob("[!.]*.nii.gz")}
-        assert not is_done or maps == {path.name: path.read_bytes() for path in (tmp_path / "0").glob("*.nii.gz")}
+        assert not is_done or maps == {
+            path.name: path.read_bytes() for path in (tmp_path / "0").glob("*.nii.gz")
+        }
 
 
 def at_once(*works: tuple[Any, ...], log: Path) -> list[tuple[int, str]]:
@@ -272,7 +300,10 @@ def use_case(table: Path, cache: Path, offset: float, results: Path) -> None:
 def test_forty_races_in_one_folder(whole: Path, tiny_table: Path, tmp_path: Path) -> None:
     # One case in two scales: neither process may see the voxels of the other.
     for number in range(20):
-        works = [(use_case, tiny_table, tmp_path / f"c{number}", offset, tmp_path / f"{offset}") for offset in (0.0, 100.0)]
+        works = [
+            (use_case, tiny_table, tmp_path / f"c{number}", offset, tmp_path / f"{offset}")
+            for offset in (0.0, 100.0)
+        ]
         for code, said in at_once(*works, log=tmp_path / "log"):
             assert code == 0, said
         (low,), (high,) = (json.loads((tmp_path / name).read_text()) for name in ("0.0", "100.0"))
@@ -287,7 +318,9 @@ def test_forty_races_in_one_folder(whole: Path, tiny_table: Path, tmp_path: Path
     for _ in range(10):
         for name in ("a", "b", "c"):
             shutil.copytree(whole, tmp_path / "runs" / name, dirs_exist_ok=True)
-        answers = at_once((search_runs, tmp_path / "runs"), (remove_runs, tmp_path / "runs"), log=tmp_path / "log")
+        answers = at_once(
+            (search_runs, tmp_path / "runs"), (remove_runs, tmp_path / "runs"), log=tmp_path / "log"
+        )
         assert [code for code, _ in answers] == [0, 0], answers
 
 
@@ -333,14 +366,26 @@ def test_a_disk_that_is_really_full(
         assert code == 2, said
         assert "No space left on device" in said
         output = disk / "out"
-        code, said, _ = run(predict_folder, tiny_table.parent / "c0.nii.gz", output / "o.nii.gz", trained, log=tmp_path / "log")
+        code, said, _ = run(
+            predict_folder,
+            tiny_table.parent / "c0.nii.gz",
+            output / "o.nii.gz",
+            trained,
+            log=tmp_path / "log",
+        )
         assert code in (0, 2), said
         assert code == 0 or not list(output.glob("[!.]*")), "half a result"
         filler.unlink()
         code, said, _ = run(train_folder, run_dir, log=tmp_path / "log")
         assert code == 0, said
         assert_whole(run_dir, whole)
-        code, said, _ = run(predict_folder, tiny_table.parent / "c0.nii.gz", output / "o.nii.gz", trained, log=tmp_path / "log")
+        code, said, _ = run(
+            predict_folder,
+            tiny_table.parent / "c0.nii.gz",
+            output / "o.nii.gz",
+            trained,
+            log=tmp_path / "log",
+        )
         assert code == 0, said
         assert read_image(output / "o.nii.gz").array.any()
         shutil.rmtree(run_dir)
@@ -355,7 +400,9 @@ def train_with(method: str, run_dir: Path) -> int:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_loader_workers_of_any_start_method_train_the_same_run(method: str, whole: Path, tmp_path: Path) -> None:
+def test_loader_workers_of_any_start_method_train_the_same_run(
+    method: str, whole: Path, tmp_path: Path
+) -> None:
     run_dir = fresh(whole, tmp_path / "run")
     code, said, _ = run(train_with, method, run_dir, log=tmp_path / "log")
     assert code == 0, said

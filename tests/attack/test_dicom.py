@@ -106,7 +106,9 @@ def _field_attacks(folder: Path) -> Iterator[Attack]:
         for which in (slice(2, 3), slice(None)):
             path = _scan(folder / f"{number}{which.start}", _put(field, value), which)
             name = f"{field} {value[:30]!r} in {'one' if which.start else 'all'}"
-            yield Attack(name, path, HU if is_readable else None, told_values=FILLED if which.start else None)
+            yield Attack(
+                name, path, HU if is_readable else None, told_values=FILLED if which.start else None
+            )
 
 
 def _structure_attacks(folder: Path) -> Iterator[Attack]:
@@ -129,10 +131,18 @@ def _structure_attacks(folder: Path) -> Iterator[Attack]:
         return path
 
     for depth in (10, 1000, 100_000):
-        yield Attack(f"{depth} sequences within each other", deep(folder / f"deep{depth}", depth), HU)
-    path = _scan(folder / "items", lambda one: setattr(one, "SharedFunctionalGroupsSequence", [Dataset()] * 20_000), slice(2, 3))
+        yield Attack(
+            f"{depth} sequences within each other", deep(folder / f"deep{depth}", depth), HU
+        )
+    path = _scan(
+        folder / "items",
+        lambda one: setattr(one, "SharedFunctionalGroupsSequence", [Dataset()] * 20_000),
+        slice(2, 3),
+    )
     yield Attack("20,000 empty items", path, HU)
-    path = _scan(folder / "private", lambda one: one.add_new(0x00091001, "OB", b"x" * 2**22), slice(2, 3))
+    path = _scan(
+        folder / "private", lambda one: one.add_new(0x00091001, "OB", b"x" * 2**22), slice(2, 3)
+    )
     yield Attack("a private field of 4 MiB", path, HU)
     for name, length, is_whole in (
         ("a length of 4 GiB", 0xFFFFFFFE, True),
@@ -174,7 +184,8 @@ def _structure_attacks(folder: Path) -> Iterator[Attack]:
         at = whole.index(old) - 2
         changed = whole[:at] + struct.pack("<H", len(new)) + new + whole[at + 2 + len(old) :]
         (folder / f"syntax{syntax}" / "2.dcm").write_bytes(changed)
-        # A header that is not in the encoding it names: pydicom finds out about implicit fields by itself.
+        # A header that is not in the encoding it names: pydicom finds out about implicit fields by
+        # itself.
         yield Attack(f"the encoding {syntax} in name alone", folder / f"syntax{syntax}", HU)
 
 
@@ -188,12 +199,20 @@ def _bomb_attacks(folder: Path) -> Iterator[Attack]:
     plain = zlib.decompress(whole[at:], -15)
     mib = bytes(2**20)
     field = b"\x09\0\x01\x10OB\0\0" + struct.pack("<I", 2**31 - 2**20)
-    stream = packer.compress(plain[: plain.index(b"\x10\0\x20\0") if b"\x10\0\x20\0" in plain else 0] + field)
-    stream += b"".join(packer.compress(mib) for _ in range(2047)) + packer.compress(plain) + packer.flush()
+    stream = packer.compress(
+        plain[: plain.index(b"\x10\0\x20\0") if b"\x10\0\x20\0" in plain else 0] + field
+    )
+    stream += (
+        b"".join(packer.compress(mib) for _ in range(2047))
+        + packer.compress(plain)
+        + packer.flush()
+    )
     (path / "2.dcm").write_bytes(whole[:at] + stream)
     yield Attack("a deflated slice of 2 GiB", path)
     pixels = (HU[2] + 1024).astype(np.uint16)
-    huge = imagecodecs.jpeg_encode(np.zeros((8000, 8000), np.uint16), lossless=True, bitspersample=16)
+    huge = imagecodecs.jpeg_encode(
+        np.zeros((8000, 8000), np.uint16), lossless=True, bitspersample=16
+    )
     codes: dict[str, tuple[bytes, str]] = {
         "a JPEG of another size": (imagecodecs.jpeg_encode(np.zeros((7, 10), np.uint16), lossless=True, bitspersample=16), JPEGLosslessSV1),
         "a JPEG of 64 million pixels": (huge, JPEGLosslessSV1),
@@ -248,7 +267,9 @@ def _enhanced_attacks(folder: Path) -> Iterator[Attack]:
         "pixels of four frames": (lambda one: setattr(one, "PixelData", one.PixelData[: 4 * 7 * 9 * 2]), False),
     }  # fmt: skip
     for name, (change, is_readable) in changes.items():
-        yield Attack(f"enhanced: {name}", made(name, change), HU if is_readable else None, told_values=FILLED)
+        yield Attack(
+            f"enhanced: {name}", made(name, change), HU if is_readable else None, told_values=FILLED
+        )
 
 
 def _folder_attacks(folder: Path) -> Iterator[Attack]:
@@ -270,7 +291,9 @@ def _folder_attacks(folder: Path) -> Iterator[Attack]:
     path = _scan(folder / "copies")
     for number_of_copy in range(300):
         for number in range(5):
-            (path / f"c{number_of_copy}_{number}.dcm").write_bytes((path / f"{number}.dcm").read_bytes())
+            (path / f"c{number_of_copy}_{number}.dcm").write_bytes(
+                (path / f"{number}.dcm").read_bytes()
+            )
     yield Attack("1,500 copies of the slices", path, HU)
     path = _scan(folder / "texts")
     for number in range(5000):
@@ -279,19 +302,37 @@ def _folder_attacks(folder: Path) -> Iterator[Attack]:
     path = folder / "many series"
     for number in range(150):
         save_stack(
-            path / f"{number}", HU[:2], HEIGHTS[:2], uid=f"1.2.3.{number}", SeriesNumber=number, SeriesDescription="\x1b[2J" * 30
+            path / f"{number}",
+            HU[:2],
+            HEIGHTS[:2],
+            uid=f"1.2.3.{number}",
+            SeriesNumber=number,
+            SeriesDescription="\x1b[2J" * 30,
         )
     yield Attack("150 series", path)
     yield Attack("one of 150 series", path, HU[:2], series="7")
     for series in ("", "/", "7/", "7/9", "7/x", "\x1b[2J" * 100, "1" * 10**5, "7/0"):
-        yield Attack(f"series={series[:20]!r}", path, HU[:2] if series in ("7/",) else None, series=series)
-    save(header(HU[0].astype(np.uint16), SOPClassUID="1.2.840.10008.1.3.10", Modality=None), folder / "empty medium" / "DICOMDIR")
+        yield Attack(
+            f"series={series[:20]!r}", path, HU[:2] if series in ("7/",) else None, series=series
+        )
+    save(
+        header(HU[0].astype(np.uint16), SOPClassUID="1.2.840.10008.1.3.10", Modality=None),
+        folder / "empty medium" / "DICOMDIR",
+    )
     yield Attack("a medium without slices", folder / "empty medium" / "DICOMDIR")
 
 
 @pytest.mark.parametrize(
     ("attacks", "at_least"),
-    [(_field_attacks, 150), (_structure_attacks, 15), (_bomb_attacks, 12), (_enhanced_attacks, 10), (_folder_attacks, 12)],
+    [
+        (_field_attacks, 150),
+        (_structure_attacks, 15),
+        (_bomb_attacks, 12),
+        (_enhanced_attacks, 10),
+        (_folder_attacks, 12),
+    ],
 )
-def test_malformed_series(attacks: Callable[[Path], Iterator[Attack]], at_least: int, tmp_path: Path) -> None:
+def test_malformed_series(
+    attacks: Callable[[Path], Iterator[Attack]], at_least: int, tmp_path: Path
+) -> None:
     survive(attacks(tmp_path), at_least)

@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 BIG = HU.astype(">i2").tobytes()
 
 
-def nifti(version: int = 1, order: str = "<", extension: bytes = b"\0\0\0\0", **fields: Any) -> bytes:
+def nifti(
+    version: int = 1, order: str = "<", extension: bytes = b"\0\0\0\0", **fields: Any
+) -> bytes:
     """A NIfTI file with the voxels and the place of the text formats; `fields` are set by name."""
     one = version == 1
     block = bytearray(348 if one else 540)
@@ -45,7 +47,12 @@ def nifti(version: int = 1, order: str = "<", extension: bytes = b"\0\0\0\0", **
     }  # fmt: skip
     for name, value in values.items():
         kind, first, second = places[name]
-        struct.pack_into(order + kind, block, first if one else second, *(value if isinstance(value, tuple) else (value,)))
+        struct.pack_into(
+            order + kind,
+            block,
+            first if one else second,
+            *(value if isinstance(value, tuple) else (value,)),
+        )
     return bytes(block) + extension + (RAW if order == "<" else BIG)
 
 
@@ -83,7 +90,18 @@ def _disguises(folder: Path) -> Iterator[Attack]:
         "ANALYZE": nifti(magic=b"\0\0\0\0"), "header of a pair": nifti(magic=b"ni1\0"),
     }  # fmt: skip
     for content, data in contents.items():
-        for suffix in (".nii", ".nii.gz", ".nrrd", ".nhdr", ".mha", ".mhd", ".dcm", ".NII.GZ", ".img", ""):
+        for suffix in (
+            ".nii",
+            ".nii.gz",
+            ".nrrd",
+            ".nhdr",
+            ".mha",
+            ".mhd",
+            ".dcm",
+            ".NII.GZ",
+            ".img",
+            "",
+        ):
             path = folder / f"{len(list(folder.iterdir()))}{suffix}"
             path.write_bytes(data)
             yield Attack(f"{content} as {suffix or 'no suffix'}", path, HU, CORNERS)
@@ -98,24 +116,53 @@ def _versions(folder: Path) -> Iterator[Attack]:
         "a second header": b"\1\0\0\0" + nifti()[:348],
     }  # fmt: skip
     given: list[tuple[str, bytes, bool]] = [
-        (f"an extension of {name}, version {version}, {order}", nifti(version, order, extension), True)
+        (
+            f"an extension of {name}, version {version}, {order}",
+            nifti(version, order, extension),
+            True,
+        )
         for name, extension in extensions.items()
         for version in (1, 2)
         for order in "<>"
     ]
-    sizes = [(2**62, 6, 4), (8, 2**63 - 1, 1), (-8, -6, 4), (2**32 + 8, 6, 4), (8, 6, 2**31), (0, 6, 4), (8, 6, 4 + 2**32)]
+    sizes = [
+        (2**62, 6, 4),
+        (8, 2**63 - 1, 1),
+        (-8, -6, 4),
+        (2**32 + 8, 6, 4),
+        (8, 6, 2**31),
+        (0, 6, 4),
+        (8, 6, 4 + 2**32),
+    ]
     given += [(f"sizes {size}", nifti(2, dim=(3, *size, 1, 1, 1, 1)), False) for size in sizes]
     given += [
-        (f"{count} axes", nifti(2, dim=(count, 8, 6, 4, 1, 1, 1, 1)), 4 <= count <= 7) for count in (-1, 0, 1, 2, 4, 7, 8, 2**40)
+        (f"{count} axes", nifti(2, dim=(count, 8, 6, 4, 1, 1, 1, 1)), 4 <= count <= 7)
+        for count in (-1, 0, 1, 2, 4, 7, 8, 2**40)
     ]
     offsets = (0, 1, 543, 545, -544, 2**62, 2**63 - 1, -(2**63), 10**9)
-    given += [(f"voxels at {offset}", nifti(2, vox_offset=offset), offset == 0) for offset in offsets]
-    given += [(f"unit {unit}", nifti(2, units=unit), unit & 7 != 1) for unit in (0, 1, 5, 2**30, -1, -7)]
-    steps = [(0.0, 1.5, 3.0), (5e-324, 1.5, 3.0), (1e308, 1e308, 1e308), (-1.25, -1.5, -3.0), (float("nan"), 1.5, 3.0)]
-    given += [(f"steps {one}", nifti(2, sform=0, pixdim=(1.0, *one, 0, 0, 0, 0)), False) for one in steps]
+    given += [
+        (f"voxels at {offset}", nifti(2, vox_offset=offset), offset == 0) for offset in offsets
+    ]
+    given += [
+        (f"unit {unit}", nifti(2, units=unit), unit & 7 != 1) for unit in (0, 1, 5, 2**30, -1, -7)
+    ]
+    steps = [
+        (0.0, 1.5, 3.0),
+        (5e-324, 1.5, 3.0),
+        (1e308, 1e308, 1e308),
+        (-1.25, -1.5, -3.0),
+        (float("nan"), 1.5, 3.0),
+    ]
+    given += [
+        (f"steps {one}", nifti(2, sform=0, pixdim=(1.0, *one, 0, 0, 0, 0)), False) for one in steps
+    ]
     given += [(f"a form of code {code}", nifti(2, sform=code), True) for code in (2, 5, 2**31 - 1)]
     given += [
-        (f"no form but code {code}", nifti(2, sform=0, qform=code, quatern=(2.0, 0, 0, 0, 0, 0)), False)
+        (
+            f"no form but code {code}",
+            nifti(2, sform=0, qform=code, quatern=(2.0, 0, 0, 0, 0, 0)),
+            False,
+        )
         for code in (1, 2**31 - 1)
     ]
     for mark in (
@@ -127,7 +174,10 @@ def _versions(folder: Path) -> Iterator[Attack]:
         b"ni2\0\r\n\x1a\n",
     ):
         given.append((f"mark {mark!r}", nifti(2, magic=mark), False))
-    given += [(f"mixed orders of {name}", _swapped(name), False) for name in ("dim", "datatype", "sizeof_hdr")]
+    given += [
+        (f"mixed orders of {name}", _swapped(name), False)
+        for name in ("dim", "datatype", "sizeof_hdr")
+    ]
     for number, (name, data, is_readable) in enumerate(given):
         path = folder / f"v{number}.nii"
         path.write_bytes(data)
@@ -143,9 +193,14 @@ def _swapped(name: str) -> bytes:
     return bytes(data)
 
 
-RAS = {"space": "RAS", "space directions": "(-1.25,0,0) (0,-1.5,0) (0,0,3)", "space origin": "(-10,-20,30)"}
+RAS = {
+    "space": "RAS",
+    "space directions": "(-1.25,0,0) (0,-1.5,0) (0,0,3)",
+    "space origin": "(-10,-20,30)",
+}
 PACKED = zlib.compress(RAW)
-# Two spellings of one thing: the scan as it was written, or a sentence; never the other of two contradictory values.
+# Two spellings of one thing: the scan as it was written, or a sentence; never the other of two
+# contradictory values.
 TEXTS: dict[str, tuple[str, bytes]] = {
     "NRRD in RAS": ("nrrd", nrrd(RAS)),
     "NRRD in RAS by its long name": ("nrrd", nrrd(RAS | {"space": "right-anterior-superior"})),
@@ -235,7 +290,12 @@ ODD = 3  # the slice that disagrees
 
 def _series(folder: Path, change: Callable[[Dataset, int], Any]) -> Path:
     for index, pixels in enumerate(SERIES):
-        dataset = header((pixels + 1024).astype(np.uint16), SeriesNumber=1, InstanceNumber=index + 1, PatientID="P")
+        dataset = header(
+            (pixels + 1024).astype(np.uint16),
+            SeriesNumber=1,
+            InstanceNumber=index + 1,
+            PatientID="P",
+        )
         place(dataset, (-120.0, 30.0, 2.5 * index))
         change(dataset, index)
         save(dataset, folder / f"{index}.dcm")
@@ -267,7 +327,12 @@ def signed(dataset: Dataset, index: int) -> None:
 def twelve_bits(dataset: Dataset, index: int) -> None:
     """Overlays in the upper four bits of one slice."""
     if index == ODD:
-        stored(dataset, ((SERIES[index] + 1024).astype(np.uint16) & 0x0FFF) | 0xA000, BitsStored=12, HighBit=11)
+        stored(
+            dataset,
+            ((SERIES[index] + 1024).astype(np.uint16) & 0x0FFF) | 0xA000,
+            BitsStored=12,
+            HighBit=11,
+        )
 
 
 MIRRORED = np.array([-1.0, 0, 0, 0, 1, 0])
@@ -280,25 +345,40 @@ CONFLICTS: dict[str, tuple[Callable[[Dataset, int], Any], bool]] = {
     "the same number for all": (lambda one, index: setattr(one, "InstanceNumber", 1), True),
     "heights of the slice that contradict": (of_odd(SliceLocation="999"), True),
     "a thickness that contradicts": (of_odd(SliceThickness="40"), True),
-    "a distance that contradicts": (lambda one, index: one.update({"SpacingBetweenSlices": "-9"}), True),
+    "a distance that contradicts": (
+        lambda one, index: one.update({"SpacingBetweenSlices": "-9"}),
+        True,
+    ),
     "another patient": (of_odd(PatientID="Q"), False),
     "another modality": (of_odd(Modality="PT"), False),
     "another series": (of_odd(SeriesInstanceUID="1.2.3.5"), False),
     "rows and columns exchanged": (of_odd(Rows=8, Columns=6), False),
     "a slice mirrored by its direction": (of_odd(ImageOrientationPatient=MIRRORED.tolist()), False),
-    "a slice turned by a degree": (of_odd(ImageOrientationPatient=[0.99985, 0.01745, 0, -0.01745, 0.99985, 0]), False),
+    "a slice turned by a degree": (
+        of_odd(ImageOrientationPatient=[0.99985, 0.01745, 0, -0.01745, 0.99985, 0]),
+        False,
+    ),
     "another pixel spacing": (of_odd(PixelSpacing=[0.9, 0.65]), False),
     "a pixel spacing in another order": (of_odd(PixelSpacing=[0.6484375, 0.8]), False),
     "a slice moved by ten pixels": (of_odd(ImagePositionPatient=[-113.5, 30.0, 7.5]), False),
-    "a slice at the place of its neighbour": (of_odd(ImagePositionPatient=[-120.0, 30.0, 5.0]), False),
+    "a slice at the place of its neighbour": (
+        of_odd(ImagePositionPatient=[-120.0, 30.0, 5.0]),
+        False,
+    ),
     "a slice far away": (of_odd(ImagePositionPatient=[-120.0, 30.0, 900.0]), False),
     "HU of another kind": (of_odd(RescaleType="OD"), False),
-    "an intercept that is missing": (lambda one, index: one.pop("RescaleIntercept") if index == ODD else None, False),
+    "an intercept that is missing": (
+        lambda one, index: one.pop("RescaleIntercept") if index == ODD else None,
+        False,
+    ),
     "a negative slope": (of_odd(RescaleSlope="-1"), False),
     "colours": (of_odd(SamplesPerPixel=3, PlanarConfiguration=0), False),
     "another acquisition": (of_odd(AcquisitionNumber="2"), False),
     "another echo": (of_odd(EchoTime="5"), False),
-    "two kernels": (lambda one, index: one.update({"ConvolutionKernel": "B70f" if index % 2 else "B30f"}), False),
+    "two kernels": (
+        lambda one, index: one.update({"ConvolutionKernel": "B70f" if index % 2 else "B30f"}),
+        False,
+    ),
     "two energies": (lambda one, index: one.update({"KVP": "140" if index % 2 else "80"}), False),
 }
 
@@ -312,6 +392,10 @@ def _conflicts(folder: Path) -> Iterator[Attack]:
         yield Attack(name, path, SERIES if is_meant else None, told_values=rest)
 
 
-@pytest.mark.parametrize(("attacks", "at_least"), [(_disguises, 150), (_versions, 70), (_texts, 120), (_conflicts, 25)])
-def test_mixed_formats(attacks: Callable[[Path], Iterator[Attack]], at_least: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("attacks", "at_least"), [(_disguises, 150), (_versions, 70), (_texts, 120), (_conflicts, 25)]
+)
+def test_mixed_formats(
+    attacks: Callable[[Path], Iterator[Attack]], at_least: int, tmp_path: Path
+) -> None:
     survive(attacks(tmp_path), at_least)

@@ -39,12 +39,15 @@ def block(**fields: object) -> bytearray:
     }  # fmt: skip
     for name, value in values.items():
         kind, offset = places[name]
-        struct.pack_into("<" + kind, header, offset, *(value if isinstance(value, tuple) else (value,)))
+        struct.pack_into(
+            "<" + kind, header, offset, *(value if isinstance(value, tuple) else (value,))
+        )
     return header
 
 
 NAN, INF = float("nan"), float("inf")
-# Fields and whether the voxels that were written may come out (a reader may ignore the field, or refuse it).
+# Fields and whether the voxels that were written may come out (a reader may ignore the field, or
+# refuse it).
 FIELDS: list[tuple[dict[str, object], bool]] = [
     *[({"dim": (3, *dims, 1, 1, 1, 1)}, False) for dims in [(32767, 32767, 32767), (-8, 6, 4), (8, 6, 5), (8, 6, 3), (0, 6, 4), (4, 6, 8000), (1, 1, 1)]],
     *[({"dim": (count, 8, 6, 4, 1, 1, 1, 1)}, count in (4, 5, 6, 7)) for count in (-1, 0, 1, 2, 4, 5, 6, 7, 8, 300)],
@@ -88,7 +91,9 @@ def _field_attacks(folder: Path) -> Iterator[Attack]:
     for number, (fields, is_readable) in enumerate(FIELDS):
         path = folder / f"f{number}.nii"
         path.write_bytes(block(**fields) + HU.tobytes())
-        yield Attack(f"{fields}", path, HU if is_readable else None, CORNERS if is_readable else None)
+        yield Attack(
+            f"{fields}", path, HU if is_readable else None, CORNERS if is_readable else None
+        )
     for number, (fields, values) in enumerate(UNUSUAL):
         path = folder / f"u{number}.nii"
         path.write_bytes(block(**fields) + HU.tobytes())
@@ -102,23 +107,37 @@ def _stream_attacks(folder: Path) -> Iterator[Attack]:
     streams: dict[str, tuple[bytes, bool]] = {
         "gzip within gzip": (gzip.compress(packed), False),
         "two members": (gzip.compress(plain[:400]) + gzip.compress(plain[400:]), True),
-        "many members": (b"".join(gzip.compress(plain[start : start + 7]) for start in range(0, len(plain), 7)), True),
+        "many members": (
+            b"".join(gzip.compress(plain[start : start + 7]) for start in range(0, len(plain), 7)),
+            True,
+        ),
         "empty members between": (gzip.compress(b"") * 1000 + packed, True),
         "zeros behind the stream": (packed + bytes(100), True),
         "bytes behind the stream": (packed + b"garbage", False),
         "a second scan behind": (packed * 2, False),
         "a wrong length": (packed[:-4] + struct.pack("<I", 7), False),
         "a wrong checksum": (packed[:-8] + bytes(4) + packed[-4:], False),
-        "an extra field that never ends": (b"\x1f\x8b\x08\x04" + bytes(6) + b"\xff\xff" + packed, False),
+        "an extra field that never ends": (
+            b"\x1f\x8b\x08\x04" + bytes(6) + b"\xff\xff" + packed,
+            False,
+        ),
         "a file name that never ends": (b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 10**6, False),
         "an unknown method": (b"\x1f\x8b\x07" + packed[3:], False),
         "reserved flags": (b"\x1f\x8b\x08\xe0" + packed[4:], True),
         "zlib in its place": (zlib.compress(plain), False),
         "a bomb": (bomb, False),
-        "a bomb behind the header": (gzip.compress(bytes(block(dim=(3, 8, 6, 4, 1, 1, 1, 1)))) + bomb * 4, False),
-        "a bomb that the header promises": (gzip.compress(bytes(block(dim=(3, 2000, 2000, 400, 1, 1, 1, 1)))) + bomb * 8, False),
+        "a bomb behind the header": (
+            gzip.compress(bytes(block(dim=(3, 8, 6, 4, 1, 1, 1, 1)))) + bomb * 4,
+            False,
+        ),
+        "a bomb that the header promises": (
+            gzip.compress(bytes(block(dim=(3, 2000, 2000, 400, 1, 1, 1, 1)))) + bomb * 8,
+            False,
+        ),
         "a bomb in front": (
-            gzip.compress(bytes(block(vox_offset=float(2**28 + 352)))) + bomb + gzip.compress(HU.tobytes()),
+            gzip.compress(bytes(block(vox_offset=float(2**28 + 352))))
+            + bomb
+            + gzip.compress(HU.tobytes()),
             True,
         ),
         "ten bytes": (packed[:10], False),
@@ -159,7 +178,11 @@ def _value_attacks(folder: Path) -> Iterator[Attack]:
         path = folder / f"{dtype}{code}{len(list(folder.iterdir()))}.nii"
         path.write_bytes(block(datatype=code, bitpix=8 * stored.dtype.itemsize) + stored.tobytes())
         is_number = np.isfinite(seen)
-        yield Attack(f"{dtype} {stored.flat[0]}", path, np.where(is_number, seen, air) if is_number.any() else None)
+        yield Attack(
+            f"{dtype} {stored.flat[0]}",
+            path,
+            np.where(is_number, seen, air) if is_number.any() else None,
+        )
 
 
 def _file_attacks(folder: Path) -> Iterator[Attack]:
@@ -177,7 +200,15 @@ def _file_attacks(folder: Path) -> Iterator[Attack]:
         yield Attack("a folder", folder / f"folder{suffix}")
         (folder / suffix).write_bytes(plain)
         yield Attack("a suffix alone", folder / suffix)
-    for device in ("/dev/zero", "/dev/null", "/dev/mem", "/proc/self/mem", "/proc/self/pagemap", "/proc/kmsg", "/sys"):
+    for device in (
+        "/dev/zero",
+        "/dev/null",
+        "/dev/mem",
+        "/proc/self/mem",
+        "/proc/self/pagemap",
+        "/proc/kmsg",
+        "/sys",
+    ):
         yield Attack(device, Path(device))
     with socket.socket(socket.AF_UNIX) as listener:
         here = Path.cwd()
@@ -206,7 +237,8 @@ def _file_attacks(folder: Path) -> Iterator[Attack]:
 
 
 @pytest.mark.parametrize(
-    ("attacks", "at_least"), [(_field_attacks, 100), (_stream_attacks, 25), (_value_attacks, 10), (_file_attacks, 35)]
+    ("attacks", "at_least"),
+    [(_field_attacks, 100), (_stream_attacks, 25), (_value_attacks, 10), (_file_attacks, 35)],
 )
 def test_malformed_nifti_files(attacks, at_least: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     survive(attacks(tmp_path), at_least)

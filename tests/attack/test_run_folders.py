@@ -98,9 +98,27 @@ HISTORIES = [
     "step,val_dice,val_dice_worst,seconds_per_step\n1,5e-324,5e-324,1e-320\n2,0.9,-1,1e300\n",
 ]
 JOBS: list[dict[str, object]] = [
-    {"number": 1e300, "status": "finished", "message": "", "overrides": {"seed": "1"}, "signature": ""},
-    {"number": 0, "status": "no such", "message": None, "overrides": {"": "", "a" * 9000: "b" * 9000}, "signature": None},
-    {"number": -1, "status": "finished", "message": "x", "overrides": {"seed": ["1"], "lr": {"a": 1}}, "signature": 7},
+    {
+        "number": 1e300,
+        "status": "finished",
+        "message": "",
+        "overrides": {"seed": "1"},
+        "signature": "",
+    },
+    {
+        "number": 0,
+        "status": "no such",
+        "message": None,
+        "overrides": {"": "", "a" * 9000: "b" * 9000},
+        "signature": None,
+    },
+    {
+        "number": -1,
+        "status": "finished",
+        "message": "x",
+        "overrides": {"seed": ["1"], "lr": {"a": 1}},
+        "signature": 7,
+    },
     {"number": "1", "status": None, "message": [], "overrides": None, "signature": []},
 ]
 SETTINGS = [
@@ -121,18 +139,31 @@ def composed(*overrides: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def arguments(tiny_table: Path) -> list[str]:
-    return [*SETTINGS, f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0"]
+    return [
+        *SETTINGS,
+        f"data.cases='{tiny_table}'",
+        f"data.cache='{tiny_table.parent / 'cache'}'",
+        "data.num_workers=0",
+    ]
 
 
 @pytest.fixture(scope="module")
 def whole(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, as a job of a sweep."""
     run_dir = tmp_path_factory.mktemp("whole") / "sweep" / "0"
-    config = to_config(OmegaConf.create(composed(*arguments, "steps=2") | {"run_dir": str(run_dir)}), TrainConfig)
+    config = to_config(
+        OmegaConf.create(composed(*arguments, "steps=2") | {"run_dir": str(run_dir)}), TrainConfig
+    )
     config.logger["save_dir"] = str(run_dir)
     open_run(config)
     train_run(config)
-    job = {"number": 0, "status": "finished", "message": "", "overrides": {"seed": "1"}, "signature": "a"}
+    job = {
+        "number": 0,
+        "status": "finished",
+        "message": "",
+        "overrides": {"seed": "1"},
+        "signature": "a",
+    }
     (run_dir / "job.json").write_text(json.dumps(job))
     return run_dir
 
@@ -155,7 +186,11 @@ def resume(run_dir: Path, *overrides: str) -> TrainConfig:
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_one_sentence_or_its_run_is_left_out(
-    name: str, content: bytes | Callable[[Path], None], whole: Path, arguments: list[str], tmp_path: Path
+    name: str,
+    content: bytes | Callable[[Path], None],
+    whole: Path,
+    arguments: list[str],
+    tmp_path: Path,
 ) -> None:
     for number in ("0", "1"):
         shutil.copytree(whole, tmp_path / "sweep" / number)
@@ -174,10 +209,17 @@ def test_a_damaged_file_is_one_sentence_or_its_run_is_left_out(
 
 def test_a_report_over_many_damaged_runs_shows_the_others(tmp_path: Path) -> None:
     whole = make_run(tmp_path / "runs" / "whole", {"stage": "coarse"}, 0.9)
-    texts = {"summary.json": list(map(json.dumps, SUMMARIES)), "history.csv": HISTORIES, "job.json": list(map(json.dumps, JOBS))}
+    texts = {
+        "summary.json": list(map(json.dumps, SUMMARIES)),
+        "history.csv": HISTORIES,
+        "job.json": list(map(json.dumps, JOBS)),
+    }
     made = {whole.name}
     for name in FILES:
-        for kind, content in [*CONTENTS.items(), *((f"values {n}", text.encode()) for n, text in enumerate(texts.get(name, ())))]:
+        for kind, content in [
+            *CONTENTS.items(),
+            *((f"values {n}", text.encode()) for n, text in enumerate(texts.get(name, ()))),
+        ]:
             run_dir = Path(shutil.copytree(whole, whole.with_name(f"{name} {kind}")))
             (run_dir / name).touch()
             damage(run_dir / name, content)
@@ -199,10 +241,26 @@ def test_a_report_over_many_damaged_runs_shows_the_others(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "content", [*list(CONTENTS)[:3], "noise", "deep lists", "a pipe", "a folder", "a link to itself", "a terabyte of zeros"]
+    "content",
+    [
+        *list(CONTENTS)[:3],
+        "noise",
+        "deep lists",
+        "a pipe",
+        "a folder",
+        "a link to itself",
+        "a terabyte of zeros",
+    ],
 )
 @pytest.mark.parametrize(
-    "name", ["versions.json", "history.csv", "csv/metrics.csv", "checkpoints/last.ckpt", "checkpoints/best.ckpt"]
+    "name",
+    [
+        "versions.json",
+        "history.csv",
+        "csv/metrics.csv",
+        "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt",
+    ],
 )
 def test_a_run_with_a_damaged_file_is_prolonged_or_ends_in_one_sentence(
     name: str, content: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -218,7 +276,10 @@ def test_a_run_with_a_damaged_file_is_prolonged_or_ends_in_one_sentence(
         assert sum(line.startswith("medseg: ") for line in said.splitlines()) <= 2, said
 
 
-@pytest.mark.parametrize("content", ["empty", "a folder", "a pipe", "an endless device", "a link to nothing", "a link to itself"])
+@pytest.mark.parametrize(
+    "content",
+    ["empty", "a folder", "a pipe", "an endless device", "a link to nothing", "a link to itself"],
+)
 @pytest.mark.parametrize("name", ["checkpoints", "pictures", "csv", ".lock"])
 def test_a_part_of_a_run_that_is_something_else_is_one_sentence(
     name: str, content: str, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -242,7 +303,9 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 
 
-def test_a_value_of_the_wrong_kind_in_a_configuration_is_one_sentence_or_the_run(whole: Path, tmp_path: Path) -> None:
+def test_a_value_of_the_wrong_kind_in_a_configuration_is_one_sentence_or_the_run(
+    whole: Path, tmp_path: Path
+) -> None:
     """Every key of `config.yaml` in turn, with a value that belongs to another: resumed, watched and reported."""
     run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
     plain = read_config(whole)
@@ -254,7 +317,9 @@ def test_a_value_of_the_wrong_kind_in_a_configuration_is_one_sentence_or_the_run
             changed = json.loads(json.dumps(plain))
             *groups, name = key.split(".")
             functools.reduce(dict.__getitem__, groups, changed)[name] = wrong
-            (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(changed)), encoding="utf-8")
+            (run_dir / "config.yaml").write_text(
+                OmegaConf.to_yaml(OmegaConf.create(changed)), encoding="utf-8"
+            )
             try:
                 said = sentence(lambda: resume(run_dir))
                 assert len(said) < 3000
@@ -320,5 +385,9 @@ def test_a_damaged_case_table_is_one_sentence_or_its_cases(content: bytes, tmp_p
     if not (said := sentence(lambda: read_case_table(path))):
         cases = read_case_table(path)
         assert cases, "an empty table is no answer"
-        assert not any(unicodedata.category(sign) == "Cc" or sign == "/" for case in cases for sign in case.name)
+        assert not any(
+            unicodedata.category(sign) == "Cc" or sign == "/"
+            for case in cases
+            for sign in case.name
+        )
     assert len(said) < 1000

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 SHAPE = (4, 6, 8)
 HU = np.random.default_rng(20261122).integers(-1000, 1000, SHAPE, dtype=np.int16)
 RAW = HU.tobytes()
-CORNERS = np.array([(10 + x * 1.25, 20 + y * 1.5, 30 + z * 3.0) for z in (0, 3) for y in (0, 5) for x in (0, 7)])
+CORNERS = np.array(
+    [(10 + x * 1.25, 20 + y * 1.5, 30 + z * 3.0) for z in (0, 3) for y in (0, 5) for x in (0, 7)]
+)
 TEXT = " ".join(map(str, HU.ravel())).encode()
 NRRD = {
     "type": "int16", "dimension": "3", "space": "LPS", "sizes": "8 6 4", "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3)",
@@ -31,9 +33,16 @@ META = {
 Change = dict[str, "str | None"]
 
 
-def nrrd(changes: Change, data: bytes = RAW, mark: bytes = b"NRRD0005\n", newline: str = "\n") -> bytes:
+def nrrd(
+    changes: Change, data: bytes = RAW, mark: bytes = b"NRRD0005\n", newline: str = "\n"
+) -> bytes:
     fields = {key: value for key, value in (NRRD | changes).items() if value is not None}
-    return mark + "".join(f"{key}: {value}{newline}" for key, value in fields.items()).encode() + newline.encode() + data
+    return (
+        mark
+        + "".join(f"{key}: {value}{newline}" for key, value in fields.items()).encode()
+        + newline.encode()
+        + data
+    )
 
 
 def meta(changes: Change, data: bytes = RAW, newline: str = "\n") -> bytes:
@@ -158,7 +167,9 @@ DATA_FILES = {
 
 
 @pytest.mark.parametrize(("suffix", "files"), [("nrrd", NRRD_FILES), ("mha", META_FILES)])
-def test_malformed_headers_and_voxels(suffix: str, files: dict[str, tuple[bytes, bool]], tmp_path: Path) -> None:
+def test_malformed_headers_and_voxels(
+    suffix: str, files: dict[str, tuple[bytes, bool]], tmp_path: Path
+) -> None:
     def attacks() -> Iterator[Attack]:
         for number, (name, (data, is_readable)) in enumerate(files.items()):
             path = tmp_path / f"{number}.{suffix}"
@@ -189,13 +200,19 @@ def test_data_files_that_are_none(suffix: str, tmp_path: Path) -> None:
                 rest = f"{value}\n".encode() if listed else b""
                 made = nrrd if suffix == "nhdr" else meta
                 data = made({key: "LIST" if listed else value}, rest)
-                # A list begins behind the line that says so; a NRRD header has no empty line before it.
+                # A list begins behind the line that says so; a NRRD header has no empty line before
+                # it.
                 path.write_bytes(data.replace(b"LIST\n\n", b"LIST\n"))
                 is_right = is_readable and (not listed or "%" not in value)
                 yield Attack(f"{value[:40]!r}, listed: {listed}", path, HU if is_right else None)
         many = "".join(f"{number}.raw\n" for number in range(1, 300_000)).encode()
         path.write_bytes(
-            (nrrd({"data file": "LIST"}, b"") if suffix == "nhdr" else meta({"ElementDataFile": "LIST"}, b"")) + many
+            (
+                nrrd({"data file": "LIST"}, b"")
+                if suffix == "nhdr"
+                else meta({"ElementDataFile": "LIST"}, b"")
+            )
+            + many
         )
         yield Attack("a list without end", path)
 

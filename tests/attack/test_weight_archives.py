@@ -35,7 +35,9 @@ def parts_of(data: bytes) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def archived(parts: dict[str, bytes] | list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED) -> bytes:
+def archived(
+    parts: dict[str, bytes] | list[tuple[str, bytes]], method: int = zipfile.ZIP_STORED
+) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", method) as archive:
         for name, content in parts.items() if isinstance(parts, dict) else parts:
@@ -80,7 +82,8 @@ def test_nothing_is_called(tmp_path: Path) -> None:
         path = tmp_path / "a.ckpt"
         path.write_bytes(data)
         said = refused(path)
-        # Torch calls this function, which reserves addresses; the bytes are then no weights, or too many.
+        # Torch calls this function, which reserves addresses; the bytes are then no weights, or too
+        # many.
         assert "Python objects" in said or name.startswith("a storage"), name
         path.unlink()
     assert not list(tmp_path.iterdir())
@@ -128,16 +131,37 @@ def test_archives_with_other_parts(whole: Checkpoint, tmp_path: Path) -> None:
         path = tmp_path / f"{number}.ckpt"
         path.write_bytes(content)
         loaded: list[Any] = []
-        if sentence(lambda path=path, loaded=loaded: loaded.append(load_stage(path, "coarse", torch.device("cpu")))):
+        if sentence(
+            lambda path=path, loaded=loaded: loaded.append(
+                load_stage(path, "coarse", torch.device("cpu"))
+            )
+        ):
             continue
         # What is taken must be the weights that were saved.
         accepted.append(name)
         for key, value in loaded[0].network.state_dict().items():
-            assert torch.equal(value, whole["state_dict"][f"network.{key}"]), f"{name}: other weights"
+            assert torch.equal(value, whole["state_dict"][f"network.{key}"]), (
+                f"{name}: other weights"
+            )
     assert len(archives) - len(accepted) >= 25, accepted
 
 
-WRONG: list[Any] = [None, "", "x" * 100, -1, 0, 1.5, True, [], {}, [None], [[1]], {"a": 1}, [1, 2, 3, 4, 5], -(10**18)]
+WRONG: list[Any] = [
+    None,
+    "",
+    "x" * 100,
+    -1,
+    0,
+    1.5,
+    True,
+    [],
+    {},
+    [None],
+    [[1]],
+    {"a": 1},
+    [1, 2, 3, 4, 5],
+    -(10**18),
+]
 
 
 def test_metadata_of_wrong_types(whole: Checkpoint, tmp_path: Path) -> None:
@@ -156,7 +180,9 @@ def test_metadata_of_wrong_types(whole: Checkpoint, tmp_path: Path) -> None:
             found = localise([volume] * len(stage.task.channels), grid, stage)
             assert (found.labels <= len(stage.task.labels)).all()
         except UserError as error:
-            faults += [f"{place}={wrong!r}: {error}"] * ("\n" in str(error) or len(str(error)) > 1000)
+            faults += [f"{place}={wrong!r}: {error}"] * (
+                "\n" in str(error) or len(str(error)) > 1000
+            )
         except Exception as error:  # any of them is a fault
             faults.append(f"{place}={wrong!r}: {type(error).__name__}: {error}")
     assert not faults, "\n".join(faults)
@@ -165,7 +191,13 @@ def test_metadata_of_wrong_types(whole: Checkpoint, tmp_path: Path) -> None:
 
 
 def leaves(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    for key, part in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, part in (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    ):
         yield (*place, key)
         yield from leaves(part, (*place, key))
 

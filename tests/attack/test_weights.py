@@ -39,10 +39,18 @@ Change = Callable[[Checkpoint], None]
 @pytest.fixture(scope="module")
 def whole() -> Checkpoint:
     """A checkpoint that loads."""
-    overrides = ["stage=coarse", "run_dir=x", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"]
+    overrides = [
+        "stage=coarse",
+        "run_dir=x",
+        "model.width=4",
+        "model.depth=2",
+        "model.blocks_per_level=[1,1,1]",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("train", overrides), TrainConfig)
-    weights = {f"network.{name}": value for name, value in make_network(config).state_dict().items()}
+    weights = {
+        f"network.{name}": value for name, value in make_network(config).state_dict().items()
+    }
     return {"state_dict": weights, "medseg": make_metadata(config, plain(config))}
 
 
@@ -80,15 +88,30 @@ def nested(depth: int) -> Any:
 
 def many_views(checkpoint: Checkpoint) -> None:
     base = torch.zeros(2**20)
-    checkpoint["state_dict"].update({f"network.{number}": base.view(2**20) for number in range(5000)})
+    checkpoint["state_dict"].update(
+        {f"network.{number}": base.view(2**20) for number in range(5000)}
+    )
 
 
 SPARSE = torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (2**40,))
-CSR = torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 2**40))
+CSR = torch.sparse_csr_tensor(
+    torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 2**40)
+)
 HOSTILE: dict[str, Change] = {
     **{
         f"spacing {value}": put("spacing_mm", value=[value, 1.0, 1.0])
-        for value in (0.0, -1.0, math.nan, math.inf, 1e-6, 1e9, "1", None, [1.0], 10**400 // 10**380)
+        for value in (
+            0.0,
+            -1.0,
+            math.nan,
+            math.inf,
+            1e-6,
+            1e9,
+            "1",
+            None,
+            [1.0],
+            10**400 // 10**380,
+        )
     },
     "spacing of two axes": put("spacing_mm", value=[1.0, 1.0]),
     "spacing that is no list": put("spacing_mm", value=1.0),
@@ -96,7 +119,10 @@ HOSTILE: dict[str, Change] = {
     "window empty": put("task", "window_hu", value=[100.0, 100.0]),
     "window not a number": put("task", "window_hu", value=[math.nan, 100.0]),
     "window infinite": put("task", "window_hu", value=[-1000.0, math.inf]),
-    **{f"margin {value}": put("region_margin_mm", value=value) for value in (-1.0, math.nan, math.inf, 1e9)},
+    **{
+        f"margin {value}": put("region_margin_mm", value=value)
+        for value in (-1.0, math.nan, math.inf, 1e9)
+    },
     **{
         f"tile {value}": put("tile_size", value=value)
         for value in ([0, 64, 64], [-8, 64, 64], [10**6] * 3, [64.5, math.nan, 64], [64, 64])
@@ -146,7 +172,9 @@ HOSTILE: dict[str, Change] = {
     "weights that are infinite": weight(torch.full((3,), math.inf)),
     "weights that are text": weight("evil"),
     "weights with a name of a million letters": weight(torch.zeros(3), "network." + "x" * 10**6),
-    "weights with a name of control characters": weight(torch.full((3,), math.nan), "network.\x1b[31m\n"),
+    "weights with a name of control characters": weight(
+        torch.full((3,), math.nan), "network.\x1b[31m\n"
+    ),
     "weights of another shape": weight(torch.zeros(3, 1, 1)),
     "no weights": lambda checkpoint: checkpoint.update(state_dict={}),
     "weights that are a list": lambda checkpoint: checkpoint.update(state_dict=[torch.zeros(3)]),
@@ -185,21 +213,31 @@ def header(metadata: str, tensors: dict[str, Any], data: bytes = b"") -> bytes:
 SAFETENSORS = {
     "metadata nested a hundred thousand deep": lambda plain: header("[" * 10**5, {}),
     "a number of a million digits": lambda plain: header('{"format": 1' + "0" * 10**6 + "}", {}),
-    "a tensor of 4 TB": lambda plain: header(plain, {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
+    "a tensor of 4 TB": lambda plain: header(
+        plain, {"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
+    ),
     "a header of 4 TB": lambda plain: struct.pack("<Q", 2**42) + b"{}",
     "overlapping tensors": lambda plain: header(
-        plain, {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "ab"}, bytes(4)
+        plain,
+        {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in "ab"},
+        bytes(4),
     ),
     "metadata that are no JSON": lambda plain: header("{'format': 1}", {}),
     "not a number": lambda plain: save({"a": torch.tensor([math.nan])}, {"medseg": plain}),
     "a million names": lambda plain: header(
-        plain, {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(10**5)}
+        plain,
+        {
+            str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+            for number in range(10**5)
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("name", SAFETENSORS)
-def test_a_hostile_safetensors_file_is_refused(whole: Checkpoint, name: str, tmp_path: Path) -> None:
+def test_a_hostile_safetensors_file_is_refused(
+    whole: Checkpoint, name: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(SAFETENSORS[name](json.dumps(whole["medseg"])))
     refused(path)
@@ -208,13 +246,20 @@ def test_a_hostile_safetensors_file_is_refused(whole: Checkpoint, name: str, tmp
 def packed(num_bytes: int) -> bytes:
     """A zip archive whose one part unpacks to many bytes."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a/data.pkl", "w", force_zip64=True) as part:
+    with (
+        zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("a/data.pkl", "w", force_zip64=True) as part,
+    ):
         for _ in range(num_bytes // 2**20):
             part.write(bytes(2**20))
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("content", [packed(2**31), packed(2**20)[:-30], b"PK\x05\x06" + bytes(18)], ids=["bomb", "cut", "empty"])
+@pytest.mark.parametrize(
+    "content",
+    [packed(2**31), packed(2**20)[:-30], b"PK\x05\x06" + bytes(18)],
+    ids=["bomb", "cut", "empty"],
+)
 def test_a_hostile_archive_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
@@ -223,4 +268,8 @@ def test_a_hostile_archive_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_the_unchanged_checkpoint_loads(whole: Checkpoint, tmp_path: Path) -> None:
     torch.save(whole, tmp_path / "a.ckpt")
-    assert load_stage(tmp_path / "a.ckpt", "coarse", torch.device("cpu")).spacing_mm == (2.0, 2.0, 2.0)
+    assert load_stage(tmp_path / "a.ckpt", "coarse", torch.device("cpu")).spacing_mm == (
+        2.0,
+        2.0,
+        2.0,
+    )

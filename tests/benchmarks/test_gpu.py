@@ -30,13 +30,17 @@ def test_without_a_gpu_it_is_said_in_one_sentence(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_part_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_is_named_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(command: list[str], **_: object) -> SimpleNamespace:
         is_plan = "ladder" in command and "peers=true" not in command
         if is_plan:
             (tmp_path / "plan").mkdir()
             (tmp_path / "plan" / "ladder.csv").write_text(CSV)
-        return SimpleNamespace(stdout="some\n5 passed, 1 failed\n", returncode=1 if "pytest" in command else 0)
+        return SimpleNamespace(
+            stdout="some\n5 passed, 1 failed\n", returncode=1 if "pytest" in command else 0
+        )
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")

@@ -23,7 +23,15 @@ from medseg.phantom.spec import PhantomSpec
 
 def test_a_part_is_scaled_and_the_rest_counted_once() -> None:
     row = {"contender": "them", "wall_s": 7.0, "cpu_s": 9.0, "peak_gb": 2.0, "measured": "all"}
-    scaled = app.scaled(row, part_s=4.0, part_cpu_s=6.0, share=0.25, measured="1 of 4", precision="bf16", title="slow")
+    scaled = app.scaled(
+        row,
+        part_s=4.0,
+        part_cpu_s=6.0,
+        share=0.25,
+        measured="1 of 4",
+        precision="bf16",
+        title="slow",
+    )
     expected = {
         "contender": "them, slow",
         "wall_s": 3.0 + 4 * 4.0,
@@ -48,15 +56,23 @@ def test_a_row_that_was_scaled_says_which_part_was_timed_and_how_much_it_varied(
         "precision": "fp32",
         "title": "mirrored",
     }
-    assert (plain["share"], plain["measured"]) == (0.08, "8 of 100 passes, 1 a tile, 0.5 to 2.0 CPU s each")
+    assert (plain["share"], plain["measured"]) == (
+        0.08,
+        "8 of 100 passes, 1 a tile, 0.5 to 2.0 CPU s each",
+    )
     batches = app.Part([lambda: None] * 3, [app.Way(300, "slices")], 20, "a batch of 20")
     described = app.describe_part(batches, batches.ways[0], 5.0, [3.0, 2.0, 4.0])
-    assert (described["share"], described["measured"]) == (0.2, "60 of 300 slices, 2.0 to 4.0 CPU s a batch of 20")
+    assert (described["share"], described["measured"]) == (
+        0.2,
+        "60 of 300 slices, 2.0 to 4.0 CPU s a batch of 20",
+    )
     whole = app.Part([lambda: None], [app.Way(1, "")])
     assert app.describe_part(whole, whole.ways[0], 3.0, [4.0])["measured"] == "all"
 
 
-def test_nnunet_is_timed_on_the_eight_mirrored_passes_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nnunet_is_timed_on_the_eight_mirrored_passes_of_a_tile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     passes: list[torch.Size] = []
 
     class Network(torch.nn.Module):
@@ -76,14 +92,36 @@ def test_nnunet_is_timed_on_the_eight_mirrored_passes_of_a_tile(monkeypatch: pyt
     assert (plain.num_passes, plain.title) == (2, "without mirroring")
 
 
-def test_the_tables_hold_ratios_to_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(name: str, arguments: list[str], threads: int, packages: Path | None = None) -> tuple[app.Row, str]:
+def test_the_tables_hold_ratios_to_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(
+        name: str, arguments: list[str], threads: int, packages: Path | None = None
+    ) -> tuple[app.Row, str]:
         if packages is None:
-            return {"contender": "us, here", "wall_s": 2.0, "cpu_s": 4.0, "peak_gb": 1.25, "measured": "all"}, ""
-        answer = [{"part_s": 1.0, "part_cpu_s": 2.0, "share": 0.5, "measured": "1 of 2 tiles", "precision": "fp32"}]
-        return {"contender": name, "wall_s": 49.0, "cpu_s": 88.0, "peak_gb": 3.0, "measured": "all"}, "a warning\n" + json.dumps(
-            answer
-        )
+            return {
+                "contender": "us, here",
+                "wall_s": 2.0,
+                "cpu_s": 4.0,
+                "peak_gb": 1.25,
+                "measured": "all",
+            }, ""
+        answer = [
+            {
+                "part_s": 1.0,
+                "part_cpu_s": 2.0,
+                "share": 0.5,
+                "measured": "1 of 2 tiles",
+                "precision": "fp32",
+            }
+        ]
+        return {
+            "contender": name,
+            "wall_s": 49.0,
+            "cpu_s": 88.0,
+            "peak_gb": 3.0,
+            "measured": "all",
+        }, "a warning\n" + json.dumps(answer)
 
     monkeypatch.setattr(app, "measure", measure)
     monkeypatch.setattr(app, "inference_precision", lambda *_: "bf16")
@@ -110,17 +148,28 @@ def test_a_wrong_key_or_value_is_refused_with_the_keys(
     with pytest.raises(SystemExit) as end:
         app.main()
     assert end.value.code == 2
-    assert "the keys and their defaults are output=bench_inference input=None threads=2" in capsys.readouterr().err
+    assert (
+        "the keys and their defaults are output=bench_inference input=None threads=2"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
-    ("shape", "number"), [((128, 128, 128), 1), ((60, 128, 129), 2), ((300, 384, 384), 4 * 5 * 5), ((192, 193, 256), 2 * 3 * 3)]
+    ("shape", "number"),
+    [
+        ((128, 128, 128), 1),
+        ((60, 128, 129), 2),
+        ((300, 384, 384), 4 * 5 * 5),
+        ((192, 193, 256), 2 * 3 * 3),
+    ],
 )
 def test_tiles_are_counted_as_nnunet_does(shape: tuple[int, int, int], number: int) -> None:
     assert num_tiles(shape, (128, 128, 128)) == number
 
 
-SLOW_AND_LARGE = "import time; block = b'1' * 2**28; time.sleep(0.3); sum(range(10**7)); print('done')"
+SLOW_AND_LARGE = (
+    "import time; block = b'1' * 2**28; time.sleep(0.3); sum(range(10**7)); print('done')"
+)
 
 
 def test_a_process_is_measured_by_the_system_without_the_memory_of_this_one() -> None:
@@ -138,7 +187,11 @@ def test_a_process_is_measured_by_the_system_without_the_memory_of_this_one() ->
 
 @pytest.mark.slow
 def test_the_command_measures_medseg_from_file_to_file(tmp_path: Path) -> None:
-    phantom = make_phantom(PhantomSpec(seed=5, index=0, spacing_mm=(8.0, 4.0, 4.0), matrix=(90, 90), num_vessel_ends=50))
+    phantom = make_phantom(
+        PhantomSpec(
+            seed=5, index=0, spacing_mm=(8.0, 4.0, 4.0), matrix=(90, 90), num_vessel_ends=50
+        )
+    )
     write_image(tmp_path / "Thorax (1).nii.gz", phantom.image_hu, phantom.grid)
     command = [sys.executable, app.__file__, "input=Thorax (1).nii.gz", "output=a=b", "peers=false"]
     for _ in range(2):

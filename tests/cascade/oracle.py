@@ -49,7 +49,12 @@ class CoarseOracle(nn.Module):
         is_left = torch.arange(image.shape[-1]) >= image.shape[-1] / 2
         nothing = torch.full_like(bright, -30.0)
         return torch.cat(
-            [torch.zeros_like(bright), torch.where(is_left, bright, nothing), torch.where(is_left, nothing, bright)], 1
+            [
+                torch.zeros_like(bright),
+                torch.where(is_left, bright, nothing),
+                torch.where(is_left, nothing, bright),
+            ],
+            1,
         )
 
 
@@ -109,7 +114,9 @@ def scan(
     image_hu = np.where(labels > 0, 0, -1000).astype(np.int16)
     ends = np.zeros(GRID.shape, dtype=bool)
     ends[:, :, :8] = ends[:, :, -8:] = True
-    image_hu[ends & (labels == 0)] = -500  # not bright, but denser than air: the body reaches from side to side
+    image_hu[
+        ends & (labels == 0)
+    ] = -500  # not bright, but denser than air: the body reaches from side to side
     # Storing undoes `to_lps`: the grid whose orientation is `stored`.
     order = tuple(int(axis) for axis in np.argsort(stored.order))
     flips = tuple(stored.flips[axis] for axis in order)

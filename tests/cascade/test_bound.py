@@ -12,7 +12,9 @@ def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float
     for n in range(count):
         skill = rng.exponential(1.0)
         agreements = rng.uniform(0.8, 1.0, rng.integers(1, 3))
-        found[str(n)] = [(a, 1 - min(1.0, skill * (1.02 - a) * rng.uniform(0.1, 1.0))) for a in agreements]
+        found[str(n)] = [
+            (a, 1 - min(1.0, skill * (1.02 - a) * rng.uniform(0.1, 1.0))) for a in agreements
+        ]
     return found
 
 
@@ -119,7 +121,8 @@ def test_numbers_of_a_bound_lie_in_their_ranges(
 
 
 @pytest.mark.parametrize(
-    ("value", "level", "is_possible"), [(0.0, 0.9, True), (1.0, 0.9, True), (-0.1, 0.9, False), (0.5, 0.0, False)]
+    ("value", "level", "is_possible"),
+    [(0.0, 0.9, True), (1.0, 0.9, True), (-0.1, 0.9, False), (0.5, 0.0, False)],
 )
 def test_a_stated_value_is_a_share(value: float, level: float, is_possible: bool) -> None:
     if is_possible:

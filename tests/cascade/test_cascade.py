@@ -46,12 +46,16 @@ class Upper(Alternating):
 
 
 def run(volume: Volume, **changes: object) -> Segmentation:
-    return Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes)).segment(volume)
+    return Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", **changes)).segment(
+        volume
+    )
 
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("changes", [{}, {"tile_size": (24, 32, 24)}], ids=["whole", "tiles"])
-def test_two_blocks_come_back_on_the_files_own_grid(stored: Orientation, changes: dict[str, object]) -> None:
+def test_two_blocks_come_back_on_the_files_own_grid(
+    stored: Orientation, changes: dict[str, object]
+) -> None:
     volume, target = scan(stored)
     result = run(volume, **changes)
     assert result.labels.shape == volume.array.shape
@@ -62,7 +66,10 @@ def test_two_blocks_come_back_on_the_files_own_grid(stored: Orientation, changes
     assert result.warnings == []
     assert list(result.durations_s) == ["localise", "refine_left_lung", "refine_right_lung", "join"]
     # Larger world x is the patient's left, whatever the storage order.
-    centres = [volume.grid.index_to_world_xyz_mm(np.argwhere(result.labels == v)).mean(0)[0] for v in (1, 2)]
+    centres = [
+        volume.grid.index_to_world_xyz_mm(np.argwhere(result.labels == v)).mean(0)[0]
+        for v in (1, 2)
+    ]
     assert centres[0] > centres[1]
 
 
@@ -91,7 +98,9 @@ def test_boxes_say_where_the_crops_lie_in_the_world() -> None:
         index = crop.world_to_index_zyx(points)
         assert (index > 0).all()
         assert (index < np.array(crop.shape) - 1).all()
-        assert np.abs((index.min(0) + index.max(0)) / 2 - (np.array(crop.shape) - 1) / 2).max() <= 2.5
+        assert (
+            np.abs((index.min(0) + index.max(0)) / 2 - (np.array(crop.shape) - 1) / 2).max() <= 2.5
+        )
         saved = result.boxes[name].to_dict()
         np.testing.assert_allclose(saved["corners_xyz_mm"], crop.corners_xyz_mm())
 
@@ -124,7 +133,9 @@ def test_no_region_gives_empty_labels_and_a_warning() -> None:
         ((slice(7, 19), slice(28, 68), slice(90, 130)), "left"),
     ],
 )
-def test_a_region_at_the_edge_is_whole_and_said_aloud(block: tuple[slice, slice, slice], face: str) -> None:
+def test_a_region_at_the_edge_is_whole_and_said_aloud(
+    block: tuple[slice, slice, slice], face: str
+) -> None:
     volume, target = scan(blocks=((block, 1), (RIGHT, 2)))
     result = run(volume)
     for value in (1, 2):
@@ -137,7 +148,9 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     volume, target = scan()
     result = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
     assert result.agreements["right_lung"] > 0.95
-    assert result.agreements["left_lung"] == pytest.approx(dice(result.labels == 1, target == 1), abs=0.03)
+    assert result.agreements["left_lung"] == pytest.approx(
+        dice(result.labels == 1, target == 1), abs=0.03
+    )
     assert 0.6 < result.agreements["left_lung"] < 0.85
     (warning,) = result.warnings
     assert warning == (
@@ -151,29 +164,44 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
     least_ml: float, is_kept: bool
 ) -> None:
     """The left block has 43 ml, of which the fine stage sees 60 %."""
-    task = replace(TASK, volume_ml={"left_lung": (least_ml, 5000.0), "right_lung": (least_ml, 5000.0)})
-    stages = replace(stage(CoarseOracle(), "coarse"), task=task), replace(stage(Upper(), "fine"), task=task)
+    task = replace(
+        TASK, volume_ml={"left_lung": (least_ml, 5000.0), "right_lung": (least_ml, 5000.0)}
+    )
+    stages = (
+        replace(stage(CoarseOracle(), "coarse"), task=task),
+        replace(stage(Upper(), "fine"), task=task),
+    )
     volume, target = scan()
     result = Cascade(*stages).segment(volume)
     assert (result.volumes_ml["left_lung"] > 0) == is_kept
     assert dice(result.labels == 2, target == 2) >= 0.98
-    assert any("do not match the coarse labels" in warning for warning in result.warnings) == (not is_kept)
+    assert any("do not match the coarse labels" in warning for warning in result.warnings) == (
+        not is_kept
+    )
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_is_added_does_not_carry_a_tiny_region_that_stands_alone(is_alone: bool) -> None:
     """The fine stage sees 26 ml of the left block, the coarse stage adds the rest to 43 ml; below 30 ml is tiny."""
     task = replace(TASK, volume_ml={"left_lung": (1000.0, 5000.0)})
-    coarse, fine = replace(stage(CoarseOracle(), "coarse"), task=task), replace(stage(Upper(), "fine"), task=task)
+    coarse, fine = (
+        replace(stage(CoarseOracle(), "coarse"), task=task),
+        replace(stage(Upper(), "fine"), task=task),
+    )
     volume, _ = scan(blocks=((LEFT, 1),) if is_alone else ((LEFT, 1), (RIGHT, 2)))
     result = Cascade(replace(coarse, add_parts_mm=8.0), fine).segment(volume)
     assert (result.volumes_ml["left_lung"] > 30) == (not is_alone)
     assert ("left_lung" in result.added_ml) == ("left_lung" in result.boxes) == (not is_alone)
-    assert any("no left_lung found: the 26 ml of the fine stage" in one for one in result.warnings) == is_alone
+    assert (
+        any("no left_lung found: the 26 ml of the fine stage" in one for one in result.warnings)
+        == is_alone
+    )
 
 
 @pytest.mark.parametrize(("gas_planes", "is_kept"), [(2, False), (1, True)])
-def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(gas_planes: int, is_kept: bool) -> None:
+def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(
+    gas_planes: int, is_kept: bool
+) -> None:
     """One or two planes of five of the left block lie below the bound of gas."""
     volume, target = scan()
     value = float(np.median(volume.array[target == 1]))
@@ -181,7 +209,10 @@ def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(gas_p
         planes = volume.array[:, :, start::5]
         planes[target[:, :, start::5] == 1] -= 3
     task = replace(TASK, least_hu=value - 2.5)
-    stages = replace(stage(CoarseOracle(), "coarse"), task=task), replace(stage(Upper(), "fine"), task=task)
+    stages = (
+        replace(stage(CoarseOracle(), "coarse"), task=task),
+        replace(stage(Upper(), "fine"), task=task),
+    )
     result = Cascade(*stages).segment(volume)
     assert (result.volumes_ml["left_lung"] > 0) == is_kept
     assert dice(result.labels == 2, target == 2) >= 0.98
@@ -192,12 +223,17 @@ def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(gas_p
 def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_aloud() -> None:
     volume, target = scan()
     without = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
-    result = Cascade(replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine")).segment(volume)
+    result = Cascade(
+        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine")
+    ).segment(volume)
     assert dice(without.labels == 1, target == 1) < 0.85
     assert dice(result.labels == 1, target == 1) >= 0.95
     assert np.array_equal(result.labels == 2, without.labels == 2)
     # What the stages think of each other, and where they differ, does not change.
-    assert (result.agreements, result.most_disputed_xyz_mm) == (without.agreements, without.most_disputed_xyz_mm)
+    assert (result.agreements, result.most_disputed_xyz_mm) == (
+        without.agreements,
+        without.most_disputed_xyz_mm,
+    )
     assert list(result.added_ml) == ["left_lung"]
     assert result.added_ml["left_lung"] == pytest.approx(
         result.volumes_ml["left_lung"] - without.volumes_ml["left_lung"], rel=0.1
@@ -208,7 +244,9 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
         "check the result"
     ]
     unasked = Cascade(
-        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine"), InferenceOptions(add_parts=False)
+        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0),
+        stage(Upper(), "fine"),
+        InferenceOptions(add_parts=False),
     )
     assert np.array_equal(unasked.segment(volume).labels, without.labels)
 
@@ -224,11 +262,15 @@ def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added(
             return logits
 
     volume, _ = scan()
-    result = Cascade(replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Blind(), "fine")).segment(volume)
+    result = Cascade(
+        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Blind(), "fine")
+    ).segment(volume)
     assert set(np.unique(result.labels)) == {0, 2}
     assert result.added_ml == {}
     (warning,) = result.warnings
-    assert warning.startswith("no left_lung found: the 0 ml of the fine stage do not match the coarse labels (Dice 0.00)")
+    assert warning.startswith(
+        "no left_lung found: the 0 ml of the fine stage do not match the coarse labels (Dice 0.00)"
+    )
 
 
 def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
@@ -243,13 +285,17 @@ def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
         return Cascade(*stages).segment(volume)
 
     result = segment(bound, DiceBound(0.5, 0.9, 20))
-    assert result.dice_at_least == {name: bound.stated(agreed) for name, agreed in result.agreements.items()}
+    assert result.dice_at_least == {
+        name: bound.stated(agreed) for name, agreed in result.agreements.items()
+    }
     assert result.dice_at_least["right_lung"].value <= dice(result.labels == 2, target == 2)
     for others in ((bound, None), (None, None), (bound, DiceBound(0.4, 0.9, 20))):
         assert segment(*others).dice_at_least == {}
 
 
-def bounded_cascade(fine: FineOracle, task: Task = TASK, options: InferenceOptions | None = None) -> Cascade:
+def bounded_cascade(
+    fine: FineOracle, task: Task = TASK, options: InferenceOptions | None = None
+) -> Cascade:
     """Stages of one calibration, of which the coarse one adds what it alone finds."""
     shared = {"task": task, "dice_bound": DiceBound(0.5, 0.9, 20)}
     coarse = replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0, **shared)
@@ -315,7 +361,10 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     assert removed.endswith(
         "ml that the fine stage called left_lung were removed: they are apart from what the coarse stage marks"
     )
-    assert absent == "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
+    assert (
+        absent
+        == "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
+    )
 
 
 def test_an_empty_fine_result_is_said_aloud() -> None:
@@ -331,12 +380,20 @@ def test_an_empty_fine_result_is_said_aloud() -> None:
 
 
 def test_the_backends_of_all_stages_are_in_memory_at_once() -> None:
-    coarse, fine = stage(CoarseOracle(), "coarse", backend_bytes=3), stage(FineOracle(), "fine", backend_bytes=5)
+    coarse, fine = (
+        stage(CoarseOracle(), "coarse", backend_bytes=3),
+        stage(FineOracle(), "fine", backend_bytes=5),
+    )
     assert Cascade(coarse, fine).backend_bytes == 8
 
 
 def test_stages_of_different_tasks_are_refused() -> None:
-    other = Task("kidneys", {"kidney": 1}, (Region("kidney", ("kidney",)),), (Channel(window_hu=(-200.0, 300.0)),))
+    other = Task(
+        "kidneys",
+        {"kidney": 1},
+        (Region("kidney", ("kidney",)),),
+        (Channel(window_hu=(-200.0, 300.0)),),
+    )
     with pytest.raises(UserError, match="two checkpoints of the same task"):
         Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", other))
 
@@ -349,7 +406,9 @@ def test_the_scan_is_left_as_it_is() -> None:
     assert volume.array.shape == GRID.shape
 
 
-def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[Any] = []
 
     class Workers:
@@ -377,7 +436,9 @@ def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(monkeypatc
         use()
     assert done == ["joined", "dismissed"]
     served: list[Any] = []
-    monkeypatch.setattr(TrainedStage, "serve", lambda trained, *job: served.append((trained.name, *job)))
+    monkeypatch.setattr(
+        TrainedStage, "serve", lambda trained, *job: served.append((trained.name, *job))
+    )
     monkeypatch.setattr(cascade_module, "serve_tiles", lambda run: run(("fine", 1, 5.0), "images"))
     cascade.serve_tiles()
     assert served == [("fine", 1, "images", 5.0)]

@@ -43,7 +43,9 @@ FINE = GRID.resampled((1.0, 1.0, 1.0))
 def test_only_the_right_side_is_mirrored() -> None:
     volume, _ = scan()
     for region, low in zip(TASK.regions, (True, False), strict=True):
-        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine")).probs
+        probs = refine(
+            [volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine")
+        ).probs
         assert probs.shape == (1, *BOX.shape)
         halves = probs[0, :, :, :20] > 0.5, probs[0, :, :, 20:] > 0.5
         assert [bool(half.all()) for half in halves] == [low, not low]
@@ -56,7 +58,13 @@ def test_the_disagreement_of_a_mirrored_side_lies_where_its_probabilities_do() -
 
     volume, _ = scan()
     for region, is_low in zip(TASK.regions, (True, False), strict=True):
-        found = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(LowHalf(), "fine", others=(Nothing(),)))
+        found = refine(
+            [volume.array],
+            volume.grid,
+            Crop(FINE, BOX),
+            region,
+            stage(LowHalf(), "fine", others=(Nothing(),)),
+        )
         assert found.std is not None
         assert torch.equal(found.std > 0.25, found.probs[0] > 0.25)
         assert bool((found.std[..., :20] > 0.25).all()) is is_low
@@ -78,7 +86,13 @@ def test_the_network_sees_the_crop_of_the_resampled_volume() -> None:
 
 def test_beyond_the_volume_the_network_sees_air() -> None:
     network = Watching()
-    refine([np.full(GRID.shape, 0, dtype=np.int16)], GRID, Crop(FINE, BOX), TASK.regions[0], stage(network, "fine"))
+    refine(
+        [np.full(GRID.shape, 0, dtype=np.int16)],
+        GRID,
+        Crop(FINE, BOX),
+        TASK.regions[0],
+        stage(network, "fine"),
+    )
     image = network.seen[0][0, 0]
     assert (image[:, :3] == -1).all()
     assert (image[:, 3:] == 1).all()
@@ -96,9 +110,13 @@ def test_only_the_classes_of_the_region_are_kept() -> None:
     task = Task("t", {"a": 1, "b": 2, "c": 3, "d": 4}, (two, four), TASK.channels)
     expected = torch.softmax(torch.arange(5.0), 0)
     for region in (two, four):
-        probs = refine([volume.array], volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task)).probs
+        probs = refine(
+            [volume.array], volume.grid, Crop(FINE, BOX), region, stage(Five(), "fine", task)
+        ).probs
         assert probs.shape == (len(region.labels), *BOX.shape)
-        assert probs.untyped_storage().nbytes() == probs.numel() * probs.itemsize, "nothing else is kept alive"
+        assert probs.untyped_storage().nbytes() == probs.numel() * probs.itemsize, (
+            "nothing else is kept alive"
+        )
         for prob, value in zip(probs, expected[1:], strict=False):
             torch.testing.assert_close(prob.float(), value.expand(BOX.shape), rtol=0, atol=2.0**-12)
 

@@ -29,7 +29,9 @@ def segmented(
     image_hu[ends & (labels == 0)] = -500
     volume = Volume(image_hu, VoxelGrid(shape, spacing_mm))
     how = {"spacing_mm": RULES[rule][0], "rule": RULES[rule][1]} if rule else {}
-    return Cascade(stage(CoarseOracle(), "coarse", **how), stage(MiddleOracle(), "fine", **how)).segment(volume), labels
+    return Cascade(
+        stage(CoarseOracle(), "coarse", **how), stage(MiddleOracle(), "fine", **how)
+    ).segment(volume), labels
 
 
 EXTREMES = [
@@ -50,7 +52,10 @@ def test_every_rule_brings_an_extreme_scan_back_to_its_own_grid(
         assert dice(result.labels == value, labels == value) > 0.95
     for step, bent in result.distortions.items():
         name = step.removeprefix("refine_").replace("localise", "whole scan")
-        assert any(warning.startswith(f"{name}: ") and "a distortion of" in warning for warning in result.warnings) is (bent > 2)
+        assert any(
+            warning.startswith(f"{name}: ") and "a distortion of" in warning
+            for warning in result.warnings
+        ) is (bent > 2)
 
 
 @pytest.mark.parametrize(("shape", "spacing_mm"), EXTREMES)
@@ -68,7 +73,10 @@ def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
     result, _ = segmented((1, 128, 160), (0.5, 0.8, 0.8))
     assert not result.labels.any()
     for region in TASK.regions:
-        assert any(warning.startswith(f"no {region.name} found: the coarse stage marks") for warning in result.warnings)
+        assert any(
+            warning.startswith(f"no {region.name} found: the coarse stage marks")
+            for warning in result.warnings
+        )
 
 
 @pytest.mark.parametrize(
@@ -80,11 +88,17 @@ def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
         ((40, 41, 42), (0.001, 0.001, 0.001)),  # metres that are taken for mm
     ],
 )
-def test_a_scan_of_a_few_centimetres_is_segmented(shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]) -> None:
+def test_a_scan_of_a_few_centimetres_is_segmented(
+    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]
+) -> None:
     """Such a scan fills a single voxel of the deepest level of the included networks, which has no variance."""
     cpu = torch.device("cpu")
-    coarse, fine = (load_stages([shipped_weights("lungs", name)], name, cpu) for name in ("coarse", "fine"))
+    coarse, fine = (
+        load_stages([shipped_weights("lungs", name)], name, cpu) for name in ("coarse", "fine")
+    )
     image_hu = np.random.default_rng(0).integers(-900, -700, shape).astype(np.int16)
     result = Cascade(coarse, fine).segment(Volume(image_hu, VoxelGrid(shape, spacing_mm)))
     assert result.labels.shape == shape
-    assert any("no region found at all" in warning or "touches" in warning for warning in result.warnings)
+    assert any(
+        "no region found at all" in warning or "touches" in warning for warning in result.warnings
+    )

@@ -27,7 +27,9 @@ GRID = VoxelGrid((20, 30, 41), (1.5, 0.9, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
 
 
 def one_hot(labels: np.ndarray, values: tuple[int, ...], certainty: float = 1.0) -> torch.Tensor:
-    return torch.from_numpy(np.stack([labels == value for value in values]).astype(np.float16) * np.float16(certainty))
+    return torch.from_numpy(
+        np.stack([labels == value for value in values]).astype(np.float16) * np.float16(certainty)
+    )
 
 
 def random_lobes(low: int, high: int) -> np.ndarray:
@@ -37,8 +39,12 @@ def random_lobes(low: int, high: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("slab_voxels", [1, 4000, 10**9])
-@pytest.mark.parametrize("box", [VoxelBox((3, 4, 5), (18, 29, 37)), VoxelBox((-4, 7, -3), (12, 40, 50))])
-def test_crop_then_paste_is_the_identity(box: VoxelBox, slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "box", [VoxelBox((3, 4, 5), (18, 29, 37)), VoxelBox((-4, 7, -3), (12, 40, 50))]
+)
+def test_crop_then_paste_is_the_identity(
+    box: VoxelBox, slab_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joining, "SLAB_VOXELS", slab_voxels)
     labels = random_lobes(3, 5)
     region = LOBES.regions[1]
@@ -55,7 +61,11 @@ def test_the_more_probable_region_wins_in_any_order() -> None:
     full = np.ones(GRID.shape, dtype=np.uint8)
     claims = [
         (LOBES.regions[0], one_hot(crop_padded(full, left, 0), (1, 2), 0.9), GRID.crop(left)),
-        (LOBES.regions[1], one_hot(crop_padded(3 * full, right, 0), (3, 4, 5), 0.7), GRID.crop(right)),
+        (
+            LOBES.regions[1],
+            one_hot(crop_padded(3 * full, right, 0), (3, 4, 5), 0.7),
+            GRID.crop(right),
+        ),
     ]
     expected = np.zeros(GRID.shape, dtype=np.uint8)
     expected[right.slices()] = 3
@@ -64,8 +74,12 @@ def test_the_more_probable_region_wins_in_any_order() -> None:
         np.testing.assert_array_equal(merge(regions, GRID, LOBES), expected)
 
 
-@pytest.mark.parametrize(("probs", "label"), [((0.35, 0.25, 0.0), 0), ((0.45, 0.4, 0.0), 3), ((0.3, 0.35, 0.3), 4)])
-def test_the_background_is_what_all_labels_of_the_region_leave_of_one(probs: tuple[float, ...], label: int) -> None:
+@pytest.mark.parametrize(
+    ("probs", "label"), [((0.35, 0.25, 0.0), 0), ((0.45, 0.4, 0.0), 3), ((0.3, 0.35, 0.3), 4)]
+)
+def test_the_background_is_what_all_labels_of_the_region_leave_of_one(
+    probs: tuple[float, ...], label: int
+) -> None:
     box = VoxelBox((2, 2, 2), (10, 10, 10))
     everywhere = torch.tensor(probs).view(3, 1, 1, 1).expand(3, 8, 8, 8)
     result = merge([(LOBES.regions[1], everywhere, GRID.crop(box))], GRID, LOBES)
@@ -91,7 +105,9 @@ def test_clean_up_drops_crumbs_and_fills_holes_but_no_other_label() -> None:
     expected[6:8, 6:8, 4:6] = 2
     expected[2:6, 2:6, 11:15] = 3
     grid = VoxelGrid(labels.shape, (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
-    results = [(region, one_hot(labels, LOBES.region_values(region)), grid) for region in LOBES.regions]
+    results = [
+        (region, one_hot(labels, LOBES.region_values(region)), grid) for region in LOBES.regions
+    ]
     np.testing.assert_array_equal(join(results, grid, LOBES), expected)
 
 
@@ -104,13 +120,18 @@ def test_gas_is_no_organ_where_the_task_says_so() -> None:
     region = Region("lung", ("lung",))
     results = [(region, torch.from_numpy(probs), GRID)]
     for least_hu, expected in ((-980.0, 60), (None, 380)):
-        task = Task("lung", {"lung": 1}, (region,), (Channel(window_hu=(-1000.0, 400.0)),), least_hu)
+        task = Task(
+            "lung", {"lung": 1}, (region,), (Channel(window_hu=(-1000.0, 400.0)),), least_hu
+        )
         assert int((join(results, GRID, task, image_hu=image_hu) > 0).sum()) == expected
 
 
 def test_a_component_of_which_the_coarse_stage_saw_nothing_is_removed() -> None:
     labels = np.zeros(GRID.shape, dtype=np.uint8)
-    seen, unseen = (slice(2, 8), slice(2, 10), slice(2, 10)), (slice(2, 8), slice(14, 22), slice(2, 10))
+    seen, unseen = (
+        (slice(2, 8), slice(2, 10), slice(2, 10)),
+        (slice(2, 8), slice(14, 22), slice(2, 10)),
+    )
     labels[seen] = labels[unseen] = LOBES.labels[LOBES.regions[0].labels[0]]
     probs = one_hot(labels, LOBES.region_values(LOBES.regions[0]))
     coarse_grid = GRID.resampled((4.0, 4.0, 4.0))
@@ -153,15 +174,22 @@ def test_a_task_without_regions_loses_its_gas_and_keeps_small_parts() -> None:
     image_hu = np.where(labels, -900, 40).astype(np.int16)
     image_hu[:, 12:20, 14:24] = -1000
     task = Task("lesions", {"lesion": 1}, (), (Channel(window_hu=(-1000.0, 400.0)),), -980.0)
-    result = join([(Region("all", ("lesion",)), one_hot(labels, (1,)), GRID)], GRID, task, image_hu=image_hu)
+    result = join(
+        [(Region("all", ("lesion",)), one_hot(labels, (1,)), GRID)], GRID, task, image_hu=image_hu
+    )
     np.testing.assert_array_equal(result, labels * (image_hu > -980))
 
 
 @pytest.mark.parametrize("slab_voxels", [1, 10**9])
-def test_percent_of_crops_that_overlap_is_the_larger_one(slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_percent_of_crops_that_overlap_is_the_larger_one(
+    slab_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(joining, "SLAB_VOXELS", slab_voxels)
     boxes = [VoxelBox((2, 2, 10), (18, 28, 40)), VoxelBox((4, 1, 1), (19, 25, 30))]
-    shares = [(torch.full(box.shape, share), GRID.crop(box)) for box, share in zip(boxes, (0.7, 0.31), strict=True)]
+    shares = [
+        (torch.full(box.shape, share), GRID.crop(box))
+        for box, share in zip(boxes, (0.7, 0.31), strict=True)
+    ]
     expected = np.zeros(GRID.shape, dtype=np.uint8)
     expected[boxes[1].slices()] = 31
     expected[boxes[0].slices()] = 70

@@ -35,14 +35,21 @@ CPU = torch.device("cpu")
 
 def compose(*overrides: str, stage: str = "fine") -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [f"stage={stage}", "model.width=4", *overrides, "run_dir=x"]), TrainConfig)
+        return to_config(
+            hydra.compose("train", [f"stage={stage}", "model.width=4", *overrides, "run_dir=x"]),
+            TrainConfig,
+        )
 
 
 def write(path: Path, config: TrainConfig, **changes: Any) -> StageNetwork:
     """Write the file of a new network, its metadata without the keys that change to None; return the network."""
     network = make_network(config)
     metadata = make_metadata(config, plain(config)) | changes
-    write_weights(path, {key: value for key, value in metadata.items() if key not in changes or value}, network.state_dict())
+    write_weights(
+        path,
+        {key: value for key, value in metadata.items() if key not in changes or value},
+        network.state_dict(),
+    )
     return network
 
 
@@ -53,7 +60,9 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     stage = load_stage(path, "fine", CPU, precision)
     assert stage.precision == precision
     layouts = [
-        weight.is_contiguous(memory_format=torch.channels_last_3d) for weight in stage.network.parameters() if weight.ndim == 5
+        weight.is_contiguous(memory_format=torch.channels_last_3d)
+        for weight in stage.network.parameters()
+        if weight.ndim == 5
     ]
     assert all(layouts) is is_last
     image = torch.randn(1, 1, 32, 32, 32)
@@ -62,15 +71,23 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
 
 
 @pytest.mark.parametrize("norm", ["instance", "channel", "affine"])
-def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(norm: str, tmp_path: Path) -> None:
+def test_half_precision_weights_take_half_the_memory_and_give_the_same_logits(
+    norm: str, tmp_path: Path
+) -> None:
     path, image = tmp_path / "w.safetensors", torch.randn(1, 1, 64, 64, 64)
     write(path, compose(f"model.norm={norm}"))
-    full, half = (load_stage(path, "fine", CPU, "bf16", (), InferenceOptions(half_weights=is_half)) for is_half in (False, True))
+    full, half = (
+        load_stage(path, "fine", CPU, "bf16", (), InferenceOptions(half_weights=is_half))
+        for is_half in (False, True)
+    )
     sizes = [sum(weight.nbytes for weight in stage.network.parameters()) for stage in (full, half)]
     assert sizes[1] < 0.52 * sizes[0]
     with torch.inference_mode():
         assert torch.equal(full.serve(0, image), half.serve(0, image))
-    with pytest.raises(UserError, match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16"):
+    with pytest.raises(
+        UserError,
+        match=r"inference\.half_weights=true: the fine stage runs in fp32; give precision=bf16",
+    ):
         load_stage(path, "fine", CPU, "fp32", (), InferenceOptions(half_weights=True))
 
 
@@ -91,14 +108,24 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     load_stage(path, "fine", CPU)
     load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(backend=Backend.openvino))
     assert used == ["fp32", "bf16"]
-    need_bytes = openvino_bytes(load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch)).network)
+    need_bytes = openvino_bytes(
+        load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch)).network
+    )
     load_stage(path, "fine", CPU, backend_room_bytes=need_bytes - 1)
     assert used == ["fp32", "bf16"], "no room: torch"
     load_stage(path, "fine", CPU, backend_room_bytes=need_bytes)
     load_stages([path, path], "fine", CPU, backend_room_bytes=1.5 * need_bytes)
     assert used == ["fp32", "bf16", "fp32", "fp32"], "of two networks one has room"
-    with pytest.raises(UserError, match=r"inference\.half_weights=true works with inference\.backend=torch only"):
-        load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(half_weights=True, backend=Backend.openvino))
+    with pytest.raises(
+        UserError, match=r"inference\.half_weights=true works with inference\.backend=torch only"
+    ):
+        load_stage(
+            path,
+            "fine",
+            CPU,
+            "bf16",
+            options=InferenceOptions(half_weights=True, backend=Backend.openvino),
+        )
 
 
 def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
@@ -113,10 +140,14 @@ def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
 def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:
     path, config = tmp_path / "w.safetensors", compose()
     arguments = make_metadata(config, {})["model"]
-    old = write(path, config, model={name: value for name, value in arguments.items() if name != "refine"})
+    old = write(
+        path, config, model={name: value for name, value in arguments.items() if name != "refine"}
+    )
     new = make_network(config)
     load_initial_weights(new, compose(f"init_from='{path}'"))
-    assert all(torch.equal(weight, old.state_dict()[name]) for name, weight in new.state_dict().items())
+    assert all(
+        torch.equal(weight, old.state_dict()[name]) for name, weight in new.state_dict().items()
+    )
     other = compose("model.refine=4", f"init_from='{path}'")
     with pytest.raises(UserError, match="give the same model"):
         load_initial_weights(make_network(other), other)
@@ -124,14 +155,21 @@ def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) 
 
 def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
-    for path, overrides in zip(paths, ([], ["model.width=8"], ["spacing=isotropic_2mm"]), strict=True):
+    for path, overrides in zip(
+        paths, ([], ["model.width=8"], ["spacing=isotropic_2mm"]), strict=True
+    ):
         write(path, compose(*overrides))
     one, wide = (load_stages([path], "fine", CPU) for path in paths[:2])
     both = load_stages(paths[:2], "fine", CPU)
     assert [len(stage.others) for stage in (one, both)] == [0, 1]
     # Widths may differ; the wider network decides what fits.
-    assert both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
-    with pytest.raises(UserError, match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0"):
+    assert (
+        both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
+    )
+    with pytest.raises(
+        UserError,
+        match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0",
+    ):
         load_stages([paths[0], paths[2]], "fine", CPU)
 
 
@@ -140,13 +178,22 @@ def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_pat
     [
         (["spacing=isotropic_2mm"], (2.0, 2.0, 2.0), PLAIN, (16, 16, 16)),
         (["spacing=anisotropic"], (2.5, 1.0, 1.0), PLAIN, (8, 16, 16)),
-        (["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"], (5.0, 0.8, 0.8), PLAIN, (4, 16, 16)),
+        (
+            ["spacing=dataset_median", "spacing.target_spacing_mm=[5.0,0.8,0.8]"],
+            (5.0, 0.8, 0.8),
+            PLAIN,
+            (4, 16, 16),
+        ),
         (["spacing=native"], None, PLAIN, (16, 16, 16)),
         (["spacing=multi_scale"], None, GridRule(range_mm=(1.0, 4.0)), (16, 16, 16)),
         (["spacing=fixed_resolution"], (2.0, 2.0, 2.0), GridRule(is_cube=True), (16, 16, 16)),
         (["spacing=fixed_size"], None, GridRule(size=(128, 128, 128)), (16, 16, 16)),
         (
-            ["spacing=fixed_size", "spacing.size=[64,96,80]", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
+            [
+                "spacing=fixed_size",
+                "spacing.size=[64,96,80]",
+                "spacing.target_spacing_mm=[2.0,1.0,1.0]",
+            ],
             (2.0, 1.0, 1.0),
             GridRule(size=(64, 96, 80)),
             (16, 16, 16),
@@ -176,11 +223,16 @@ def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_
     assert load_stage(path, "fine", CPU).resampling == "linear"
     stage = load_stage(older, "fine", CPU)
     assert (stage.resampling, stage.rule) == ("antialiased", PLAIN)
-    with pytest.raises(UserError, match="cannot be averaged: resampling is linear in the one and antialiased in the other"):
+    with pytest.raises(
+        UserError,
+        match="cannot be averaged: resampling is linear in the one and antialiased in the other",
+    ):
         load_stages([path, older], "fine", CPU)
 
 
-def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_adds(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_adds(
+    tmp_path: Path,
+) -> None:
     path, older = tmp_path / "w.safetensors", tmp_path / "older.safetensors"
     config = compose("stage.add_parts_mm=8", stage="coarse")
     write(path, config)
@@ -207,16 +259,27 @@ FOREIGN = {
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("suffix", ["safetensors", "ckpt"])
-def test_a_checkpoint_of_another_network_brings_its_class_and_arguments(name: str, suffix: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_network_brings_its_class_and_arguments(
+    name: str, suffix: str, tmp_path: Path
+) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("train", ["stage=fine", *FOREIGN[name], "run_dir=x"]), TrainConfig)
+        config = to_config(
+            hydra.compose("train", ["stage=fine", *FOREIGN[name], "run_dir=x"]), TrainConfig
+        )
     path = tmp_path / f"w.{suffix}"
     if suffix == "safetensors":
         network = write(path, config)
     else:
         network = make_network(config)
         weights = {f"network.{key}": value for key, value in network.state_dict().items()}
-        torch.save({"state_dict": weights, "medseg": make_metadata(config, plain(config)), "global_step": 1}, path)
+        torch.save(
+            {
+                "state_dict": weights,
+                "medseg": make_metadata(config, plain(config)),
+                "global_step": 1,
+            },
+            path,
+        )
     stage = load_stage(path, "fine", CPU, "fp32")
     image = torch.randn(1, 1, 32, 32, 32)
     with torch.inference_mode():
@@ -225,12 +288,21 @@ def test_a_checkpoint_of_another_network_brings_its_class_and_arguments(name: st
     load_initial_weights(make_network(config), replace(config, init_from=str(path)))
 
 
-@pytest.mark.parametrize("target", ["hostile_package.Net", "os.system", "torch.nn.modules.module._global"])
-def test_a_hostile_class_of_a_checkpoint_is_never_imported(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "target", ["hostile_package.Net", "os.system", "torch.nn.modules.module._global"]
+)
+def test_a_hostile_class_of_a_checkpoint_is_never_imported(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hostile_package.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.syspath_prepend(tmp_path)
     path, config = tmp_path / "w.safetensors", compose()
-    write(path, config, model={**make_metadata(config, {})["model"], "_target_": target}, trusted_targets=["hostile_package."])
+    write(
+        path,
+        config,
+        model={**make_metadata(config, {})["model"], "_target_": target},
+        trusted_targets=["hostile_package."],
+    )
     with pytest.raises(UserError, match=r"is not on the white list .* add trusted_targets="):
         load_stage(path, "fine", CPU)
     assert not (tmp_path / "imported").exists()
@@ -246,14 +318,19 @@ def test_half_precision_weights_run_on_a_processor_without_half_precision(
     weights = [weight.dtype for weight in half.network.parameters()]
     on_cpu = half._on_cpu()
     full = load_stage(path, "fine", CPU, "fp32").predict_probs(image, InferenceOptions()).probs
-    torch.testing.assert_close(on_cpu.predict_probs(image, InferenceOptions()).probs, full, rtol=0, atol=0.02)
+    torch.testing.assert_close(
+        on_cpu.predict_probs(image, InferenceOptions()).probs, full, rtol=0, atol=0.02
+    )
     assert {weight.dtype for weight in on_cpu.network.parameters()} == {torch.float32}
     assert [weight.dtype for weight in half.network.parameters()] == weights
 
 
 def test_arguments_that_give_the_size_of_blocks_are_no_number_of_blocks() -> None:
     metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
-    for extra, is_refused in (({"block_channels": [32, 64, 128, 256]}, False), ({"num_blocks": [32, 64, 128, 256]}, True)):
+    for extra, is_refused in (
+        ({"block_channels": [32, 64, 128, 256]}, False),
+        ({"num_blocks": [32, 64, 128, 256]}, True),
+    ):
         with pytest.raises(ValueError, match="num_blocks=") if is_refused else nullcontext():
             check_ranges({**metadata, "model": {**metadata["model"], **extra}}, len(weights))
 
@@ -265,10 +342,18 @@ def test_weights_may_have_the_smallest_spacing_that_the_reader_takes() -> None:
         check_ranges({**metadata, "spacing_mm": [1e-5] * 3}, len(weights))
 
 
-def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = compose()
-    node = {"_target_": "monai.networks.nets.FlexibleUNet", "backbone": "resnet18", "pretrained": True}
-    monkeypatch.setattr(stages, "read_weights", lambda *_: (make_metadata(config, {}) | {"model": node}, {}))
+    node = {
+        "_target_": "monai.networks.nets.FlexibleUNet",
+        "backbone": "resnet18",
+        "pretrained": True,
+    }
+    monkeypatch.setattr(
+        stages, "read_weights", lambda *_: (make_metadata(config, {}) | {"model": node}, {})
+    )
     seen: list[dict[str, Any]] = []
 
     def described(model: dict[str, Any], *_: Any) -> StageNetwork:
@@ -287,7 +372,13 @@ def test_a_bound_on_dice_comes_from_the_file_and_nonsense_is_refused(tmp_path: P
     assert load_stage(path, "fine", CPU).dice_bound is None
     write(path, compose(), dice_bound=bound)
     assert load_stage(path, "fine", CPU).dice_bound == DiceBound(2.5, 0.9, 20)
-    for changes in ({"factor": "much"}, {"factor": -1.0}, {"level": 1.0}, {"num_patients": 0}, {"colour": "red"}):
+    for changes in (
+        {"factor": "much"},
+        {"factor": -1.0},
+        {"level": 1.0},
+        {"num_patients": 0},
+        {"colour": "red"},
+    ):
         write(path, compose(), dice_bound=bound | changes)
         with pytest.raises(UserError, match="its metadata are damaged or of another version"):
             load_stage(path, "fine", CPU)
@@ -297,5 +388,8 @@ def test_a_bound_on_dice_comes_from_the_file_and_nonsense_is_refused(tmp_path: P
 def test_metadata_without_a_network_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write(path, compose(), **changes)
-    with pytest.raises(UserError, match=r"fine=.*w\.safetensors: (its metadata are damaged or of another version|.*model)"):
+    with pytest.raises(
+        UserError,
+        match=r"fine=.*w\.safetensors: (its metadata are damaged or of another version|.*model)",
+    ):
         load_stage(path, "fine", CPU, "fp32")

@@ -39,7 +39,10 @@ def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
 @pytest.mark.parametrize("modality", ["ct", "mr"])
 def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> None:
     grid = VoxelGrid((10, 100, 120), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
-    body, organ, foam = ((slice(0, 10), *place) for place in (np.s_[20:70, 20:100], np.s_[30:60, 30:50], np.s_[80:90, 30:50]))
+    body, organ, foam = (
+        (slice(0, 10), *place)
+        for place in (np.s_[20:70, 20:100], np.s_[30:60, 30:50], np.s_[80:90, 30:50])
+    )
     image_hu = np.full(grid.shape, -1000.0)
     image_hu[body], image_hu[organ], image_hu[foam] = 40.0, -850.0, -900.0
     labels = np.zeros(grid.shape, dtype=np.uint8)
@@ -48,14 +51,20 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
     warnings, beyond = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
     assert labels[organ].all()
     assert labels[foam].all() == (modality == "mr")
-    assert beyond is None if modality == "mr" else beyond is not None and beyond[foam].all() and not beyond[body].any()
+    assert (
+        beyond is None
+        if modality == "mr"
+        else beyond is not None and beyond[foam].all() and not beyond[body].any()
+    )
     expected = [
         "128 ml that the coarse stage called left_lung were removed: they lie beside the patient, as foam of the table and blankets do"
     ]
     assert warnings == (expected if modality == "ct" else [])
 
 
-def half_chest(side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
+def half_chest(
+    side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0
+) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Image, mask of its lung, and grid of a half chest; array x runs to the patient's left, the cut lies at the midline."""
     grid = VoxelGrid((10, 40, 60), (2.0, 5.0, 4.0), (0.0, 0.0, 0.0))
     image_hu, lung = np.full(grid.shape, -1000.0), np.zeros(grid.shape, dtype=bool)
@@ -63,22 +72,37 @@ def half_chest(side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0) -> tu
     image_hu[:, 5:35, skin:] = 40.0
     lung[2:8, 10:30, skin + wall : -4] = True
     image_hu[lung] = -850.0
-    return (image_hu, lung, grid) if side == "right" else (image_hu[..., ::-1], lung[..., ::-1], grid)
+    return (
+        (image_hu, lung, grid) if side == "right" else (image_hu[..., ::-1], lung[..., ::-1], grid)
+    )
 
 
 @pytest.mark.parametrize("labelled", ["left", "right"])
 @pytest.mark.parametrize("shown", ["left", "right"])
-def test_a_lone_lung_whose_side_contradicts_the_cut_of_a_half_chest_is_told(shown: str, labelled: str) -> None:
+def test_a_lone_lung_whose_side_contradicts_the_cut_of_a_half_chest_is_told(
+    shown: str, labelled: str
+) -> None:
     image_hu, lung, grid = half_chest(shown)
-    warnings = lone_side_warnings({f"{labelled}_lung": VoxelBox.from_mask(lung)}, image_hu, grid, TASK)
-    assert [f"{labelled}_lung may be {shown}_lung" in sentence for sentence in warnings] == [True] * (shown != labelled)
+    warnings = lone_side_warnings(
+        {f"{labelled}_lung": VoxelBox.from_mask(lung)}, image_hu, grid, TASK
+    )
+    assert [f"{labelled}_lung may be {shown}_lung" in sentence for sentence in warnings] == [
+        True
+    ] * (shown != labelled)
 
 
-@pytest.mark.parametrize("reason", ["both sides found", "the skin is not in view", "half a chest lies between skin and lung"])
+@pytest.mark.parametrize(
+    "reason",
+    ["both sides found", "the skin is not in view", "half a chest lies between skin and lung"],
+)
 def test_without_that_evidence_no_side_is_doubted(reason: str) -> None:
     is_far, is_cut = reason.startswith("half"), reason.startswith("the skin")
-    image_hu, lung, grid = half_chest("right", wall_mm=124.0 if is_far else 40.0, skin_mm=0.0 if is_cut else 20.0)
-    boxes = dict.fromkeys(["left_lung", "right_lung"][: 1 + reason.startswith("both")], VoxelBox.from_mask(lung))
+    image_hu, lung, grid = half_chest(
+        "right", wall_mm=124.0 if is_far else 40.0, skin_mm=0.0 if is_cut else 20.0
+    )
+    boxes = dict.fromkeys(
+        ["left_lung", "right_lung"][: 1 + reason.startswith("both")], VoxelBox.from_mask(lung)
+    )
     assert lone_side_warnings(boxes, image_hu, grid, TASK) == []
 
 
@@ -86,7 +110,9 @@ def test_sides_with_different_labels_stay_as_they_are() -> None:
     """Two lobes on the left, three on the right: no lobe of one side is one of the other."""
     names = ("upper_left", "lower_left", "upper_right", "middle_right", "lower_right")
     regions = (Region("left_lung", names[:2], "left"), Region("right_lung", names[2:], "right"))
-    lobes = replace(TASK, labels=dict(zip(names, range(1, 6), strict=True)), regions=regions, volume_ml={})
+    lobes = replace(
+        TASK, labels=dict(zip(names, range(1, 6), strict=True)), regions=regions, volume_ml={}
+    )
     _, lung, grid = half_chest("right")
     mixed = np.where(lung, 1, 0).astype(np.uint8)
     mixed[:, ::2][lung[:, ::2]] = 3
@@ -108,7 +134,9 @@ def test_a_region_below_the_least_volume_is_absent() -> None:
     found = locate((small, 1), (RIGHT, 2))
     assert list(found.boxes) == ["right_lung"]
     assert not (found.labels == 1).any()
-    assert found.warnings == ["no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are reported as absent"]
+    assert found.warnings == [
+        "no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are reported as absent"
+    ]
 
 
 def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
@@ -116,7 +144,10 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     large = (slice(0, 40), slice(0, 60), slice(0, 30))  # 576 ml
     found = locate((small, 1), (large, 2))
     assert list(found.boxes) == ["right_lung"]
-    assert "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are reported as absent" in found.warnings
+    assert (
+        "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are reported as absent"
+        in found.warnings
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,12 +155,23 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     [
         (((LEFT, 2), (RIGHT, 1)), "lie on the wrong sides"),
         (((LEFT, 1), ((slice(2, 38), slice(5, 55), slice(3, 45)), 2)), "differ much in volume"),
-        (((LEFT, 1), (RIGHT, 2), ((slice(31, 36), slice(20, 40), slice(15, 75)), 1)), "extends beyond the centre of the other"),
-        (((LEFT, 1), ((slice(0, 20), slice(20, 40), slice(15, 35)), 2)), "right_lung touches the lower border"),
-        (((LEFT, 1), ((slice(10, 30), slice(20, 40), slice(0, 20)), 2)), "right_lung touches the right border"),
+        (
+            ((LEFT, 1), (RIGHT, 2), ((slice(31, 36), slice(20, 40), slice(15, 75)), 1)),
+            "extends beyond the centre of the other",
+        ),
+        (
+            ((LEFT, 1), ((slice(0, 20), slice(20, 40), slice(15, 35)), 2)),
+            "right_lung touches the lower border",
+        ),
+        (
+            ((LEFT, 1), ((slice(10, 30), slice(20, 40), slice(0, 20)), 2)),
+            "right_lung touches the right border",
+        ),
     ],
 )
-def test_what_is_not_plausible_is_said_and_goes_on(blocks: tuple[tuple[tuple[slice, slice, slice], int], ...], text: str) -> None:
+def test_what_is_not_plausible_is_said_and_goes_on(
+    blocks: tuple[tuple[tuple[slice, slice, slice], int], ...], text: str
+) -> None:
     found = locate(*blocks)
     assert set(found.boxes) == {"left_lung", "right_lung"}
     (warning,) = found.warnings
@@ -184,12 +226,17 @@ def test_the_crop_holds_region_and_margin_with_the_region_in_the_middle(
 
 def test_an_odd_voxel_goes_to_the_high_end() -> None:
     grid = VoxelGrid((50, 50, 50), (1.0, 1.0, 1.0))
-    box = region_crop(VoxelBox((10, 10, 10), (15, 16, 17)), grid, grid, 2.0, (10, 11, 12), (1, 1, 1)).box
+    box = region_crop(
+        VoxelBox((10, 10, 10), (15, 16, 17)), grid, grid, 2.0, (10, 11, 12), (1, 1, 1)
+    ).box
     assert box == VoxelBox((8, 8, 8), (18, 19, 20))
 
 
 def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() -> None:
-    upper, lower = (slice(10, 22), slice(20, 40), slice(30, 60)), (slice(22, 28), slice(20, 40), slice(30, 60))
+    upper, lower = (
+        (slice(10, 22), slice(20, 40), slice(30, 60)),
+        (slice(22, 28), slice(20, 40), slice(30, 60)),
+    )
     found = locate((upper, 2), (lower, 1))
     assert list(found.boxes) == ["right_lung"]
     assert found.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
@@ -211,7 +258,9 @@ def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None
     assert found.beyond is not None
     assert found.beyond.shape == found.labels.shape == found.grid.shape
     z, y, x = np.indices(found.grid.shape).reshape(3, -1)
-    there = np.rint(grid.world_to_index_zyx(found.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))).astype(int)
+    there = np.rint(
+        grid.world_to_index_zyx(found.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))
+    ).astype(int)
     is_in_body = (there[:, 1] >= 22) & (there[:, 1] < 68) & (there[:, 2] >= 22) & (there[:, 2] < 98)
     assert is_in_body.any()
     assert not found.beyond.reshape(-1)[is_in_body].any()
@@ -229,9 +278,7 @@ def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_remo
     warnings, _ = remove_impossible(labels, image_hu, COARSE, task)
     assert labels[LEFT].any() != is_removed
     assert labels[RIGHT].all()
-    sentence = (
-        "64 ml that the coarse stage called left_lung were removed: the median of such a component is below -980 HU, so it is gas"
-    )
+    sentence = "64 ml that the coarse stage called left_lung were removed: the median of such a component is below -980 HU, so it is gas"
     assert warnings == [sentence] * is_removed
     labels[LEFT] = 1
     assert remove_impossible(labels, image_hu, COARSE, replace(task, least_hu=None))[0] == []

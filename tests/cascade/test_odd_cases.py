@@ -34,16 +34,22 @@ ODD: dict[str, dict[str, Any]] = {
     "prone": {"is_prone": True, "flips": (False, True, True)},
     "feet first": {"is_feet_first": True},
 }
-# Axes of the stored array that are turned round while the header stays as it was; pairs, since a patient is turned, not mirrored.
+# Axes of the stored array that are turned round while the header stays as it was; pairs, since a
+# patient is turned, not mirrored.
 TURNED = {"face down": (1, 2), "upside down": (0, 2), "upside down and face down": (0, 1)}
 
 
 @pytest.fixture(scope="module")
 def stages() -> list[TrainedStage]:
-    return [load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu")) for stage in ("coarse", "fine")]
+    return [
+        load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu"))
+        for stage in ("coarse", "fine")
+    ]
 
 
-def phantom(turn: Callable[[np.ndarray], np.ndarray] = np.asarray, **odd: Any) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
+def phantom(
+    turn: Callable[[np.ndarray], np.ndarray] = np.asarray, **odd: Any
+) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Oriented image, labels and grid."""
     made = make_phantom(
         PhantomSpec(
@@ -60,7 +66,9 @@ def phantom(turn: Callable[[np.ndarray], np.ndarray] = np.asarray, **odd: Any) -
     return image_hu, orient(turn(made.labels), made.grid)[0], grid
 
 
-def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine: TrainedStage) -> dict[str, float]:
+def shares_inside(
+    found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine: TrainedStage
+) -> dict[str, float]:
     """Share of each lung that lies in the crop that the fine stage gets; 0 without one."""
     shares = {}
     for value, name in ((1, "left_lung"), (2, "right_lung")):
@@ -70,7 +78,14 @@ def shares_inside(found: Localisation, labels: np.ndarray, grid: VoxelGrid, fine
         shares[name] = 0.0
         if name in found.boxes:
             fine_grid = grid.resampled(fine.spacing_mm)
-            box = region_crop(found.boxes[name], found.grid, fine_grid, fine.region_margin_mm, fine.tile_size, fine.divisor).box
+            box = region_crop(
+                found.boxes[name],
+                found.grid,
+                fine_grid,
+                fine.region_margin_mm,
+                fine.tile_size,
+                fine.divisor,
+            ).box
             native = grid.box_from(fine_grid.crop(box), VoxelBox.full(box.shape))
             shares[name] = float(((voxels >= native.start) & (voxels < native.stop)).all(1).mean())
     return shares
@@ -101,7 +116,9 @@ def test_a_missing_lung_is_absent(missing: str, other: str, stages: list[Trained
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", TURNED.values(), ids=TURNED)
-def test_a_patient_who_lies_otherwise_than_the_header_says_is_reported(axes: tuple[int, int], stages: list[TrainedStage]) -> None:
+def test_a_patient_who_lies_otherwise_than_the_header_says_is_reported(
+    axes: tuple[int, int], stages: list[TrainedStage]
+) -> None:
     image_hu, _, grid = phantom(lambda array: np.flip(array, axes))
     found = localise([image_hu], grid, stages[0])
     assert any("exchanged" in warning for warning in found.warnings), found.warnings

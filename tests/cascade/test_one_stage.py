@@ -24,15 +24,23 @@ STORED = Orientation((2, 0, 1), (False, True, False))
 
 
 @pytest.mark.parametrize("tile_size", [None, (24, 32, 40)])
-def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(tile_size: tuple[int, int, int] | None) -> None:
+def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(
+    tile_size: tuple[int, int, int] | None,
+) -> None:
     class Sided(CoarseOracle):
         """Label by the sign of a ramp that the tile keeps, so that tiles agree."""
 
         def forward(self, image: Tensor) -> Tensor:
-            return super().forward(image) if tile_size is None else torch.cat([image * 0, 10 * (image - 0.01), image - 30], 1)
+            return (
+                super().forward(image)
+                if tile_size is None
+                else torch.cat([image * 0, 10 * (image - 0.01), image - 30], 1)
+            )
 
     volume, target = scan(STORED)
-    result = Cascade(stage(Sided(), "coarse", WHOLE, spacing_mm=(1.0, 1.0, 1.0), tile_size=tile_size)).segment(volume)
+    result = Cascade(
+        stage(Sided(), "coarse", WHOLE, spacing_mm=(1.0, 1.0, 1.0), tile_size=tile_size)
+    ).segment(volume)
     assert result.labels.shape == volume.array.shape
     if tile_size is None:
         assert all(dice(result.labels == value, target == value) > 0.95 for value in (1, 2))
@@ -80,7 +88,9 @@ def test_several_checkpoints_and_flips_give_a_disagreement() -> None:
 
 
 def test_a_missing_or_superfluous_stage_is_refused() -> None:
-    with pytest.raises(UserError, match="has regions, which a fine stage refines; give fine=<checkpoint>"):
+    with pytest.raises(
+        UserError, match="has regions, which a fine stage refines; give fine=<checkpoint>"
+    ):
         Cascade(stage(CoarseOracle(), "coarse"))
     with pytest.raises(UserError, match="has no regions; leave fine out"):
         Cascade(stage(CoarseOracle(), "coarse", WHOLE), stage(FineOracle(), "fine", WHOLE))

@@ -35,26 +35,37 @@ def test_a_finer_grid_is_asked_at_the_centres_of_the_coarse_voxels() -> None:
     rng = np.random.default_rng(1)
     coarse_grid = VoxelGrid((4, 5, 6), (6.0, 3.0, 4.5), (10.0, 20.0, 30.0))
     fine_grid = VoxelGrid((16, 15, 18), (2.0, 1.0, 1.5), (10.0 - 1.5, 20.0 - 1.0, 30.0 - 2.0))
-    coarse, final = rng.integers(0, 3, coarse_grid.shape).astype(np.uint8), rng.integers(0, 3, fine_grid.shape).astype(np.uint8)
+    coarse, final = (
+        rng.integers(0, 3, coarse_grid.shape).astype(np.uint8),
+        rng.integers(0, 3, fine_grid.shape).astype(np.uint8),
+    )
     middle = final[1:12:3, 1::3, 1::3]
     expected = {name: dice(coarse == value, middle == value) for name, value in TASK.labels.items()}
-    assert agreement(coarse, coarse_grid, final, fine_grid, REGIONS) == pytest.approx(expected, abs=1e-12)
+    assert agreement(coarse, coarse_grid, final, fine_grid, REGIONS) == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_between_fine_voxels_the_nearest_is_asked() -> None:
     coarse_grid = VoxelGrid((4, 4, 6), (2.5, 2.5, 2.5))
-    fine_grid = VoxelGrid((10, 10, 15), (1.0, 1.0, 1.0), (-0.2, -0.2, -0.2))  # centres at 0.2, 2.7, 5.2, 7.7, … fine voxels
+    fine_grid = VoxelGrid(
+        (10, 10, 15), (1.0, 1.0, 1.0), (-0.2, -0.2, -0.2)
+    )  # centres at 0.2, 2.7, 5.2, 7.7, … fine voxels
     coarse = np.full(coarse_grid.shape, 1, dtype=np.uint8)
     final = np.zeros(fine_grid.shape, dtype=np.uint8)
     final[np.ix_([0, 3, 5, 8], [0, 3, 5, 8], [0, 3, 5, 8, 10, 13])] = 1
-    assert agreement(coarse, coarse_grid, final, fine_grid, {"left_lung": (1,)}) == {"left_lung": 1.0}
+    assert agreement(coarse, coarse_grid, final, fine_grid, {"left_lung": (1,)}) == {
+        "left_lung": 1.0
+    }
 
 
 def test_only_the_given_regions_have_an_agreement() -> None:
     grid = VoxelGrid((4, 4, 4), (2.0, 2.0, 2.0))
     labels = np.zeros(grid.shape, dtype=np.uint8)
     labels[1:3] = 2
-    assert agreement(labels, grid, 0 * labels, grid, {"right_lung": REGIONS["right_lung"]}) == {"right_lung": 0.0}
+    assert agreement(labels, grid, 0 * labels, grid, {"right_lung": REGIONS["right_lung"]}) == {
+        "right_lung": 0.0
+    }
 
 
 @pytest.mark.parametrize("lean", [-0.3, 0.0, 0.3])
@@ -68,24 +79,41 @@ def test_lungs_that_end_round_below_and_hollow_above_stand_on_their_heads(lean: 
         labels[is_lung & ~is_dome] = value
     air_hu = np.full(COARSE.shape, -850.0, dtype=np.float32)
     for turned, is_said in ((labels, False), (labels[::-1], True)):
-        boxes = {name: box for name, value in TASK.labels.items() if (box := VoxelBox.from_mask(turned == value))}
+        boxes = {
+            name: box
+            for name, value in TASK.labels.items()
+            if (box := VoxelBox.from_mask(turned == value))
+        }
         warnings = position_warnings(air_hu, turned, boxes, COARSE, TASK)
         assert any("look like their apices" in warning for warning in warnings) == is_said
-        assert not position_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), "no organ full of air"
+        assert not position_warnings(air_hu + 1000, turned, boxes, COARSE, TASK), (
+            "no organ full of air"
+        )
 
 
 @pytest.mark.parametrize(("scale", "is_told"), [(1.0, False), (5.0, True), (0.2, True)])
 def test_a_volume_that_the_task_calls_implausible_is_told(scale: float, is_told: bool) -> None:
     """A header with the wrong slice spacing: all shapes are right, and the volumes are not."""
     volume, target = scan()
-    expected_ml = {name: float((target == value).sum() * voxel_ml(GRID)) for name, value in TASK.labels.items()}
+    expected_ml = {
+        name: float((target == value).sum() * voxel_ml(GRID)) for name, value in TASK.labels.items()
+    }
     task = replace(TASK, volume_ml={name: (0.5 * ml, 2.0 * ml) for name, ml in expected_ml.items()})
     warnings = volume_warnings({name: scale * ml for name, ml in expected_ml.items()}, target, task)
     assert len(warnings) == 2 * is_told
     assert all("ml are plausible: check the spacing of the scan" in warning for warning in warnings)
     cascade = Cascade(stage(CoarseOracle(), "coarse", task), stage(FineOracle(), "fine", task))
     stretched = replace(volume, grid=replace(volume.grid, spacing_mm=(3.1 * scale, 0.9, 0.8)))
-    assert bool([warning for warning in cascade.segment(stretched).warnings if "are plausible" in warning]) is is_told
+    assert (
+        bool(
+            [
+                warning
+                for warning in cascade.segment(stretched).warnings
+                if "are plausible" in warning
+            ]
+        )
+        is is_told
+    )
 
 
 def test_a_region_that_the_scan_cuts_may_be_small() -> None:
@@ -98,8 +126,12 @@ def test_a_region_that_the_scan_cuts_may_be_small() -> None:
     assert len(volume_warnings({**volumes_ml, "left_lung": 25.0}, labels, task)) == 1
 
 
-@pytest.mark.parametrize(("other", "doubtful"), [(0.0, False), (0.004, False), (0.006, True), (0.4, True)])
-def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(other: float, doubtful: bool) -> None:
+@pytest.mark.parametrize(
+    ("other", "doubtful"), [(0.0, False), (0.004, False), (0.006, True), (0.4, True)]
+)
+def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(
+    other: float, doubtful: bool
+) -> None:
     """The background in the same voxels does not count, nor do the probabilities of the other side elsewhere."""
     labels = np.zeros((4, 6, 10), dtype=np.uint8)
     labels[1:3, 1:5, 6:9], labels[1:3, 1:5, 1:4] = 1, 2
@@ -108,7 +140,9 @@ def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(other: float
     probs[:, left] = 0.8 * np.array([[0.25], [1 - other], [other]])
     probs[:, right] = np.array([[0.1], [0.0], [0.9]])
     warnings = side_warnings(probs, labels, TASK)
-    assert [one.split(":")[0] for one in warnings] == ["the side of left_lung is doubtful"] * doubtful
+    assert [one.split(":")[0] for one in warnings] == [
+        "the side of left_lung is doubtful"
+    ] * doubtful
     assert not doubtful or f"{100 * other:.1f}% of it to right_lung" in warnings[0]
     assert side_warnings(probs, np.zeros_like(labels), TASK) == []
 
@@ -125,7 +159,9 @@ def test_the_point_of_the_largest_difference_is_in_the_slice_with_most_of_it() -
     added = {"left_lung": np.zeros(grid.shape, dtype=bool)}
     added["left_lung"][2, 0:4, 0:4] = True
     expected = grid.index_to_world_xyz_mm([2, 1.5, 1.5])
-    assert most_disputed_xyz_mm(coarse, grid, final, grid, added) == pytest.approx(tuple(expected)), "an addition is a difference"
+    assert most_disputed_xyz_mm(coarse, grid, final, grid, added) == pytest.approx(
+        tuple(expected)
+    ), "an addition is a difference"
 
 
 def test_additions_count_where_they_are_left_and_not_in_the_agreement() -> None:
@@ -137,8 +173,12 @@ def test_additions_count_where_they_are_left_and_not_in_the_agreement() -> None:
     added = {"left_lung": coarse == 1, "right_lung": coarse == 1}
     added["left_lung"] = added["left_lung"] & (np.arange(6) < 2)[:, None, None]
     volumes_ml = added_volumes(grid, final, grid, REGIONS, added)
-    assert volumes_ml == {"left_lung": pytest.approx((16 - 4) * 4.0 * 2.0 * 3.0 / 1000)}, "nothing of the right lung is left"
+    assert volumes_ml == {"left_lung": pytest.approx((16 - 4) * 4.0 * 2.0 * 3.0 / 1000)}, (
+        "nothing of the right lung is left"
+    )
     assert added_volumes(grid, final, grid, REGIONS, {}) == {}
     kept = 3 * 16
     expected = 2 * kept / (4 * 16 + kept)
-    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}, added)["left_lung"] == pytest.approx(expected)
+    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}, added)[
+        "left_lung"
+    ] == pytest.approx(expected)

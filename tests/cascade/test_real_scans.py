@@ -27,13 +27,18 @@ def test_lungs_do_not_depend_on_the_memory(shared_ct: Path) -> None:
         images = {row["case"]: row["image"] for row in csv.DictReader(table)}
     for name in ("acrin_001_tp1", "cip_ct64"):
         results = {
-            gib: LungSegmenter(accelerator="cpu", options=InferenceOptions(budget_gib=gib)).segment(shared_ct / images[name])
+            gib: LungSegmenter(accelerator="cpu", options=InferenceOptions(budget_gib=gib)).segment(
+                shared_ct / images[name]
+            )
             for gib in (4.0, 1.0, 0.25, 0.01)
         }
         assert not any("slabs" in plan for plan in results[4.0].tiling_plans.values())
         assert all("slabs" in plan for plan in results[0.01].tiling_plans.values())
         for gib, value in itertools.product(results, (1, 2)):
-            assert dice(results[gib].labels.array == value, results[4.0].labels.array == value) >= 0.9995, (name, gib)
+            assert (
+                dice(results[gib].labels.array == value, results[4.0].labels.array == value)
+                >= 0.9995
+            ), (name, gib)
 
 
 @pytest.mark.slow

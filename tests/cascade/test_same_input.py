@@ -54,11 +54,19 @@ def written(folder: Path) -> Case:
     write_image(folder / "ct.nii.gz", image_hu, GRID)
     write_labels(folder / "labels.nii.gz", labels, GRID)
     # An oracle's scan has the values of no tissue.
-    return Case("a", folder / "ct.nii.gz", folder / "labels.nii.gz", "a", ignore_findings=frozenset({"hu_range"}))
+    return Case(
+        "a",
+        folder / "ct.nii.gz",
+        folder / "labels.nii.gz",
+        "a",
+        ignore_findings=frozenset({"hu_range"}),
+    )
 
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
-def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(resampling: str, tmp_path: Path) -> None:
+def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(
+    resampling: str, tmp_path: Path
+) -> None:
     case = written(tmp_path)
     coarse, fine = Watching(CoarseOracle()), Watching(FineOracle())
     stages = (
@@ -68,24 +76,35 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(r
     result = Cascade(*stages).segment(read_image(case.image))
 
     names = {1: "left_lung", 2: "right_lung"}
-    entries = [prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling) for one in stages]
-    whole = Samples(entries[:1], TASK, StageCrops(divisor=coarse.divisor), StageOptions(name=StageName.coarse), seed=0)[0][
-        "image"
+    entries = [
+        prepare_case(case, tmp_path, one.spacing_mm, TASK, names, resampling=resampling)
+        for one in stages
     ]
+    whole = Samples(
+        entries[:1],
+        TASK,
+        StageCrops(divisor=coarse.divisor),
+        StageOptions(name=StageName.coarse),
+        seed=0,
+    )[0]["image"]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
 
     class PredictedCrops(StageCrops):
         def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
             return Crop(case.grid, result.boxes[region.name].voxels)
 
-    samples = Samples(entries[1:], TASK, PredictedCrops(), StageOptions(name=StageName.fine), seed=0)
+    samples = Samples(
+        entries[1:], TASK, PredictedCrops(), StageOptions(name=StageName.fine), seed=0
+    )
     crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
     assert np.ptp(crops[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
         torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
 
 
-def spacing_of(rule: GridRule, spacing_mm: tuple[float, float, float] | None, resampling: str) -> SpacingOptions:
+def spacing_of(
+    rule: GridRule, spacing_mm: tuple[float, float, float] | None, resampling: str
+) -> SpacingOptions:
     """The keys that make a rule."""
     strategy = SpacingStrategy.multi_scale
     if rule.is_cube:
@@ -104,12 +123,21 @@ def spacing_of(rule: GridRule, spacing_mm: tuple[float, float, float] | None, re
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rule: str, resampling: str, tmp_path: Path) -> None:
+def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(
+    rule: str, resampling: str, tmp_path: Path
+) -> None:
     case = written(tmp_path)
     spacing_mm, how = RULES[rule]
     watching = Watching(CoarseOracle()), Watching(FineOracle())
     coarse = stage(watching[0], "coarse", spacing_mm=spacing_mm, rule=how, resampling=resampling)
-    fine = stage(watching[1], "fine", region_margin_mm=15.0, spacing_mm=spacing_mm, rule=how, resampling=resampling)
+    fine = stage(
+        watching[1],
+        "fine",
+        region_margin_mm=15.0,
+        spacing_mm=spacing_mm,
+        rule=how,
+        resampling=resampling,
+    )
     result = Cascade(coarse, fine).segment(read_image(case.image))
     seen = [watching[0].seen, watching[1].seen]
     source = CaseSource(Split((case,), (case,), ()), {1: "left_lung", 2: "right_lung"}, 1.0)
@@ -125,7 +153,10 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
         data.prepare_data()
         watched = [image[0] for image in images]
         data.setup("fit")
-        samples = sorted((data.val_samples()[n] for n in range(len(watched))), key=lambda sample: sample["region"])
+        samples = sorted(
+            (data.val_samples()[n] for n in range(len(watched))),
+            key=lambda sample: sample["region"],
+        )
         for sample, image in zip(samples, watched, strict=True):
             (batch,) = collate([sample], (8, 8, 8))
             # The cache holds whole HU, which resampling mixes.
@@ -136,7 +167,9 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(rul
 
 
 @pytest.mark.parametrize("normalise", ["zscore", "percentile"])
-def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise: str, tmp_path: Path) -> None:
+def test_a_second_channel_looks_the_same_in_training_and_in_prediction(
+    normalise: str, tmp_path: Path
+) -> None:
     case = written(tmp_path)
     mr = np.random.default_rng(0).gamma(2.0, 120.0, GRID.shape).astype(np.float32)
     mr[:, :12] = 0
@@ -153,7 +186,16 @@ def test_a_second_channel_looks_the_same_in_training_and_in_prediction(normalise
     Cascade(one).segment(read_image(case.image), [read_image(tmp_path / "mr.nii.gz").array])
     entry = prepare_case(case, tmp_path, one.spacing_mm, task, {1: "left_lung", 2: "right_lung"})
     (batch,) = collate(
-        [Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]], (8, 8, 8)
+        [
+            Samples(
+                [entry],
+                task,
+                StageCrops(divisor=(8, 8, 8)),
+                StageOptions(name=StageName.coarse),
+                seed=0,
+            )[0]
+        ],
+        (8, 8, 8),
     )
     assert watching.seen[0].shape == batch["image"].shape
     torch.testing.assert_close(watching.seen[0][:, 1], batch["image"][:, 1], rtol=0, atol=1e-4)

@@ -10,17 +10,25 @@ from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.orient import Orientation
 
-STORED = [Orientation((0, 1, 2), (False, False, False)), Orientation((2, 0, 1), (True, False, True))]
+STORED = [
+    Orientation((0, 1, 2), (False, False, False)),
+    Orientation((2, 0, 1), (True, False, True)),
+]
 
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("coarse_mm", [None, (4.0, 2.0, 2.5)])
 @pytest.mark.parametrize("fine_mm", [None, (3.0, 1.0, 0.8)])
 def test_every_grid_comes_back_to_the_input(
-    coarse_mm: tuple[float, float, float] | None, fine_mm: tuple[float, float, float] | None, stored: Orientation
+    coarse_mm: tuple[float, float, float] | None,
+    fine_mm: tuple[float, float, float] | None,
+    stored: Orientation,
 ) -> None:
     volume, labels = scan(stored)
-    coarse, fine = stage(CoarseOracle(), "coarse", spacing_mm=coarse_mm), stage(FineOracle(), "fine", spacing_mm=fine_mm)
+    coarse, fine = (
+        stage(CoarseOracle(), "coarse", spacing_mm=coarse_mm),
+        stage(FineOracle(), "fine", spacing_mm=fine_mm),
+    )
     result = Cascade(coarse, fine).segment(volume)
     assert result.labels.shape == volume.array.shape
     for value in TASK.labels.values():
@@ -34,9 +42,10 @@ def test_every_grid_comes_back_to_the_input(
 def test_every_rule_of_the_coarse_stage_finds_the_regions(rule: str, stored: Orientation) -> None:
     volume, labels = scan(stored)
     spacing_mm, how = RULES[rule]
-    result = Cascade(stage(CoarseOracle(), "coarse", spacing_mm=spacing_mm, rule=how), stage(FineOracle(), "fine")).segment(
-        volume
-    )
+    result = Cascade(
+        stage(CoarseOracle(), "coarse", spacing_mm=spacing_mm, rule=how),
+        stage(FineOracle(), "fine"),
+    ).segment(volume)
     lies_right(result.labels, labels)
     for region in TASK.regions:
         values = TASK.region_values(region)
@@ -48,12 +57,15 @@ def test_every_rule_of_the_coarse_stage_finds_the_regions(rule: str, stored: Ori
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_of_the_fine_stage_comes_back_to_the_input(rule: str, stored: Orientation) -> None:
+def test_every_rule_of_the_fine_stage_comes_back_to_the_input(
+    rule: str, stored: Orientation
+) -> None:
     volume, labels = scan(stored)
     spacing_mm, how = RULES[rule]
-    result = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=spacing_mm, rule=how)).segment(
-        volume
-    )
+    result = Cascade(
+        stage(CoarseOracle(), "coarse"),
+        stage(FineOracle(), "fine", spacing_mm=spacing_mm, rule=how),
+    ).segment(volume)
     lies_right(result.labels, labels)
 
 
@@ -71,7 +83,9 @@ def lies_right(result: np.ndarray, labels: np.ndarray) -> None:
 def test_a_bent_crop_is_told_and_undone() -> None:
     volume, labels = scan()
     flat = GridRule(size=(24, 96, 64))
-    result = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=None, rule=flat)).segment(volume)
+    result = Cascade(
+        stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", spacing_mm=None, rule=flat)
+    ).segment(volume)
     lies_right(result.labels, labels)
     assert set(result.distortions) == {"refine_left_lung", "refine_right_lung"}
     for region in TASK.regions:
@@ -82,13 +96,22 @@ def test_a_bent_crop_is_told_and_undone() -> None:
         assert bent == max(spacing_mm) / min(spacing_mm) > 2
         (said,) = (warning for warning in result.warnings if warning.startswith(f"{region.name}: "))
         assert f"were resized to 24×96×64 voxels, a distortion of {bent:.1f}" in said
-        # The crop measures the block and at least 6 mm on each side of it, less than a coarse voxel and a slice more.
+        # The crop measures the block and at least 6 mm on each side of it, less than a coarse voxel
+        # and a slice more.
         extent_mm = np.multiply(flat.size, spacing_mm)
-        tight_mm = np.multiply([np.ptp(axis) + 1 for axis in np.nonzero(labels == TASK.labels[region.name])], GRID.spacing_mm)
+        tight_mm = np.multiply(
+            [np.ptp(axis) + 1 for axis in np.nonzero(labels == TASK.labels[region.name])],
+            GRID.spacing_mm,
+        )
         assert (extent_mm >= tight_mm + 12 - 1e-6).all()
         assert (extent_mm <= tight_mm + 12 + 2 * (2.0 + 2 * np.array(GRID.spacing_mm))).all()
 
 
 def test_without_a_fixed_size_nothing_is_bent() -> None:
     volume, _ = scan()
-    assert Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")).segment(volume).distortions == {}
+    assert (
+        Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
+        .segment(volume)
+        .distortions
+        == {}
+    )

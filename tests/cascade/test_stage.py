@@ -36,7 +36,9 @@ NO_SIDES = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000
 class Sloped(FineOracle):
     """Foreground logit is the image plus a slope along the axes; keeps what it was given."""
 
-    def __init__(self, slopes: tuple[float, float, float] = (0.0, 0.0, 0.0), gain: float = 1.0) -> None:
+    def __init__(
+        self, slopes: tuple[float, float, float] = (0.0, 0.0, 0.0), gain: float = 1.0
+    ) -> None:
         super().__init__()
         self.slopes, self.gain = slopes, gain
         self.shapes: list[tuple[int, ...]] = []
@@ -45,7 +47,10 @@ class Sloped(FineOracle):
     def forward(self, image: Tensor) -> Tensor:
         self.shapes.append(tuple(image.shape))
         self.devices.append(image.device.type)
-        ramp = [slope * torch.linspace(-1, 1, size) for slope, size in zip(self.slopes, image.shape[2:], strict=True)]
+        ramp = [
+            slope * torch.linspace(-1, 1, size)
+            for slope, size in zip(self.slopes, image.shape[2:], strict=True)
+        ]
         logit = self.gain * (image + ramp[0][:, None, None] + ramp[1][:, None] + ramp[2])
         return torch.cat([torch.zeros_like(logit), logit], 1)
 
@@ -56,7 +61,9 @@ def image() -> Tensor:
 
 def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time() -> None:
     network = Sloped()
-    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(image(), InferenceOptions(budget_gib=1.0))
+    whole = stage(network, "fine", bytes_per_voxel=100.0).predict_probs(
+        image(), InferenceOptions(budget_gib=1.0)
+    )
     trained = stage(network, "fine", bytes_per_voxel=100.0, tile_size=(72, 72, 80))
     tiled = trained.predict_probs(image(), InferenceOptions(budget_gib=0.04))
     assert str(whole.tiling_plan) == "whole"
@@ -66,33 +73,51 @@ def test_a_wanted_tile_gives_the_same_where_the_network_sees_one_voxel_at_a_time
     assert whole.warnings == tiled.warnings == []
 
 
-@pytest.mark.parametrize(("tile_size", "needed"), [(None, "the crop of 96×128×80"), ((96, 96, 80), "one tile of 96×96×80")])
-def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(tile_size: tuple[int, int, int] | None, needed: str) -> None:
+@pytest.mark.parametrize(
+    ("tile_size", "needed"),
+    [(None, "the crop of 96×128×80"), ((96, 96, 80), "one tile of 96×96×80")],
+)
+def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(
+    tile_size: tuple[int, int, int] | None, needed: str
+) -> None:
     network = Sloped()
     trained = stage(network, "fine", bytes_per_voxel=4096.0, tile_size=tile_size)
     with pytest.raises(
-        UserError, match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB"
+        UserError,
+        match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB",
     ):
         trained.predict_probs(image(), InferenceOptions(budget_gib=0.5))
     assert network.shapes == []
 
 
-@pytest.mark.parametrize(("trained_on", "is_told"), [((128, 160, 160), True), (None, True), ((96, 96, 96), False)])
-def test_tiles_of_another_size_than_in_training_are_warned_of(trained_on: tuple[int, int, int] | None, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("trained_on", "is_told"), [((128, 160, 160), True), (None, True), ((96, 96, 96), False)]
+)
+def test_tiles_of_another_size_than_in_training_are_warned_of(
+    trained_on: tuple[int, int, int] | None, is_told: bool
+) -> None:
     trained = stage(Sloped(), "fine", tile_size=trained_on)
     trained.use_tiles((96, 96, 96))
     assert trained.tile_size == (96, 96, 96)
     result = Cascade(stage(CoarseOracle(), "coarse"), trained).segment(scan()[0])
-    told = [one for one in result.warnings if "the fine stage runs in tiles of 96×96×96 voxels instead of" in one]
+    told = [
+        one
+        for one in result.warnings
+        if "the fine stage runs in tiles of 96×96×96 voxels instead of" in one
+    ]
     assert len(told) == is_told
     assert not any("as in training" in one for one in told), "nothing is known of other weights"
 
 
 def test_only_the_included_weights_are_told_what_tiles_were_measured_to_change() -> None:
-    own = load_cascade(None, None, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96)))
+    own = load_cascade(
+        None, None, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96))
+    )
     assert "Dice of 0.96 to 0.99" in own.stages[-1].warnings[0]
     paths = [[shipped_weights("lungs", name)] for name in ("coarse", "fine")]
-    given = load_cascade(*paths, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96)))
+    given = load_cascade(
+        *paths, accelerator="cpu", options=InferenceOptions(tile_size=(96, 96, 96))
+    )
     assert "Dice" not in given.stages[-1].warnings[0]
 
 
@@ -103,7 +128,8 @@ def test_tiles_that_a_network_of_one_input_size_cannot_take_are_refused() -> Non
     trained = stage(Fixed(), "fine", tile_size=(96, 96, 96))
     trained.use_tiles((96, 96, 96))
     with pytest.raises(
-        UserError, match=r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels only"
+        UserError,
+        match=r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels only",
     ):
         trained.use_tiles((64, 64, 64))
 
@@ -122,22 +148,33 @@ class OutOfMemory(Sloped):
         if image.device.type == "meta" and image.numel() > self.limit:
             self.shapes.append(tuple(image.shape))
             raise self.error
-        return super().forward(image.cpu() if image.device.type != "meta" else torch.zeros(image.shape))
+        return super().forward(
+            image.cpu() if image.device.type != "meta" else torch.zeros(image.shape)
+        )
 
 
 def on_meta(network: OutOfMemory, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stage on a device that is no CPU; tensors come back from it as zeros."""
     real_cpu = Tensor.cpu
-    monkeypatch.setattr(Tensor, "cpu", lambda t: torch.zeros(t.shape) if t.device.type == "meta" else real_cpu(t))
+    monkeypatch.setattr(
+        Tensor, "cpu", lambda t: torch.zeros(t.shape) if t.device.type == "meta" else real_cpu(t)
+    )
     return stage(network, "fine", device=torch.device("meta"), bytes_per_voxel=100.0)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")])
-def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA error: out of memory")],
+)
+def test_a_full_gpu_is_left_with_tiles_of_the_same_size(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network, large = OutOfMemory(0, error), torch.rand(1, 160, 128, 96)
     result = on_meta(network, monkeypatch).predict_probs(large, InferenceOptions())
     assert network.shapes == [(1, 1, 160, 128, 96)]
-    assert result.warnings == ["the fine stage ran out of memory on the GPU and went on with the CPU"]
+    assert result.warnings == [
+        "the fine stage ran out of memory on the GPU and went on with the CPU"
+    ]
     assert str(result.tiling_plan) == "whole"
     expected = stage(Sloped(), "fine").predict_probs(large, InferenceOptions()).probs
     torch.testing.assert_close(result.probs, expected)
@@ -146,7 +183,9 @@ def test_a_full_gpu_is_left_with_tiles_of_the_same_size(error: Exception, monkey
 def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[str] = []
 
-    def run(trained: TrainedStage, image: Tensor, plan: TilingPlan, options: InferenceOptions) -> Any:
+    def run(
+        trained: TrainedStage, image: Tensor, plan: TilingPlan, options: InferenceOptions
+    ) -> Any:
         plans.append(f"{trained.device.type}: {plan}")
         if trained.device.type == "meta":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -156,12 +195,23 @@ def test_a_full_gpu_first_takes_one_tile_at_a_time(monkeypatch: pytest.MonkeyPat
     trained = on_meta(OutOfMemory(0), monkeypatch)
     trained.tile_size = (64, 64, 64)
     result = trained.predict_probs(torch.rand(1, 160, 128, 96), InferenceOptions())
-    assert plans == ["meta: tiles of 64×64×64, 8 at a time", "meta: tiles of 64×64×64", "cpu: tiles of 64×64×64"]
-    assert [remark.split("went on with ")[1] for remark in result.warnings] == ["one tile at a time", "the CPU"]
+    assert plans == [
+        "meta: tiles of 64×64×64, 8 at a time",
+        "meta: tiles of 64×64×64",
+        "cpu: tiles of 64×64×64",
+    ]
+    assert [remark.split("went on with ")[1] for remark in result.warnings] == [
+        "one tile at a time",
+        "the CPU",
+    ]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()])
-def test_no_other_error_is_taken_for_a_full_gpu(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access"), MemoryError()]
+)
+def test_no_other_error_is_taken_for_a_full_gpu(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(OutOfMemory):
         def forward(self, image: Tensor) -> Tensor:
             raise error
@@ -189,17 +239,27 @@ def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
 
 
 @pytest.mark.parametrize(("tile_size", "tta"), [(None, True), ((64, 64, 80), False)])
-def test_a_small_budget_runs_slabs_with_the_same_result(tile_size: tuple[int, int, int] | None, tta: bool) -> None:
+def test_a_small_budget_runs_slabs_with_the_same_result(
+    tile_size: tuple[int, int, int] | None, tta: bool
+) -> None:
     trained = unet_stage(tile_size=tile_size)
-    whole, slabs = (trained.predict_probs(image(), InferenceOptions(budget_gib=gib, tta=tta)) for gib in (4.0, 0.025))
+    whole, slabs = (
+        trained.predict_probs(image(), InferenceOptions(budget_gib=gib, tta=tta))
+        for gib in (4.0, 0.025)
+    )
     assert str(slabs.tiling_plan) == f"{whole.tiling_plan}, in slabs"
     torch.testing.assert_close(slabs.probs, whole.probs, rtol=0, atol=2.0**-11)
     assert whole.probs.std() > 0.01
-    with pytest.raises(UserError, match=r"inference\.budget_gib=0\.0002 is too small for the fine stage: .* needs 0\.0\d GiB"):
+    with pytest.raises(
+        UserError,
+        match=r"inference\.budget_gib=0\.0002 is too small for the fine stage: .* needs 0\.0\d GiB",
+    ):
         trained.predict_probs(image(), InferenceOptions(budget_gib=0.0002))
 
 
-def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = unet_stage()
     expected = trained.predict_probs(image(), InferenceOptions())
 
@@ -208,15 +268,23 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(monkeypatc
 
     monkeypatch.setattr(StageNetwork, "forward", full)
     result = trained.predict_probs(image(), InferenceOptions())
-    assert result.warnings == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    assert result.warnings == [
+        "the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"
+    ]
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
 
 def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
     trained, grid = unet_stage(), VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
-    with pytest.raises(UserError, match=r"inference\.budget_gib=0\.01 is too small for the fine stage"):
-        Cascade(stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=0.01)).check_budget(grid)
-    Cascade(stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=1.0)).check_budget(grid)
+    with pytest.raises(
+        UserError, match=r"inference\.budget_gib=0\.01 is too small for the fine stage"
+    ):
+        Cascade(
+            stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=0.01)
+        ).check_budget(grid)
+    Cascade(
+        stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=1.0)
+    ).check_budget(grid)
 
 
 def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_scan() -> None:
@@ -229,12 +297,18 @@ def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_sca
 
 def test_several_checkpoints_are_averaged_and_their_spread_is_the_standard_deviation() -> None:
     networks = [Sloped(gain=gain) for gain in (0.0, 1.0, 5.0)]
-    singles = [stage(network, "fine").predict_probs(image(), InferenceOptions()) for network in networks]
+    singles = [
+        stage(network, "fine").predict_probs(image(), InferenceOptions()) for network in networks
+    ]
     assert [single.std for single in singles] == [None] * 3
-    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(image(), InferenceOptions())
+    result = stage(networks[0], "fine", others=tuple(networks[1:])).predict_probs(
+        image(), InferenceOptions()
+    )
     foreground = torch.stack([single.probs[1].float() for single in singles])
     torch.testing.assert_close(result.probs[1].float(), foreground.mean(0), rtol=0, atol=2.0**-11)
-    torch.testing.assert_close(result.probs.float().sum(0), torch.ones(SHAPE), rtol=0, atol=2.0**-11)
+    torch.testing.assert_close(
+        result.probs.float().sum(0), torch.ones(SHAPE), rtol=0, atol=2.0**-11
+    )
     assert result.std is not None
     torch.testing.assert_close(result.std, foreground.std(0, correction=0), rtol=0, atol=1e-3)
 
@@ -245,8 +319,14 @@ def test_flips_leave_the_sides_where_they_count() -> None:
     assert len(flips(NO_SIDES, tta=True)) == 8
     # A slope along a flipped axis cancels in the logits; one along x stays.
     options = InferenceOptions(tta=True)
-    for slopes, is_even in (((3.0, 0.0, 0.0), True), ((0.0, 3.0, 0.0), True), ((0.0, 0.0, 3.0), False)):
-        probs = stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), options).probs[1]
+    for slopes, is_even in (
+        ((3.0, 0.0, 0.0), True),
+        ((0.0, 3.0, 0.0), True),
+        ((0.0, 0.0, 3.0), False),
+    ):
+        probs = (
+            stage(Sloped(slopes), "fine").predict_probs(torch.zeros(1, *SHAPE), options).probs[1]
+        )
         assert bool(torch.allclose(probs.float(), torch.full(SHAPE, 0.5), atol=1e-5)) is is_even
     # The image is turned back: its own detail stays in place.
     bright = torch.zeros(SHAPE)
@@ -266,7 +346,9 @@ def test_the_disagreement_lies_where_the_checkpoints_differ(tta: bool) -> None:
 
     volume, target = scan(STORED)
     fine = stage(FineOracle(), "fine", others=(Eager(),))
-    result = Cascade(stage(CoarseOracle(), "coarse"), fine, InferenceOptions(tta=tta)).segment(volume)
+    result = Cascade(stage(CoarseOracle(), "coarse"), fine, InferenceOptions(tta=tta)).segment(
+        volume
+    )
     assert result.disagreement is not None
     assert result.disagreement.shape == volume.array.shape
     assert result.disagreement.dtype == np.uint8
@@ -333,7 +415,8 @@ class Everything(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("channel", "is_seen"), [(Channel(window_hu=(-1000.0, 400.0)), False), (Channel("mr", None, "zscore"), True)]
+    ("channel", "is_seen"),
+    [(Channel(window_hu=(-1000.0, 400.0)), False), (Channel("mr", None, "zscore"), True)],
 )
 def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_seen: bool) -> None:
     tiled = stage(Everything(), "fine", replace(TASK, channels=(channel,)), tile_size=(16, 16, 16))
@@ -344,7 +427,9 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen
 
 
-def test_tile_workers_are_asked_for_the_network_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tile_workers_are_asked_for_the_network_of_the_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trained = stage(Sloped(), "fine")
     trained = replace(trained, others=(Sloped(),), tile_size=(64, 64, 64))
     jobs: list[Any] = []
@@ -367,10 +452,14 @@ def test_tile_workers_are_asked_for_the_network_of_the_stage(monkeypatch: pytest
     assert (on_cpu.device.type, len(on_cpu.networks)) == ("cpu", 2)
 
 
-def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plans: list[Any] = []
 
-    def run(trained: TrainedStage, given: Tensor, plan: TilingPlan, options: InferenceOptions) -> Any:
+    def run(
+        trained: TrainedStage, given: Tensor, plan: TilingPlan, options: InferenceOptions
+    ) -> Any:
         plans.append(plan.slab_bytes)
         if plan.slab_bytes is None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
@@ -380,7 +469,9 @@ def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(monkeypatch: pyte
     trained = unet_stage()
     result = trained.predict_probs(image(), InferenceOptions(budget_gib=2.0))
     assert plans == [None, 2.0 * 2**28]
-    assert result.warnings == ["the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"]
+    assert result.warnings == [
+        "the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"
+    ]
     plans.clear()
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
     trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))

@@ -25,5 +25,10 @@ def test_bash_completes_commands_keys_and_values() -> None:
         complete_line "medseg pr"
         complete_line "medseg train stage=fine loss=dice_"
     """
-    result = subprocess.run(["bash", "-c", script], capture_output=True, encoding="utf-8", check=True)
-    assert result.stdout.splitlines() == ["prepare predict", "loss=dice_ce loss=dice_ce_presence loss=dice_focal"]
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, encoding="utf-8", check=True
+    )
+    assert result.stdout.splitlines() == [
+        "prepare predict",
+        "loss=dice_ce loss=dice_ce_presence loss=dice_focal",
+    ]

@@ -48,7 +48,9 @@ class Command:
         monkeypatch.setattr(train, "rank", lambda: 0)
         monkeypatch.setattr(train, "is_under_torchrun", lambda: False)
         monkeypatch.setattr(train, "num_restarts", lambda: 0)
-        self.config = compose("train", TrainConfig, f"run_dir='{folder / 'run'}'", "logger=none", "seed=3")
+        self.config = compose(
+            "train", TrainConfig, f"run_dir='{folder / 'run'}'", "logger=none", "seed=3"
+        )
 
     def start(self, config: TrainConfig) -> int:
         self.started.append((config.run_dir, config.resume))
@@ -69,10 +71,16 @@ def test_a_run_is_opened_and_its_empty_folder_removed(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "own_rank", "is_told"), [(EXIT_OUT_OF_MEMORY, 0, True), (EXIT_OUT_OF_MEMORY, 1, False), (1, 0, False)]
+    ("code", "own_rank", "is_told"),
+    [(EXIT_OUT_OF_MEMORY, 0, True), (EXIT_OUT_OF_MEMORY, 1, False), (1, 0, False)],
 )
 def test_the_first_rank_without_memory_names_the_plan(
-    code: int, own_rank: int, is_told: bool, command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int,
+    own_rank: int,
+    is_told: bool,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command.code = code
     planned: list[Any] = []
@@ -80,18 +88,31 @@ def test_the_first_rank_without_memory_names_the_plan(
     monkeypatch.setattr(train, "open_or_leave", lambda config, is_named: config)
     monkeypatch.setattr(train, "is_under_torchrun", lambda: own_rank > 0)
     monkeypatch.setattr(train, "from_first_rank", lambda opened: opened or command.config)
-    monkeypatch.setattr(train, "plan_command", lambda config, arguments: planned.append(arguments) or "medseg plan")
+    monkeypatch.setattr(
+        train, "plan_command", lambda config, arguments: planned.append(arguments) or "medseg plan"
+    )
     assert train.train(command.config) == code
     assert planned == [["hydra.x=1", "seed=3"]] * is_told
-    assert ("find switches that fit into this machine: medseg plan" in capsys.readouterr().err) == is_told
+    assert (
+        "find switches that fit into this machine: medseg plan" in capsys.readouterr().err
+    ) == is_told
 
 
 @pytest.mark.parametrize(
     ("hydra_keys", "keys", "is_named"),
-    [([], ["seed=1"], False), (["hydra.run.dir=x"], [], True), ([], ["run_dir=x"], True), ([], ["stage.run_dir=x"], False)],
+    [
+        ([], ["seed=1"], False),
+        (["hydra.run.dir=x"], [], True),
+        ([], ["run_dir=x"], True),
+        ([], ["stage.run_dir=x"], False),
+    ],
 )
 def test_a_folder_that_the_user_names_is_told_from_the_default(
-    hydra_keys: list[str], keys: list[str], is_named: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+    hydra_keys: list[str],
+    keys: list[str],
+    is_named: bool,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []
     command.hydra.overrides = SimpleNamespace(hydra=hydra_keys, task=keys)
@@ -101,7 +122,9 @@ def test_a_folder_that_the_user_names_is_told_from_the_default(
     assert command.started == [], "a finished run is not started"
 
 
-def test_a_multirun_is_a_job_of_its_sweep_and_not_of_torchrun(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_multirun_is_a_job_of_its_sweep_and_not_of_torchrun(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command.hydra.mode = RunMode.MULTIRUN
     monkeypatch.setattr(train.sweeps, "run_job", lambda config: 17)
     assert train.train(command.config) == 17
@@ -137,7 +160,9 @@ def test_a_run_is_resumed_unless_it_has_finished(
     monkeypatch.setattr(train, "num_restarts", lambda: restarts)
     monkeypatch.setattr(train, "find_run", lambda config: found)
     monkeypatch.setattr(train, "is_finished", lambda config: is_over)
-    monkeypatch.setattr(train, "open_run", lambda config, is_named: calls.append((config.resume, is_named)))
+    monkeypatch.setattr(
+        train, "open_run", lambda config, is_named: calls.append((config.resume, is_named))
+    )
     result = train.open_or_leave(replace(command.config, resume=resume), True)
     has_ended = said.startswith("already")
     assert (result is None) == has_ended
@@ -148,14 +173,19 @@ def test_a_run_is_resumed_unless_it_has_finished(
         assert calls == [("old" if is_over else opened, True)]
 
 
-def test_the_process_of_a_training_imports_nothing_from_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_a_training_imports_nothing_from_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(train.STOP, "install", lambda: calls.append("install"))
     monkeypatch.setattr(entry, "run", lambda *arguments: calls.append(arguments))
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     train.main()
     assert os.environ["PYTHONSAFEPATH"] == "1"
-    assert calls == ["install", ("train", train.train, train.sweeps.note_refusal, train.sweeps.exit_codes, train.read)]
+    assert calls == [
+        "install",
+        ("train", train.train, train.sweeps.note_refusal, train.sweeps.exit_codes, train.read),
+    ]
 
 
 class Climb:
@@ -171,7 +201,11 @@ class Climb:
 
 @pytest.mark.parametrize(("found", "code"), [(0.004, 0), (None, 1)])
 def test_a_rate_is_printed_as_the_argument_of_a_training(
-    found: float | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: float | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = [
         f"output='{tmp_path / 'out'}'",
@@ -183,16 +217,28 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
     ]
     config = compose("find_lr", FindLrConfig, *settings, "seed=9", "run_dir=none")
     fitted: list[Any] = []
-    trainer = SimpleNamespace(limit_val_batches=1, fit=lambda module, datamodule: fitted.append((module, datamodule)))
+    trainer = SimpleNamespace(
+        limit_val_batches=1, fit=lambda module, datamodule: fitted.append((module, datamodule))
+    )
     built: dict[str, Any] = {}
     seeds: list[int] = []
     Climb.losses = [3.0, 2.0, 1.0, 5.0]
     monkeypatch.setattr(find_lr.torch, "manual_seed", seeds.append)
     monkeypatch.setattr(find_lr, "LrRange", Climb)
-    monkeypatch.setattr(find_lr, "make_network", lambda given: built.update(config=given) or "network")
-    monkeypatch.setattr(find_lr, "load_initial_weights", lambda network, given: built.update(initial=network))
-    monkeypatch.setattr(find_lr, "make_trainer", lambda given, callbacks: built.update(callbacks=callbacks) or trainer)
-    monkeypatch.setattr(find_lr, "make_module", lambda given, network, metadata: (network, metadata))
+    monkeypatch.setattr(
+        find_lr, "make_network", lambda given: built.update(config=given) or "network"
+    )
+    monkeypatch.setattr(
+        find_lr, "load_initial_weights", lambda network, given: built.update(initial=network)
+    )
+    monkeypatch.setattr(
+        find_lr,
+        "make_trainer",
+        lambda given, callbacks: built.update(callbacks=callbacks) or trainer,
+    )
+    monkeypatch.setattr(
+        find_lr, "make_module", lambda given, network, metadata: (network, metadata)
+    )
     monkeypatch.setattr(find_lr, "make_data_module", lambda given: "data")
     monkeypatch.setattr(find_lr, "find_spacing", lambda *_: None)
     monkeypatch.setattr(find_lr, "suggest_lr", lambda lrs, losses: found)
@@ -215,8 +261,13 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
         assert "the loss never falls" in said.err
         assert "optimizer.lr" not in said.out
     else:
-        assert said.out.splitlines()[0] == "optimizer.lr=0.002", "the scaling multiplies it by the root of the batch"
-        assert "suggested: 0.004, where the loss falls steepest but at most a tenth of 0.01" in said.err
+        assert said.out.splitlines()[0] == "optimizer.lr=0.002", (
+            "the scaling multiplies it by the root of the batch"
+        )
+        assert (
+            "suggested: 0.004, where the loss falls steepest but at most a tenth of 0.01"
+            in said.err
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,23 +277,38 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
         (["trainer=ddp", "stage.batch_size=2"], "find_lr runs on one rank"),
     ],
 )
-def test_rates_that_do_not_rise_and_several_ranks_are_refused(settings: list[str], said: str) -> None:
+def test_rates_that_do_not_rise_and_several_ranks_are_refused(
+    settings: list[str], said: str
+) -> None:
     config = compose("find_lr", FindLrConfig, *settings, "run_dir=none")
     with pytest.raises(UserError, match=said):
         find_lr.find_lr(config)
 
 
 @pytest.mark.parametrize(
-    ("fixed_size", "words"), [(None, "any size in multiples of 8×16×32 voxels"), ((16, 32, 64), "16×32×64 voxels (z, y, x) only")]
+    ("fixed_size", "words"),
+    [
+        (None, "any size in multiples of 8×16×32 voxels"),
+        ((16, 32, 64), "16×32×64 voxels (z, y, x) only"),
+    ],
 )
 def test_an_export_says_which_sizes_the_file_takes(
-    fixed_size: tuple[int, int, int] | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fixed_size: tuple[int, int, int] | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[Any] = []
     stage = SimpleNamespace(divisor=(8, 16, 32))
     exported = SimpleNamespace(fixed_size=fixed_size, form="ONNX, opset 18", difference=1.5e-6)
-    monkeypatch.setattr(export, "load_stage", lambda *arguments, **options: calls.append((arguments, options)) or stage)
-    monkeypatch.setattr(export, "export_stage", lambda *arguments: calls.append(arguments) or exported)
+    monkeypatch.setattr(
+        export,
+        "load_stage",
+        lambda *arguments, **options: calls.append((arguments, options)) or stage,
+    )
+    monkeypatch.setattr(
+        export, "export_stage", lambda *arguments: calls.append(arguments) or exported
+    )
     config = compose("export", ExportConfig, "checkpoint=a.ckpt", "output=model.onnx")
     assert export.export(config) == 0
     ((path, name, device, precision, trusted), options), given = calls
@@ -288,7 +354,9 @@ def test_the_program_says_its_version_and_lists_its_commands(
 
 
 @pytest.mark.parametrize(("name", "is_ours"), [("optuna", True), ("somewhere", False)])
-def test_a_command_without_its_package_names_the_extra(name: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_its_package_names_the_extra(
+    name: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(module: str) -> Any:
         raise ModuleNotFoundError("missing", name=name)
 
@@ -299,15 +367,21 @@ def test_a_command_without_its_package_names_the_extra(name: str, is_ours: bool,
     ((command, job),) = jobs
     assert command == "search"
     if is_ours:
-        with pytest.raises(UserError, match=r"search needs optuna, which is not installed; .*medseg\[search\]"):
+        with pytest.raises(
+            UserError, match=r"search needs optuna, which is not installed; .*medseg\[search\]"
+        ):
             job(None)
     else:
         with pytest.raises(ModuleNotFoundError):
             job(None)
 
 
-def test_the_command_named_like_a_word_of_python_calls_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(import_data=lambda config: 3, plan=lambda config: 4, main=lambda: mains.append(1))
+def test_the_command_named_like_a_word_of_python_calls_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = SimpleNamespace(
+        import_data=lambda config: 3, plan=lambda config: 4, main=lambda: mains.append(1)
+    )
     mains: list[int] = []
     jobs: dict[str, Any] = {}
     monkeypatch.setattr(entry, "import_module", lambda name: module)

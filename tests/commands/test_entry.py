@@ -43,7 +43,9 @@ def test_checkpoints_may_be_a_list(value: str, paths: list[str] | str) -> None:
     assert OverridesParser.create().parse_override(quoted).value() == paths
 
 
-def test_a_path_in_brackets_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_in_brackets_that_exists_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[a]").touch()
     assert OverridesParser.create().parse_override(quote_paths(["fine=[a]"])[0]).value() == "[a]"
@@ -62,7 +64,9 @@ def test_other_arguments_are_left_alone() -> None:
         pytest.param(["plan", "stage=coarse", "shape=[32,32,32]"], marks=pytest.mark.slow),
     ],
 )
-def test_a_reader_that_leaves_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
+def test_a_reader_that_leaves_ends_the_command_quietly(
+    arguments: list[str], tmp_path: Path
+) -> None:
     """As `| head` does, once it has its lines."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -96,12 +100,21 @@ entry.run("predict", job)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
-@pytest.mark.parametrize(("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str], policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+def test_threads_that_wait_sleep_unless_the_user_has_chosen(
+    given: dict[str, str], policy: str, tmp_path: Path
+) -> None:
     """OpenMP reads the variable once, when torch is loaded, and says what it has read."""
     environment = {**ENVIRONMENT, "OMP_DISPLAY_ENV": "TRUE", **given}
     done = subprocess.run(
-        [sys.executable, "-c", WITH_TORCH], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
+        [sys.executable, "-c", WITH_TORCH],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
 
@@ -135,7 +148,9 @@ def test_threads_that_wait_sleep_unless_the_user_has_chosen(given: dict[str, str
         (["phantoms"], "there is no command phantoms"),
     ],
 )  # fmt: skip
-def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_a_mistake_ends_with_code_2_and_no_traceback(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
     result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert said in result.stderr
@@ -156,7 +171,9 @@ def test_a_mistake_ends_with_code_2_and_no_traceback(arguments: list[str], said:
         ["phantom", "output=file/out"],
     ],
 )  # fmt: skip
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(arguments: list[str], tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(
+    arguments: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "file").write_bytes(b"kept")
     (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii,b.nii\n")
     result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
@@ -170,7 +187,11 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(argument
 def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: Path) -> None:
     for command in ("train", "prepare", "predict", "evaluate", "report", "phantom", "demo"):
         result = subprocess.run(
-            [*MEDSEG, command, "--cfg", "job"], cwd=tmp_path, capture_output=True, encoding="utf-8", env=ENVIRONMENT
+            [*MEDSEG, command, "--cfg", "job"],
+            cwd=tmp_path,
+            capture_output=True,
+            encoding="utf-8",
+            env=ENVIRONMENT,
         )
         assert result.returncode == 0, result.stderr
         assert ":" in result.stdout

@@ -25,9 +25,13 @@ def run(*overrides: str) -> int:
         return export(to_config(hydra.compose("export", list(overrides)), ExportConfig))
 
 
-def write(path: Path, target: str | None = None, overrides: Sequence[str] = ("model.width=4",)) -> Path:
+def write(
+    path: Path, target: str | None = None, overrides: Sequence[str] = ("model.width=4",)
+) -> Path:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("train", ["stage=fine", *overrides, "run_dir=x"]), TrainConfig)
+        config = to_config(
+            hydra.compose("train", ["stage=fine", *overrides, "run_dir=x"]), TrainConfig
+        )
     metadata = make_metadata(config, plain(config))
     if target is not None:
         metadata["model"]["_target_"] = target
@@ -49,12 +53,17 @@ def test_networks_of_monai_are_exported_with_their_input_sizes(
 ) -> None:
     path = write(tmp_path / "w.safetensors", None, NETWORKS[name])
     assert run(f"checkpoint='{path}'", f"output='{tmp_path / output}'") == 0
-    size = {"dynunet": "any size in multiples of 4×4×4 voxels (z, y, x)", "unetr": "32×32×32 voxels (z, y, x) only"}[name]
+    size = {
+        "dynunet": "any size in multiples of 4×4×4 voxels (z, y, x)",
+        "unetr": "32×32×32 voxels (z, y, x) only",
+    }[name]
     assert f"input of {size}; logits within" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("target", ["hostile_package.Net", "os.system"])
-def test_a_hostile_class_of_a_checkpoint_is_never_imported(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_class_of_a_checkpoint_is_never_imported(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hostile_package.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     checkpoint = write(tmp_path / "w.safetensors", target)

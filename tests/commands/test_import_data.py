@@ -27,7 +27,9 @@ def run(*overrides: str) -> int:
         return import_data(to_config(hydra.compose("import", list(overrides)), ImportConfig))
 
 
-def test_the_table_and_the_task_say_what_the_data_set_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_task_say_what_the_data_set_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_nnunet(tmp_path / "Dataset001_Chest")
     assert run(f"input='{folder}'", f"output='{tmp_path / 'out'}'") == 0
     assert read_case_table(tmp_path / "out") == list(import_dataset(folder).cases)
@@ -41,7 +43,9 @@ def test_the_table_and_the_task_say_what_the_data_set_holds(tmp_path: Path, caps
     assert ["case", "1", "used", "test,", "without", "labels", "chest_003"] in lines
     assert ["file", "8", "used", "read", "for", "the", "cases"] in lines
     account = read_csv(tmp_path / "out" / "account.csv")
-    assert {row["name"] for row in account if row["kind"] == "case"} == {f"chest_{number:03d}" for number in range(4)}
+    assert {row["name"] for row in account if row["kind"] == "case"} == {
+        f"chest_{number:03d}" for number in range(4)
+    }
 
 
 def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
@@ -57,19 +61,25 @@ def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
     assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
 
 
-def test_the_same_import_may_be_repeated_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_import_may_be_repeated_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_nnunet(tmp_path / "data", channels=("CT", "PET"))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         assert run("input=data", "output=out") == 0
     table = (tmp_path / "out" / "cases.csv").read_text(encoding="utf-8")
-    (tmp_path / "out" / "cases.csv").write_text(table.replace("chest_000", "edited"), encoding="utf-8")
+    (tmp_path / "out" / "cases.csv").write_text(
+        table.replace("chest_000", "edited"), encoding="utf-8"
+    )
     with pytest.raises(UserError, match="holds other cases; remove it, or give another output"):
         run("input=data", "output=out")
 
 
 @pytest.mark.parametrize("name", ["Doe, John (1)", "a=b"])
-def test_odd_names_of_folders_and_files(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_names_of_folders_and_files(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_nnunet(tmp_path / name)
     for path in [*folder.glob("imagesTr/*"), *folder.glob("labelsTr/*")]:
         path.rename(path.with_name(path.name.replace("chest_000", "Thorax, ü [1]")))
@@ -85,11 +95,16 @@ def test_odd_names_of_folders_and_files(tmp_path: Path, name: str, monkeypatch: 
 def test_a_folder_of_no_known_layout_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["medseg import", f"input={tmp_path}", f"output={tmp_path / 'out'}"])
+    monkeypatch.setattr(
+        sys, "argv", ["medseg import", f"input={tmp_path}", f"output={tmp_path / 'out'}"]
+    )
     with pytest.raises(SystemExit) as ended:
         run_command("import")
     assert ended.value.code == 2
-    assert f"medseg: {tmp_path}: expected a data set in one of these layouts, but found none" in capsys.readouterr().err
+    assert (
+        f"medseg: {tmp_path}: expected a data set in one of these layouts, but found none"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -98,10 +113,15 @@ def test_files_that_a_person_has_edited_are_kept(tmp_path: Path) -> None:
     assert run(*given) == run(*given) == 0  # the same files again
     for name in ("task.yaml", "cases.csv"):
         path = tmp_path / "out" / name
-        edited = path.read_text(encoding="utf-8").replace("left_lung: 1", "left: 1").replace("chest_001,", "mine,", 1)
+        edited = (
+            path.read_text(encoding="utf-8")
+            .replace("left_lung: 1", "left: 1")
+            .replace("chest_001,", "mine,", 1)
+        )
         path.write_text(edited, encoding="utf-8")
         with pytest.raises(
-            UserError, match=rf"{name} exists and (differs|holds other cases).*; remove it, or give another output"
+            UserError,
+            match=rf"{name} exists and (differs|holds other cases).*; remove it, or give another output",
         ):
             run(*given)
         assert path.read_text(encoding="utf-8") == edited

@@ -21,14 +21,22 @@ from medseg.training.options import TrainConfig
 
 
 def run(table: Path, cache_dir: Path, *overrides: str) -> int:
-    common = [f"data.cases='{table}'", f"data.cache='{cache_dir}'", "spacing@spacings.fine=isotropic_4mm"]
+    common = [
+        f"data.cases='{table}'",
+        f"data.cache='{cache_dir}'",
+        "spacing@spacings.fine=isotropic_4mm",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("prepare", [*common, "spacing@spacings.coarse=isotropic_4mm", *overrides])
+        composed = hydra.compose(
+            "prepare", [*common, "spacing@spacings.coarse=isotropic_4mm", *overrides]
+        )
     return prepare(to_config(composed, PrepareConfig))
 
 
 def cached(cache_dir: Path) -> list[str]:
-    return sorted(sidecar.parent.name.rpartition("-")[0] for sidecar in cache_dir.rglob("case.json"))
+    return sorted(
+        sidecar.parent.name.rpartition("-")[0] for sidecar in cache_dir.rglob("case.json")
+    )
 
 
 def table_of(tiny_table: Path, folder: Path, *rows: str) -> Path:
@@ -42,7 +50,11 @@ def table_of(tiny_table: Path, folder: Path, *rows: str) -> Path:
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "no memory"])
 def test_a_bad_case_does_not_stop_the_rest(
-    damage: str, tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    damage: str,
+    tiny_table: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = ["a,c0.nii.gz,l0.nii.gz", "bad,bad.nii.gz,l1.nii.gz", "z,c2.nii.gz,l2.nii.gz"]
     table = table_of(tiny_table, tmp_path, *rows)
@@ -76,7 +88,10 @@ def test_another_label_convention(tiny_table: Path, tmp_path: Path) -> None:
     other[7:] += (other[7:] == 11).astype(np.uint8)  # two lobes of the right lung
     other[0, 0, 0] = 5
     write_labels(tmp_path / "other.nii.gz", other, labels.grid)
-    convention = ["data.label_values={left_lung: 10, right_lung: [11, 12]}", "+data.label_values.trachea=5"]
+    convention = [
+        "data.label_values={left_lung: 10, right_lung: [11, 12]}",
+        "+data.label_values.trachea=5",
+    ]
     assert run(table, tmp_path / "cache", *convention) == 1, "b has another convention"
     assert cached(tmp_path / "cache") == ["a"]
     (mapped,) = (tmp_path / "cache").rglob("labels.npy")
@@ -85,7 +100,9 @@ def test_another_label_convention(tiny_table: Path, tmp_path: Path) -> None:
     assert np.array_equal(np.load(mapped), np.load(plain))
 
 
-def test_swapped_sides_are_refused(tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapped_sides_are_refused(
+    tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = table_of(tiny_table, tmp_path, "a,c0.nii.gz,l0.nii.gz", "b,c1.nii.gz,l1.nii.gz")
     assert run(table, tmp_path / "cache", "data.label_values={left_lung: 2, right_lung: 1}") == 1
     assert cached(tmp_path / "cache") == []
@@ -94,28 +111,55 @@ def test_swapped_sides_are_refused(tiny_table: Path, tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(
     "spacing",
-    [["spacing=fixed_size"], ["spacing=multi_scale", "spacing.target_spacing_mm=[1.0,1.0,1.0]", "spacing.resampling=linear"]],
+    [
+        ["spacing=fixed_size"],
+        [
+            "spacing=multi_scale",
+            "spacing.target_spacing_mm=[1.0,1.0,1.0]",
+            "spacing.resampling=linear",
+        ],
+    ],
 )
 def test_training_finds_what_was_prepared_for_its_strategy(
     spacing: list[str], tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [one.replace("spacing=", "spacing@spacings.fine=").replace("spacing.", "spacings.fine.") for one in spacing]
+    given = [
+        one.replace("spacing=", "spacing@spacings.fine=").replace("spacing.", "spacings.fine.")
+        for one in spacing
+    ]
     assert run(tiny_table, tmp_path, *given) == 0
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        arguments = [f"data.cases='{tiny_table}'", f"data.cache='{tmp_path}'", "stage=fine", "run_dir=x", *spacing]
+        arguments = [
+            f"data.cases='{tiny_table}'",
+            f"data.cache='{tmp_path}'",
+            "stage=fine",
+            "run_dir=x",
+            *spacing,
+        ]
         config = to_config(hydra.compose("train", arguments), TrainConfig)
-    monkeypatch.setattr("medseg.training.data_module.prepare_case", lambda *_, **__: pytest.fail("built anew"))
+    monkeypatch.setattr(
+        "medseg.training.data_module.prepare_case", lambda *_, **__: pytest.fail("built anew")
+    )
     data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     assert data.train_cases
 
 
-def test_a_test_case_without_labels_is_no_mistake(tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_test_case_without_labels_is_no_mistake(
+    tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = table_of(tiny_table, tmp_path)
-    table.write_text("case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,test\n")
+    table.write_text(
+        "case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,test\n"
+    )
     assert run(table, tmp_path / "cache") == 0
     assert cached(tmp_path / "cache") == ["a"]
-    assert "medseg: 1 test case without labels: only predict uses them, so they are not prepared" in capsys.readouterr().err
-    table.write_text("case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,train\n")
+    assert (
+        "medseg: 1 test case without labels: only predict uses them, so they are not prepared"
+        in capsys.readouterr().err
+    )
+    table.write_text(
+        "case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,train\n"
+    )
     assert run(table, tmp_path / "cache") == 1

@@ -74,7 +74,10 @@ def test_the_gpus_of_the_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
         nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=93),
     )
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    assert app.machine()[2:] == [("GPU 0: memory", "1.0 of 8.0 GiB"), ("GPU 0: utilisation", "93 %")]
+    assert app.machine()[2:] == [
+        ("GPU 0: memory", "1.0 of 8.0 GiB"),
+        ("GPU 0: utilisation", "93 %"),
+    ]
     driver.nvmlDeviceGetUtilizationRates = no_utilisation
     assert app.machine()[2:] == [("GPU 0: memory", "1.0 of 8.0 GiB")]
 
@@ -91,7 +94,11 @@ def test_a_live_view_ends_with_the_run(
 ) -> None:
     statuses = iter(["running"] * 4 + ["finished"] * 9)
     monkeypatch.setattr(app, "status_of_run", lambda _: app.Status(next(statuses)))
-    monkeypatch.setattr(app, "Console", lambda highlight: Console(force_terminal=True, width=120, highlight=highlight))
+    monkeypatch.setattr(
+        app,
+        "Console",
+        lambda highlight: Console(force_terminal=True, width=120, highlight=highlight),
+    )
     assert app.watch(WatchConfig(str(run_dir), 0.01)) == 0
     assert "finished: step 20 of 50" in capsys.readouterr().out
 

@@ -14,8 +14,11 @@ from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
 from medseg.training.options import TrainConfig
 
-# Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what is searched.
-GROUPS = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep"))
+# Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what
+# is searched.
+GROUPS = sorted(
+    path for path in conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "sweep")
+)
 FILES = [(group.name, path.stem) for group in GROUPS for path in sorted(group.glob("*.yaml"))]
 FILES.remove(("task", "brain_tumour"))  # four channels: test_task_presets.py
 # What a file needs beside itself on the tiny cases.
@@ -23,7 +26,10 @@ ALSO = {
     ("task", "heart"): ["+data.label_values={heart: 1, other: 2}"],
     ("data", "phantom_organs"): ["data.labels_column=labels"],
     ("inference", "tiles"): ["stage=fine", "inference.tile_size=[32,32,32]"],
-    ("trainer", "ddp"): ["trainer.devices=1", "trainer.strategy=auto"],  # two ranks: tests/integration
+    ("trainer", "ddp"): [
+        "trainer.devices=1",
+        "trainer.strategy=auto",
+    ],  # two ranks: tests/integration
     ("trainer", "gpu"): ["trainer.accelerator=cpu"],
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("loss", "sum"): ["loss.terms=[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}]"],
@@ -52,8 +58,16 @@ EXPERIMENT = [
 
 @pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
 @pytest.mark.slow
-def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if group not in ("data", "logger", "spacing", "stage", "task"):  # those change or read the pictures
+def test_takes_two_steps(
+    group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if group not in (
+        "data",
+        "logger",
+        "spacing",
+        "stage",
+        "task",
+    ):  # those change or read the pictures
         request.getfixturevalue("without_pictures")
     overrides = [
         f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "steps=2",
@@ -64,7 +78,11 @@ def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path
     if name in ("mlflow", "wandb"):
         pytest.importorskip(name, reason="pip install 'medseg[loggers]'")
     if group in ("model", "spacing"):
-        overrides = [o for o in overrides if not o.startswith({"model": "model.width", "spacing": "spacing."}[group])]
+        overrides = [
+            o
+            for o in overrides
+            if not o.startswith({"model": "model.width", "spacing": "spacing."}[group])
+        ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("train", [*overrides, f"run_dir='{tmp_path / 'run'}'"])
     config = to_config(composed, TrainConfig)
@@ -76,14 +94,20 @@ def test_takes_two_steps(group: str, name: str, tiny_table: Path, tmp_path: Path
     assert (run_dir / "history.csv").read_text().count("\n") >= 3
 
 
-@pytest.mark.parametrize("path", sorted((conf_dir() / "sweep").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((conf_dir() / "sweep").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_a_space_holds_values_that_a_run_could_have(path: Path) -> None:
     """With the command that the file itself names."""
     pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
     from medseg.studies.search import check_space, composer
 
     command = next(line for line in path.read_text().splitlines() if line.startswith("# Run:"))
-    arguments = [argument for argument in command.split("medseg search ")[1].split() if not argument.startswith("data.cases=")]
+    arguments = [
+        argument
+        for argument in command.split("medseg search ")[1].split()
+        if not argument.startswith("data.cases=")
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("search", [*arguments, "run_dir=none"]), SearchConfig)
         assert config.sweep.name == path.stem

@@ -39,7 +39,9 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
         f"task={preset}", "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=2",
         "data.phantoms.num_val=1", "data.phantoms.num_test=0", f"data.cache='{tmp_path / 'cache'}'",
     ]  # fmt: skip
-    config = compose("prepare", PrepareConfig, *data, f"spacings.coarse.{SPACING}", f"spacings.fine.{SPACING}")
+    config = compose(
+        "prepare", PrepareConfig, *data, f"spacings.coarse.{SPACING}", f"spacings.fine.{SPACING}"
+    )
     assert prepare(config) == 0
     checkpoints = []
     for stage in ("coarse", "fine") if config.task.regions else ("single",):
@@ -51,14 +53,24 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
         )  # fmt: skip
         open_run(trained)
         assert train_run(trained)["steps"] == 2
-        checkpoints.append(f"{stage.replace('single', 'coarse')}='{run_dir / 'checkpoints' / 'last.ckpt'}'")
+        checkpoints.append(
+            f"{stage.replace('single', 'coarse')}='{run_dir / 'checkpoints' / 'last.ckpt'}'"
+        )
     table = tmp_path / preset / "table.csv"
-    given = [f"input='{table}'", f"output='{tmp_path / 'out'}'", *checkpoints, "accelerator=cpu", "threads=1"]
+    given = [
+        f"input='{table}'",
+        f"output='{tmp_path / 'out'}'",
+        *checkpoints,
+        "accelerator=cpu",
+        "threads=1",
+    ]
     predicted = compose("predict", PredictConfig, *given)
     assert predict(predicted) == 0
     with table.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert sum(column.startswith("image") for column in rows[0]) == len(config.task.channels or [None])
+    assert sum(column.startswith("image") for column in rows[0]) == len(
+        config.task.channels or [None]
+    )
     for row in rows:
         labels = read_labels(tmp_path / "out" / f"{row['case']}.nii.gz")
         assert labels.grid.is_close(read_image(table.parent / row["image"]).grid)
@@ -67,11 +79,28 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("task", "columns", "parts"),
-    [("lungs", 1, ["left_lung", "right_lung"]), ("brain_tumour", 4, ["edema", "non_enhancing_tumour", "enhancing_tumour"])],
+    [
+        ("lungs", 1, ["left_lung", "right_lung"]),
+        ("brain_tumour", 4, ["edema", "non_enhancing_tumour", "enhancing_tumour"]),
+    ],
 )
-def test_the_command_writes_scenes_of_a_task(task: str, columns: int, parts: list[str], tmp_path: Path) -> None:
+def test_the_command_writes_scenes_of_a_task(
+    task: str, columns: int, parts: list[str], tmp_path: Path
+) -> None:
     counts = ["num_train=1", "num_val=1", "num_test=0"]
-    assert phantom(compose("phantom", PhantomsConfig, f"task={task}", "scene=organs", f"output='{tmp_path}'", *counts)) == 0
+    assert (
+        phantom(
+            compose(
+                "phantom",
+                PhantomsConfig,
+                f"task={task}",
+                "scene=organs",
+                f"output='{tmp_path}'",
+                *counts,
+            )
+        )
+        == 0
+    )
     with (tmp_path / "table.csv").open(encoding="utf-8") as file:
         (first, _) = csv.DictReader(file)
     assert sum(column.startswith("image") for column in first) == columns

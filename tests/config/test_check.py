@@ -40,7 +40,11 @@ def test_tuples_keep_their_length_and_type() -> None:
 def numeric_arguments(point: str, prefix: str) -> list[tuple[str, str]]:
     """Pairs of a class and a numeric argument, of all classes of a module of torch or MONAI that are at an extension point."""
     module = importlib.import_module(prefix)
-    base = {"optimizer": torch.optim.Optimizer, "schedule": torch.optim.lr_scheduler.LRScheduler, "loss": torch.nn.Module}[point]
+    base = {
+        "optimizer": torch.optim.Optimizer,
+        "schedule": torch.optim.lr_scheduler.LRScheduler,
+        "loss": torch.nn.Module,
+    }[point]
     found = []
     for name, cls in vars(module).items():
         if not inspect.isclass(cls) or not issubclass(cls, base) or name.startswith("_"):
@@ -57,14 +61,28 @@ ANY_NUMBER = {"last_epoch", "ignore_index", "tolerance_grad", "tolerance_change"
 
 
 @pytest.mark.parametrize(
-    ("point", "prefix"), [("optimizer", "torch.optim"), ("schedule", "torch.optim.lr_scheduler"), ("loss", "monai.losses")]
+    ("point", "prefix"),
+    [
+        ("optimizer", "torch.optim"),
+        ("schedule", "torch.optim.lr_scheduler"),
+        ("loss", "monai.losses"),
+    ],
 )
-def test_every_number_of_an_optimiser_a_schedule_and_a_loss_has_a_range(point: str, prefix: str) -> None:
-    without = [pair for pair in numeric_arguments(point, prefix) if not range_of(point, *pair) and pair[1] not in ANY_NUMBER]
+def test_every_number_of_an_optimiser_a_schedule_and_a_loss_has_a_range(
+    point: str, prefix: str
+) -> None:
+    without = [
+        pair
+        for pair in numeric_arguments(point, prefix)
+        if not range_of(point, *pair) and pair[1] not in ANY_NUMBER
+    ]
     assert without == []
 
 
-@pytest.mark.parametrize(("command", "root"), [("ladder", schema.LadderConfig), ("time_to_dice", schema.TimeToDiceConfig)])
+@pytest.mark.parametrize(
+    ("command", "root"),
+    [("ladder", schema.LadderConfig), ("time_to_dice", schema.TimeToDiceConfig)],
+)
 def test_items_of_a_mapping_may_be_lists(command: str, root: type) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(command, ["run_dir=runs/test"])
@@ -72,7 +90,11 @@ def test_items_of_a_mapping_may_be_lists(command: str, root: type) -> None:
 
 
 def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
-    assert to_config(compose("stage=coarse"), TrainConfig).spacing.target_spacing_mm == (2.0, 2.0, 2.0)
+    assert to_config(compose("stage=coarse"), TrainConfig).spacing.target_spacing_mm == (
+        2.0,
+        2.0,
+        2.0,
+    )
     chosen = to_config(compose("stage=fine", "spacing=isotropic_4mm"), TrainConfig)
     assert chosen.spacing.target_spacing_mm == (4.0, 4.0, 4.0)
 
@@ -208,7 +230,10 @@ def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> N
 
 def test_what_may_surprise_is_noted_and_the_default_is_silent() -> None:
     assert notes(to_config(compose("stage=fine"), TrainConfig)) == []
-    assert "choose stage=single" in notes(to_config(compose("stage=coarse", "task=abdomen"), TrainConfig))[0]
+    assert (
+        "choose stage=single"
+        in notes(to_config(compose("stage=coarse", "task=abdomen"), TrainConfig))[0]
+    )
     assert notes(to_config(compose("stage=single", "task=abdomen"), TrainConfig)) == []
     searching = ["stage=fine", "memory.cudnn_benchmark=true"]
     assert "shape" in notes(to_config(compose(*searching), TrainConfig))[0]
@@ -244,7 +269,9 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
         ),
     ],
 )
-def test_a_new_name_of_a_label_value_is_added_as_the_message_says(overrides: list[str], said: str, cure: str) -> None:
+def test_a_new_name_of_a_label_value_is_added_as_the_message_says(
+    overrides: list[str], said: str, cure: str
+) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         compose(*overrides)
     assert explain(caught.value, compose(overrides[0])) == said
@@ -291,11 +318,16 @@ def search() -> DictConfig:
 
 
 def test_every_key_has_its_sentence_beside_its_type() -> None:
-    roots = [one for one in vars(schema).values() if dataclasses.is_dataclass(one)] + [SearchConfig, SweepConfig]
+    roots = [one for one in vars(schema).values() if dataclasses.is_dataclass(one)] + [
+        SearchConfig,
+        SweepConfig,
+    ]
     for root in roots:
         for name, hint in typing.get_type_hints(root, include_extras=True).items():
             knobs = [part for part in typing.get_args(hint) if isinstance(part, Knob)]
-            assert dataclasses.is_dataclass(hint) or knobs[0].sentence.endswith("."), f"{root.__name__}.{name}"
+            assert dataclasses.is_dataclass(hint) or knobs[0].sentence.endswith("."), (
+                f"{root.__name__}.{name}"
+            )
 
 
 def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,4 +341,6 @@ def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
             assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     monkeypatch.delenv("MEDSEG_VISIBLE_GPUS")
     with pytest.raises(UserError, match=r"trainer\.gpus=\[1, 1\]: expected 2 different numbers"):
-        to_config(compose("trainer=ddp", "trainer.devices=[1,1]", "stage.batch_size=2"), TrainConfig)
+        to_config(
+            compose("trainer=ddp", "trainer.devices=[1,1]", "stage.batch_size=2"), TrainConfig
+        )

@@ -73,7 +73,9 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (r"medseg input=Doe\,\ J", ["input=Doe, J"]),
     ],
 )
-def test_the_line_is_split_as_a_shell_does(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_is_split_as_a_shell_does(
+    line: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "COMP_LINE", line)
     assert line_words() == words
 
@@ -81,7 +83,10 @@ def test_the_line_is_split_as_a_shell_does(line: str, words: list[str], monkeypa
 @pytest.mark.parametrize(
     "command",
     # Every other command has the keys of one of these.
-    ["predict", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "plan", "evaluate"))],
+    [
+        "predict",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "plan", "evaluate")),
+    ],
 )
 def test_every_value_that_is_offered_is_one(command: str) -> None:
     """Values by the check of a command; files of groups by composing them."""
@@ -116,5 +121,7 @@ def test_a_key_that_may_be_null_offers_its_choices_and_null() -> None:
     assert completions("train", "stage.region_from=") == [
         f"stage.region_from={value}" for value in ("coarse", "null", "reference")
     ]
-    assert completions("train", "data.pin_memory=") == [f"data.pin_memory={value}" for value in ("false", "null", "true")]
+    assert completions("train", "data.pin_memory=") == [
+        f"data.pin_memory={value}" for value in ("false", "null", "true")
+    ]
     assert completions("train", "stage.patience=") == ["stage.patience=null"]

@@ -14,7 +14,9 @@ from medseg.commands.entry import COMMANDS
 
 
 @pytest.fixture
-def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+def help_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., str]:
     """What a command prints; it ends with code 0 and leaves no file behind."""
 
     def run(command: str, *arguments: str) -> str:
@@ -38,7 +40,10 @@ def test_every_command_has_help(command: str, help_of: Callable[..., str]) -> No
 
 def test_a_key_is_printed_with_all_that_the_schema_says(help_of: Callable[..., str]) -> None:
     text = help_of("train", "stage=fine", "stage.patch_size=[64,64,96]")
-    assert "  stage.patch_size=[64, 64, 96]   3 integers in [1, inf), voxels (D, H, W), or null\n      Training patch;" in text
+    assert (
+        "  stage.patch_size=[64, 64, 96]   3 integers in [1, inf), voxels (D, H, W), or null\n      Training patch;"
+        in text
+    )
     assert "stage: Input, region and validation of a stage. (stage=coarse | fine | single)" in text
     assert "  task.regions.<name>.side=???   left | right, or null\n" in text
     assert "  spacing.resampling=antialiased   antialiased | linear | cubic\n" in text
@@ -48,5 +53,7 @@ def test_help_waits_for_nothing_heavy(tmp_path: Path) -> None:
     code = "import sys; sys.argv[1:] = ['train', '--help']\nfrom medseg.commands.cli import main\ntry: main()\n"
     code += "finally: print('loaded', 'torch' in sys.modules)"
     environment = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=environment, encoding="utf-8")
+    said = subprocess.check_output(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, encoding="utf-8"
+    )
     assert said.endswith("loaded False\n")

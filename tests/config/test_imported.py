@@ -24,21 +24,37 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SOURCE_VARIABLE)
 
 
-def compose(arguments: list[str], command: str = "train", schema: type = TrainConfig) -> TrainConfig:
+def compose(
+    arguments: list[str], command: str = "train", schema: type = TrainConfig
+) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose(command, [*with_task(arguments, schema), *["run_dir=x"] * (command == "train")]), schema)
+        config = to_config(
+            hydra.compose(
+                command, [*with_task(arguments, schema), *["run_dir=x"] * (command == "train")]
+            ),
+            schema,
+        )
     assert isinstance(config, schema)
     return config  # type: ignore[no-any-return]
 
 
-def test_the_task_of_a_data_set_replaces_that_of_the_lungs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_task_of_a_data_set_replaces_that_of_the_lungs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     labels = {"background": 0, "liver": 1, "spleen": 2, "ignore": 3}
     folder = make_nnunet(tmp_path / "Dataset001", labels=labels)
     config = compose([f"data.cases={folder}", "stage=single"])
-    assert (config.task.name, config.task.labels, config.task.regions) == ("Dataset001", {"liver": 1, "spleen": 2}, None)
+    assert (config.task.name, config.task.labels, config.task.regions) == (
+        "Dataset001",
+        {"liver": 1, "spleen": 2},
+        None,
+    )
     assert config.data.label_values == {"liver": 1, "spleen": 2, "ignore": 3}
     assert config.task.ignore_label == 3
-    assert f"task of {folder}: liver, spleen; task=<name> chooses another one" in capsys.readouterr().err
+    assert (
+        f"task of {folder}: liver, spleen; task=<name> chooses another one"
+        in capsys.readouterr().err
+    )
     changed = compose([f"data.cases={folder}", "stage=single", "task.name=abdomen"])
     assert changed.task.name == "abdomen"
 
@@ -67,11 +83,21 @@ def test_names_of_labels_in_any_script(tmp_path: Path) -> None:
 
 
 def test_a_study_gives_the_name_to_the_commands_that_it_starts(tmp_path: Path) -> None:
-    arguments = [f"data.cases={make_nnunet(tmp_path / 'D', labels={'background': 0, 'liver': 1})}", "seed=1"]
-    assert with_task(with_task(arguments, TrainConfig), TrainConfig) == [f"task={IMPORTED}", *arguments]
+    arguments = [
+        f"data.cases={make_nnunet(tmp_path / 'D', labels={'background': 0, 'liver': 1})}",
+        "seed=1",
+    ]
+    assert with_task(with_task(arguments, TrainConfig), TrainConfig) == [
+        f"task={IMPORTED}",
+        *arguments,
+    ]
     # A table of the study has no task beside it.
     (tmp_path / "held_out.csv").touch()
-    scored = compose([f"ref={tmp_path}/held_out.csv", "pred=x", "output=y", f"task={IMPORTED}"], "evaluate", EvaluateConfig)
+    scored = compose(
+        [f"ref={tmp_path}/held_out.csv", "pred=x", "output=y", f"task={IMPORTED}"],
+        "evaluate",
+        EvaluateConfig,
+    )
     assert scored.task.labels == {"liver": 1}
     chosen = with_task([*arguments, "task=lungs"], TrainConfig)
     assert with_task(chosen, TrainConfig) == chosen
@@ -80,14 +106,17 @@ def test_a_study_gives_the_name_to_the_commands_that_it_starts(tmp_path: Path) -
 def test_a_file_of_a_task_is_chosen_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "my task.yaml"
     file.write_text(
-        "name: heart\nlabels: {heart: 1}\nregions: null\nchannels: [{modality: mr, normalise: zscore}]\n", encoding="utf-8"
+        "name: heart\nlabels: {heart: 1}\nregions: null\nchannels: [{modality: mr, normalise: zscore}]\n",
+        encoding="utf-8",
     )
     config = compose([f"task={file}", "stage=single"])
     assert (config.task.name, config.data.label_values) == ("heart", {"heart": 1})
 
 
 def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "cases.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n", encoding="utf-8")
+    (tmp_path / "cases.csv").write_text(
+        "case,image,labels\na,a.nii.gz,b.nii.gz\n", encoding="utf-8"
+    )
     (tmp_path / "task.yaml").write_text(
         "task:\n  name: heart\n  labels: {heart: 1}\n  channels: [{modality: mr, normalise: zscore}]\n"
         "data:\n  label_values: {heart: [7, 8]}\n",
@@ -97,21 +126,32 @@ def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
         config = compose([given])
         assert (config.task.labels, config.task.regions) == ({"heart": 1}, None)
         assert config.data.label_values == {"heart": [7, 8]}
-    scored = compose([f"ref={tmp_path}/cases.csv", "pred=x", "output=y"], "evaluate", EvaluateConfig)
+    scored = compose(
+        [f"ref={tmp_path}/cases.csv", "pred=x", "output=y"], "evaluate", EvaluateConfig
+    )
     assert scored.task.labels == {"heart": 1}
 
 
 def test_arguments_without_imported_data_stay(tmp_path: Path) -> None:
     (tmp_path / "table.csv").touch()
     (tmp_path / "labels").mkdir()
-    for arguments in (["seed=1"], ["data.cases=null"], [f"data.cases={tmp_path}/table.csv"], [f"ref={tmp_path}/labels"]):
+    for arguments in (
+        ["seed=1"],
+        ["data.cases=null"],
+        [f"data.cases={tmp_path}/table.csv"],
+        [f"ref={tmp_path}/labels"],
+    ):
         assert with_task(arguments, TrainConfig) == arguments
     assert with_task(["data.cases=x"], PredictConfig) == ["data.cases=x"]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "the file is damaged"), ("labels: 1", "expected the labels of a task"), ("[]", "expected the labels")],
+    [
+        ("{", "the file is damaged"),
+        ("labels: 1", "expected the labels of a task"),
+        ("[]", "expected the labels"),
+    ],
 )
 def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "cases.csv").touch()
@@ -122,7 +162,9 @@ def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
 
 def test_the_file_of_a_task_replaces_the_argument_of_the_task_alone(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\nlabels: {a: 1}\nregions: null\nwindow_hu: [-100, 300]\n", encoding="utf-8")
+    path.write_text(
+        "name: mine\nlabels: {a: 1}\nregions: null\nwindow_hu: [-100, 300]\n", encoding="utf-8"
+    )
     arguments = with_task([f"task={path}", "seed=3", "stage=single"], TrainConfig)
     assert arguments.count("seed=3") == 1
     assert arguments.count("stage=single") == 1

@@ -50,7 +50,9 @@ def parsed(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("line", sweeps())
-def test_each_multirun_of_the_pages_runs_on_an_imported_folder(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_multirun_of_the_pages_runs_on_an_imported_folder(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(SOURCE_VARIABLE, "")
     monkeypatch.delenv(SOURCE_VARIABLE)
     arguments = [one for one in shlex.split(line) if not one.startswith("data.cases=")]

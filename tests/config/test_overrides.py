@@ -33,12 +33,18 @@ def test_options_of_predict(given: str, expanded: str) -> None:
 
 
 def test_names_that_hydra_misreads_are_quoted() -> None:
-    assert expand_options("predict", ["Doe, John (1).nii", "-o", "it's"]) == ["input='Doe, John (1).nii'", "output='it\\'s'"]
+    assert expand_options("predict", ["Doe, John (1).nii", "-o", "it's"]) == [
+        "input='Doe, John (1).nii'",
+        "output='it\\'s'",
+    ]
 
 
 def test_other_commands_keep_their_arguments() -> None:
     assert expand_options("train", ["-i", "x", "stage=fine"]) == ["-i", "x", "stage=fine"]
-    assert expand_options("import", ["Task09_Spleen", "-o", "spleen"]) == ["input='Task09_Spleen'", "output='spleen'"]
+    assert expand_options("import", ["Task09_Spleen", "-o", "spleen"]) == [
+        "input='Task09_Spleen'",
+        "output='spleen'",
+    ]
     assert expand_options("watch", ["runs/a", "every_s=1"]) == ["run='runs/a'", "every_s=1"]
 
 
@@ -47,7 +53,10 @@ def test_other_commands_keep_their_arguments() -> None:
     [
         ("-i", "-i: expected a path after it"),
         ("-i -o out", "-i: expected a path after it"),
-        ("a.nii b.nii -o out", "input: expected one path, but got a.nii, b.nii; give the output as -o"),
+        (
+            "a.nii b.nii -o out",
+            "input: expected one path, but got a.nii, b.nii; give the output as -o",
+        ),
         ("-i a input=b -o out", "input: expected one path, but got a, b"),
         ("a -o b output=c", "output: expected one path, but got b, c"),
     ],
@@ -58,13 +67,24 @@ def test_mistakes_are_one_sentence(given: str, sentence: str) -> None:
     assert str(caught.value).startswith(sentence)
 
 
-@pytest.mark.parametrize("program", [["-m", "medseg.commands.cli", "predict"], ["scripts/predict.py"]])
+@pytest.mark.parametrize(
+    "program", [["-m", "medseg.commands.cli", "predict"], ["scripts/predict.py"]]
+)
 def test_both_programs_translate_before_hydra(tmp_path: Path, program: list[str]) -> None:
     """The file is missing: the sentence of the reader, not of Hydra, shows that the arguments arrived."""
-    command = [sys.executable, *program, "-i", str(tmp_path / "a (1).nii.gz"), "-o", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        *program,
+        "-i",
+        str(tmp_path / "a (1).nii.gz"),
+        "-o",
+        str(tmp_path / "out"),
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert result.returncode == 2
-    assert result.stderr.startswith(f"medseg: {tmp_path}/a (1).nii.gz: this file or folder does not exist")
+    assert result.stderr.startswith(
+        f"medseg: {tmp_path}/a (1).nii.gz: this file or folder does not exist"
+    )
 
 
 def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:

@@ -1,6 +1,7 @@
 """Rules between keys refuse a contradiction, and accept what lies beside it.
 
-The neighbours of one rule are listed together: values are changed in a checked configuration, so a rule is seen alone.
+The neighbours of one rule are listed together: values are changed in a checked configuration, so a
+rule is seen alone.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def labels(count: int) -> dict[str, int]:
 
 
 def regions(**labels_by_region: list[str]) -> dict[str, RegionOptions]:
-    return {name: RegionOptions(labels=items, side=None) for name, items in labels_by_region.items()}
+    return {
+        name: RegionOptions(labels=items, side=None) for name, items in labels_by_region.items()
+    }
 
 
 # Stage, changed values, and a part of the sentence.
@@ -283,11 +286,29 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("single", {"task.labels": labels(254), "task.codes": None, "task.volume_ml": None}),
     ("coarse", {"task.ignore_label": 3}),
     ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(**CT_CHANNEL)]}),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(MR, None, Normalise.percentile)]}),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, None, Normalise.zscore)]}),
+    (
+        "coarse",
+        {"task.window_hu": None, "task.channels": [ChannelOptions(MR, None, Normalise.percentile)]},
+    ),
+    (
+        "coarse",
+        {
+            "task.window_hu": None,
+            "task.channels": [ChannelOptions(Modality.ct, None, Normalise.zscore)],
+        },
+    ),
     ("coarse", {"task.volume_ml": {"left_lung": [0, 0.5]}}),
-    ("coarse", {"task.regions": regions(chest=["left_lung", "right_lung"]), "task.volume_ml": {"chest": [1, 2]}}),
-    ("coarse", {"task.codes": {"left_lung": ["1" * 16, "x" * 64], "right_lung": [7, "L", "right"]}}),
+    (
+        "coarse",
+        {
+            "task.regions": regions(chest=["left_lung", "right_lung"]),
+            "task.volume_ml": {"chest": [1, 2]},
+        },
+    ),
+    (
+        "coarse",
+        {"task.codes": {"left_lung": ["1" * 16, "x" * 64], "right_lung": [7, "L", "right"]}},
+    ),
     ("coarse", {"task.colours": {"left_lung": "#38BDf8"}}),
     ("fine", {"data.cases": FILE}),
     ("fine", {"data.cases": FOLDER}),
@@ -309,7 +330,13 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("fine", {"spacing.strategy": SpacingStrategy.native, "spacing.target_spacing_mm": None}),
     ("fine", {"spacing.strategy": SpacingStrategy.dataset_mean, "spacing.target_spacing_mm": None}),
     ("fine", {"spacing.resampling": Resampling.cubic}),
-    ("fine", {"spacing.strategy": SpacingStrategy.anisotropic, "spacing.target_spacing_mm": (3.0, 1.0, 1.0)}),
+    (
+        "fine",
+        {
+            "spacing.strategy": SpacingStrategy.anisotropic,
+            "spacing.target_spacing_mm": (3.0, 1.0, 1.0),
+        },
+    ),
     ("fine", {"spacing.strategy": SpacingStrategy.fixed_resolution, "spacing.fill": Fill.pad}),
     (
         "fine",
@@ -341,18 +368,37 @@ ACCEPTED: list[tuple[str, Change]] = [
     ),
     (
         "fine",
-        {"stage.batch_size": 8, "trainer.devices": 2, "trainer.strategy": Strategy.ddp, "memory.accumulate": 4},
+        {
+            "stage.batch_size": 8,
+            "trainer.devices": 2,
+            "trainer.strategy": Strategy.ddp,
+            "memory.accumulate": 4,
+        },
     ),
-    ("fine", {"model.device_map": {"a": "cuda:0", "b": "cuda:1"}, "memory.precision": Precision.fp16}),
+    (
+        "fine",
+        {"model.device_map": {"a": "cuda:0", "b": "cuda:1"}, "memory.precision": Precision.fp16},
+    ),
     ("fine", {"model.device_map": {"a": "cuda:0", "b": "cpu"}, "memory.precision": Precision.tf32}),
     (
         "fine",
-        {"model.device_map": {"a": "cpu"}, "memory.precision": Precision.bf16, "trainer.accelerator": Accelerator.cpu},
+        {
+            "model.device_map": {"a": "cpu"},
+            "memory.precision": Precision.bf16,
+            "trainer.accelerator": Accelerator.cpu,
+        },
     ),
     ("fine", {"memory.offload": True, "memory.compile": True}),
     ("fine", {"trainer.gpus": [3]}),
     ("fine", {"memory.precision": Precision.bf16, "trainer.accelerator": Accelerator.cpu}),
-    ("fine", {"memory.precision": Precision.tf32, "memory.cudnn_benchmark": True, "data.pin_memory": True}),
+    (
+        "fine",
+        {
+            "memory.precision": Precision.tf32,
+            "memory.cudnn_benchmark": True,
+            "data.pin_memory": True,
+        },
+    ),
     ("fine", {"data.pin_memory": False, "trainer.accelerator": Accelerator.cpu}),
     ("fine", {"model.norm": "batch", "trainer.sync_batchnorm": True}),
     ("fine", {"ema_decay": 0.998, "steps": 500}),
@@ -368,25 +414,36 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("coarse", {"stage.add_parts_mm": 5.0}),
     (
         "single",
-        {"task.labels": {"leftover": 1}, "task.codes": None, "task.volume_ml": None, "augment.flip_axes": [0, 1, 2]},
+        {
+            "task.labels": {"leftover": 1},
+            "task.codes": None,
+            "task.volume_ml": None,
+            "augment.flip_axes": [0, 1, 2],
+        },
     ),
     ("fine", {"stage.coarse": FILE, "stage.region_from": RegionFrom.coarse}),
 ]
 
 
 @pytest.mark.parametrize(("stage", "changes", "said"), REFUSED)
-def test_a_contradiction_is_refused(checked: dict[str, TrainConfig], stage: str, changes: Change, said: str) -> None:
+def test_a_contradiction_is_refused(
+    checked: dict[str, TrainConfig], stage: str, changes: Change, said: str
+) -> None:
     with pytest.raises(UserError) as caught:
         check_clashes(changed(checked[stage], changes))
     assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(("stage", "changes"), ACCEPTED)
-def test_what_lies_beside_a_contradiction_is_accepted(checked: dict[str, TrainConfig], stage: str, changes: Change) -> None:
+def test_what_lies_beside_a_contradiction_is_accepted(
+    checked: dict[str, TrainConfig], stage: str, changes: Change
+) -> None:
     check_clashes(changed(checked[stage], changes))
 
 
-def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(checked: dict[str, TrainConfig]) -> None:
+def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
+    checked: dict[str, TrainConfig],
+) -> None:
     sided = {"chest": RegionOptions(labels=["organ"], side=Side.left)}
     changes: Change = {
         "task.labels": {"organ": 1},
@@ -460,16 +517,25 @@ def test_notes_name_what_surprises_and_nothing_else(
 
 
 def test_batch_norm_inside_another_network_is_noted(checked: dict[str, TrainConfig]) -> None:
-    config = changed(checked["fine"], {"stage.batch_size": 2, "model._target_": "monai.networks.nets.UNet"})
+    config = changed(
+        checked["fine"], {"stage.batch_size": 2, "model._target_": "monai.networks.nets.UNet"}
+    )
     assert notes(config) == []
-    assert "batch norm of monai.networks.nets.UNet computes over 1 sample" in notes(config, has_batch_norm=True)[0]
+    assert (
+        "batch norm of monai.networks.nets.UNet computes over 1 sample"
+        in notes(config, has_batch_norm=True)[0]
+    )
 
 
 def predict_config(**ranges: tuple[float, float]) -> PredictConfig:
     """Configuration of `predict` whose checkpoints differ by the spacing of a scan."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        entries = [f"+by_spacing.{name}.range_mm=[{low},{high}]" for name, (low, high) in ranges.items()]
-        composed = hydra.compose("predict", ["input=scan.nii.gz", "output=out", "fine=fine.ckpt", *entries])
+        entries = [
+            f"+by_spacing.{name}.range_mm=[{low},{high}]" for name, (low, high) in ranges.items()
+        ]
+        composed = hydra.compose(
+            "predict", ["input=scan.nii.gz", "output=out", "fine=fine.ckpt", *entries]
+        )
     return to_config(composed, PredictConfig)
 
 
@@ -483,13 +549,21 @@ def test_ranges_of_spacing_may_touch_and_take_the_general_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("ranges", "said"),
     [
-        ({"thin": (0, 1.6), "thick": (1.5, 8)}, "by_spacing.thick.range_mm=[1.5, 8.0] overlaps that of thin"),
-        ({"thick": (1.5, 8), "thin": (0, 1.6)}, "by_spacing.thick.range_mm=[1.5, 8.0] overlaps that of thin"),
+        (
+            {"thin": (0, 1.6), "thick": (1.5, 8)},
+            "by_spacing.thick.range_mm=[1.5, 8.0] overlaps that of thin",
+        ),
+        (
+            {"thick": (1.5, 8), "thin": (0, 1.6)},
+            "by_spacing.thick.range_mm=[1.5, 8.0] overlaps that of thin",
+        ),
         ({"thin": (2, 2)}, "by_spacing.thin.range_mm: expected two increasing numbers"),
         ({"thin": (-1, 2)}, "by_spacing.thin.range_mm"),
     ],
 )
-def test_ranges_of_spacing_that_overlap_are_refused(ranges: dict[str, tuple[float, float]], said: str) -> None:
+def test_ranges_of_spacing_that_overlap_are_refused(
+    ranges: dict[str, tuple[float, float]], said: str
+) -> None:
     with pytest.raises(UserError) as caught:
         predict_config(**ranges)
     assert said in str(caught.value)

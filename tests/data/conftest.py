@@ -45,8 +45,13 @@ LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
 
 @pytest.fixture(scope="session")
 def task() -> Task:
-    regions = (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right"))
-    return Task("lungs", {"left_lung": 1, "right_lung": 2}, regions, (Channel(window_hu=(-1000.0, 600.0)),))
+    regions = (
+        Region("left_lung", ("left_lung",), "left"),
+        Region("right_lung", ("right_lung",), "right"),
+    )
+    return Task(
+        "lungs", {"left_lung": 1, "right_lung": 2}, regions, (Channel(window_hu=(-1000.0, 600.0)),)
+    )
 
 
 def two_blocks(shape: tuple[int, int, int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +78,10 @@ def cached_cases(tmp_path: Path, task: Task) -> list[CachedCase]:
         np.save(folder / "image.npy", image)
         np.save(folder / "labels.npy", labels)
         grid = VoxelGrid(shape, (2.5, 1.5, 2.0), (-40.0, 13.0, 200.0))
-        boxes = {"left_lung": VoxelBox.from_mask(labels == 1), "right_lung": VoxelBox.from_mask(labels == 2)}
+        boxes = {
+            "left_lung": VoxelBox.from_mask(labels == 1),
+            "right_lung": VoxelBox.from_mask(labels == 2),
+        }
         cases.append(
             CachedCase(
                 name=f"case_{number}",
@@ -109,7 +117,12 @@ def write_case(tmp_path: Path) -> Callable[..., Case]:
             volume.SetSpacing(spacing_mm[::-1])
             volume.SetOrigin((-31.0 + offset, 12.0, 200.0))
             SimpleITK.WriteImage(volume, str(folder / f"{kind}.nii.gz"))
-        return Case(name, folder / "image.nii.gz", None if labels is None else folder / "labels.nii.gz", name)
+        return Case(
+            name,
+            folder / "image.nii.gz",
+            None if labels is None else folder / "labels.nii.gz",
+            name,
+        )
 
     return write
 

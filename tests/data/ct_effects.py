@@ -10,7 +10,9 @@ from medseg.conf_folder import conf_dir
 from medseg.data.transforms import Transforms
 from medseg.training.extensions import make_effects
 
-CT: dict[str, Any] = yaml.safe_load((conf_dir() / "augment" / "ct.yaml").read_text(encoding="utf-8"))
+CT: dict[str, Any] = yaml.safe_load(
+    (conf_dir() / "augment" / "ct.yaml").read_text(encoding="utf-8")
+)
 
 
 def effects(**values: Any) -> Transforms:

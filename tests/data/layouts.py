@@ -52,13 +52,20 @@ def write_json(path: Path, content: Any) -> Path:
     return path
 
 
-def make_nnunet(folder: Path, channels: Sequence[str] = ("CT",), labels: dict[str, Any] | None = None, **more: Any) -> Path:
+def make_nnunet(
+    folder: Path,
+    channels: Sequence[str] = ("CT",),
+    labels: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
     """Three training cases and a test case."""
     for index in range(4):
         image, labels_map = blocks(index)
         place = "imagesTs" if index == 3 else "imagesTr"
         for number in range(len(channels)):
-            save(folder / place / f"chest_{index:03d}_{number:04d}.nii.gz", image + np.int16(number))
+            save(
+                folder / place / f"chest_{index:03d}_{number:04d}.nii.gz", image + np.int16(number)
+            )
         if index < 3:
             save(folder / "labelsTr" / f"chest_{index:03d}.nii.gz", labels_map)
     about = {
@@ -76,7 +83,11 @@ def make_msd(folder: Path, **more: Any) -> Path:
     for index in range(4):
         image, labels = blocks(index)
         place = "imagesTs" if index == 3 else "imagesTr"
-        save(folder / place / f"BRATS_{index:03d}.nii.gz", image + np.int16(1000), image // 2 + np.int16(2000))
+        save(
+            folder / place / f"BRATS_{index:03d}.nii.gz",
+            image + np.int16(1000),
+            image // 2 + np.int16(2000),
+        )
         if index < 3:
             save(folder / "labelsTr" / f"BRATS_{index:03d}.nii.gz", labels)
     about = {
@@ -86,7 +97,11 @@ def make_msd(folder: Path, **more: Any) -> Path:
         "labels": {"0": "background", "1": "edema", "2": "non-enhancing tumor"},
         "numTraining": 3,
         "training": [
-            {"image": f"./imagesTr/BRATS_{n:03d}.nii.gz", "label": f"./labelsTr/BRATS_{n:03d}.nii.gz"} for n in range(3)
+            {
+                "image": f"./imagesTr/BRATS_{n:03d}.nii.gz",
+                "label": f"./labelsTr/BRATS_{n:03d}.nii.gz",
+            }
+            for n in range(3)
         ],
         "test": ["./imagesTs/BRATS_003.nii.gz"],
     }
@@ -137,7 +152,9 @@ def make_pairs(folder: Path) -> Path:
     return folder
 
 
-def make_dicom(folder: Path, names: Sequence[str] = ("Lung_L", "Lung_R"), kind: str = "RTSTRUCT") -> Path:
+def make_dicom(
+    folder: Path, names: Sequence[str] = ("Lung_L", "Lung_R"), kind: str = "RTSTRUCT"
+) -> Path:
     """Three patients as in LCTSC: a study with a CT series and a series of one RTSTRUCT (or SEG), in folders named by their UIDs."""
     for index in range(3):
         image, labels = blocks(index)
@@ -170,7 +187,9 @@ def make_slicer(folder: Path) -> Path:
     return folder
 
 
-def write_layers(path: Path, layers: list[np.ndarray], segments: list[tuple[str, int, int]]) -> None:
+def write_layers(
+    path: Path, layers: list[np.ndarray], segments: list[tuple[str, int, int]]
+) -> None:
     """Write a segmentation with layers as 3D Slicer does: name, value and layer of each segment."""
     image = SimpleITK.GetImageFromArray(np.stack(layers, axis=-1), isVector=True)
     image.SetSpacing(SPACING_MM[::-1])

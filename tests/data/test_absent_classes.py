@@ -40,14 +40,18 @@ def items(*cases: Any, number: int = 0) -> list[tuple[Any, int]]:
         (["left_upper", "right_upper"], False, ["left_lower and right_lower"]),
     ],
 )
-def test_what_no_item_holds_is_listed(labels: list[str], is_coarse: bool, absent: list[str]) -> None:
+def test_what_no_item_holds_is_listed(
+    labels: list[str], is_coarse: bool, absent: list[str]
+) -> None:
     both = [*items(case("a", *labels)), *([] if is_coarse else items(case("a", *labels), number=1))]
     assert absent_classes(both, LOBES, is_coarse=is_coarse) == absent
 
 
 def test_a_region_that_is_not_trained_on_teaches_nothing() -> None:
     left_alone = case("a", "left_upper", "right_upper", "right_lower")
-    assert absent_classes(items(left_alone, number=0), LOBES, is_coarse=False) == ["left_lower and right_lower"]
+    assert absent_classes(items(left_alone, number=0), LOBES, is_coarse=False) == [
+        "left_lower and right_lower"
+    ]
 
 
 def test_a_class_of_the_region_with_more_labels_is_listed() -> None:

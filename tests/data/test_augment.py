@@ -35,17 +35,26 @@ def sample() -> tuple[Tensor, Tensor]:
     labels = torch.zeros(SHAPE, dtype=torch.uint8)
     labels[9:25, 8:17, 28:38] = 1
     labels[7:26, 8:26, 6:19] = 2
-    image = torch.where(labels > 0, -0.8, 0.3) + torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.1
+    image = (
+        torch.where(labels > 0, -0.8, 0.3)
+        + torch.rand(SHAPE, generator=torch.Generator().manual_seed(0)) * 0.1
+    )
     return image[None], labels
 
 
 def augmented(
-    augmentation: Transforms, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: tuple[float, float, float]
+    augmentation: Transforms,
+    image: Tensor,
+    labels: Tensor,
+    rng: np.random.Generator,
+    spacing_mm: tuple[float, float, float],
 ) -> tuple[Tensor, Tensor]:
     """Augment a whole volume as the coarse samples do: beyond its border there is air."""
     warp = augmentation.draw_warp(rng, spacing_mm)
     if warp is not None:
-        image, labels = warp.apply(image, labels, (labels.shape[0], labels.shape[1], labels.shape[2]))
+        image, labels = warp.apply(
+            image, labels, (labels.shape[0], labels.shape[1], labels.shape[2])
+        )
     return augmentation.alter(image, labels, rng, spacing_mm)
 
 
@@ -86,9 +95,12 @@ def test_what_never_fires_changes_nothing() -> None:
 def test_each_effect_fires_alone_and_keeps_image_and_labels_together(name: str) -> None:
     num_changed = 0  # a thick slice may be thinner than the voxel, a cut may be of no slice
     for n in range(8):
-        image, labels = augmented(never(**{name: ALL[name]}), *sample(), sample_rng(1, n), SPACING_MM)
+        image, labels = augmented(
+            never(**{name: ALL[name]}), *sample(), sample_rng(1, n), SPACING_MM
+        )
         num_changed += not torch.equal(image, sample()[0])
-        # What is a label is still dark beside tissue that is not (or cut to air by the field of view).
+        # What is a label is still dark beside tissue that is not (or cut to air by the field of
+        # view).
         assert image[0][labels > 0].mean() < image[0][(labels == 0) & (image[0] > AIR)].mean() - 0.3
     assert num_changed >= 5
 
@@ -99,7 +111,9 @@ def test_flips_touch_the_named_axes_alone() -> None:
         image, labels = augmented(never(flip_axes=(0, 1)), *sample(), sample_rng(2, n), SPACING_MM)
         plain_image, plain_labels = sample()
         axes = next(
-            axes for axes in ((), (0,), (1,), (0, 1)) if torch.equal(labels, plain_labels.flip(axes) if axes else plain_labels)
+            axes
+            for axes in ((), (0,), (1,), (0, 1))
+            if torch.equal(labels, plain_labels.flip(axes) if axes else plain_labels)
         )
         assert torch.equal(image[0], plain_image[0].flip(axes) if axes else plain_image[0])
         seen.add(axes)
@@ -116,7 +130,9 @@ def test_a_warp_samples_where_it_says() -> None:
     assert warp is not None
     shape = (11, 14, 17)
     offsets = np.stack(np.meshgrid(*[np.arange(n) - (n - 1) / 2 for n in shape], indexing="ij"))
-    points = np.einsum("ij,j...->i...", warp.matrix, offsets) + warp.shift_voxels[:, None, None, None]
+    points = (
+        np.einsum("ij,j...->i...", warp.matrix, offsets) + warp.shift_voxels[:, None, None, None]
+    )
     points += (np.array(SHAPE)[:, None, None, None] - 1) / 2
     image, target = warp.apply(torch.from_numpy(source)[None], torch.from_numpy(labels), shape)
     expected = ndimage.map_coordinates(source, points, order=1)
@@ -126,7 +142,12 @@ def test_a_warp_samples_where_it_says() -> None:
 
 def test_rotation_and_scale_hold_in_the_world() -> None:
     """A rotation in mm keeps lengths in mm although the voxels are not cubes; a scale multiplies them."""
-    only = never(affine_probability=1.0, shear_max=0.0, translation_mm=(0.0, 0.0, 0.0), scale_range=(1.25, 1.25))
+    only = never(
+        affine_probability=1.0,
+        shear_max=0.0,
+        translation_mm=(0.0, 0.0, 0.0),
+        scale_range=(1.25, 1.25),
+    )
     for n in range(5):
         warp = only.draw_warp(sample_rng(0, n), SPACING_MM)
         assert warp is not None
@@ -151,8 +172,11 @@ def test_the_margin_covers_what_the_patch_sees() -> None:
             if margin[axis] > 0:
                 less = [size - 2 * (other == axis) for other, size in enumerate(source_shape)]
                 ones = torch.ones(less, dtype=torch.uint8)
-                is_tight.append(float(warp.apply(ones[None].float(), ones, shape)[0].min()) < 1 - 1e-5)
-    # In plane the last voxel is a bound that few warps spare: the corner may hit a slice just where nothing is tilted.
+                is_tight.append(
+                    float(warp.apply(ones[None].float(), ones, shape)[0].min()) < 1 - 1e-5
+                )
+    # In plane the last voxel is a bound that few warps spare: the corner may hit a slice just where
+    # nothing is tilted.
     assert len(is_tight) > 100
     assert np.mean(is_tight) > 0.93
 
@@ -168,10 +192,16 @@ def test_the_identity_warp_changes_nothing() -> None:
 
 def test_the_resolution_matrices_are_averages() -> None:
     ramp = np.arange(40.0)
-    for matrix in (gaussian_matrix(40, 1.5), thick_slice_matrix(40, 3.7, 0.3), thick_slice_matrix(40, 55.0, 0.9)):
+    for matrix in (
+        gaussian_matrix(40, 1.5),
+        thick_slice_matrix(40, 3.7, 0.3),
+        thick_slice_matrix(40, 55.0, 0.9),
+    ):
         assert np.allclose(matrix.sum(axis=1), 1)
         assert matrix.min() >= -1e-12
-    assert np.allclose((thick_slice_matrix(40, 4.0, 0.0) @ ramp)[4:-4], ramp[4:-4]), "linear stays linear"
+    assert np.allclose((thick_slice_matrix(40, 4.0, 0.0) @ ramp)[4:-4], ramp[4:-4]), (
+        "linear stays linear"
+    )
     expected = ndimage.gaussian_filter1d(np.eye(40)[20], 1.5, truncate=8)
     assert np.allclose(gaussian_matrix(40, 1.5) @ np.eye(40)[20], expected, atol=1e-4)
     step = (ramp >= 20).astype(float)
@@ -183,18 +213,27 @@ def test_thick_slices_blur_z_alone() -> None:
     image = torch.full((1, *SHAPE), -0.5)
     image[:, :, 10:] = 0.5
     image[:, :, :, 30:] = 0.0
-    same, _ = augmented(effect, image.clone(), torch.zeros(SHAPE, dtype=torch.uint8), sample_rng(0, 1), SPACING_MM)
+    same, _ = augmented(
+        effect, image.clone(), torch.zeros(SHAPE, dtype=torch.uint8), sample_rng(0, 1), SPACING_MM
+    )
     assert torch.allclose(same, image, atol=1e-5), "an image that is constant along z stays"
     image = torch.full((1, *SHAPE), -0.5)
     image[:, 14:] = 0.5
-    blurred, _ = augmented(effect, image.clone(), torch.zeros(SHAPE, dtype=torch.uint8), sample_rng(0, 1), SPACING_MM)
+    blurred, _ = augmented(
+        effect, image.clone(), torch.zeros(SHAPE, dtype=torch.uint8), sample_rng(0, 1), SPACING_MM
+    )
     profile = blurred[0, :, 5, 5]
     assert ((profile > -0.49) & (profile < 0.49)).sum() >= 2
     assert bool((profile.diff() > -1e-5).all())
 
 
 def test_the_window_is_shifted_within_its_bound() -> None:
-    windows = np.array([effects(window_shift_hu=30.0).draw_window(sample_rng(0, n), (-1000, 600)) for n in range(50)])
+    windows = np.array(
+        [
+            effects(window_shift_hu=30.0).draw_window(sample_rng(0, n), (-1000, 600))
+            for n in range(50)
+        ]
+    )
     assert np.allclose(windows[:, 1] - windows[:, 0], 1600)
     assert np.abs(windows[:, 0] + 1000).max() <= 30
     assert windows[:, 0].std() > 10
@@ -206,7 +245,9 @@ def test_where_a_scan_is_cut_its_last_slice_goes_on_in_image_and_labels_alike() 
     labels_of = torch.arange(20, dtype=torch.uint8)[:, None, None].expand(20, 4, 5)
     ends = set()
     for n in range(40):
-        image, labels = augmented(truncate, whole[None].clone(), labels_of.clone(), sample_rng(0, n), SPACING_MM)
+        image, labels = augmented(
+            truncate, whole[None].clone(), labels_of.clone(), sample_rng(0, n), SPACING_MM
+        )
         kept = labels[:, 0, 0].long()
         low, high = int(kept.min()), int(kept.max())
         assert torch.equal(kept, torch.arange(20).clamp(low, high))
@@ -224,9 +265,15 @@ def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
         assert torch.equal(image[0] == AIR, labels == 0)
         kept = torch.nonzero(labels)
         low, high = kept.min(0).values.tolist(), (kept.max(0).values + 1).tolist()
-        assert labels.sum() == math.prod(b - a for a, b in zip(low, high, strict=True)) >= 4 * 20 * 30 / 2
+        assert (
+            labels.sum()
+            == math.prod(b - a for a, b in zip(low, high, strict=True))
+            >= 4 * 20 * 30 / 2
+        )
         faces |= {("z", "y", "x")[axis] + "low" for axis in range(3) if low[axis] > 0}
-        faces |= {("z", "y", "x")[axis] + "high" for axis in range(3) if high[axis] < (4, 20, 30)[axis]}
+        faces |= {
+            ("z", "y", "x")[axis] + "high" for axis in range(3) if high[axis] < (4, 20, 30)[axis]
+        }
     assert faces == {"ylow", "yhigh", "xlow", "xhigh"}
 
 
@@ -254,7 +301,9 @@ def altered(
     """Apply an effect to an image that rises from -0.9 to 0.9 and labels of ones; all scripted draws must be used."""
     image = torch.linspace(-0.9, 0.9, math.prod(shape)).reshape(1, *shape)
     rng = Scripted(randoms, places)
-    result: tuple[Tensor, Tensor] = effect(image, torch.ones(shape, dtype=torch.uint8), rng, (2.0, 1.0, 1.5))
+    result: tuple[Tensor, Tensor] = effect(
+        image, torch.ones(shape, dtype=torch.uint8), rng, (2.0, 1.0, 1.5)
+    )
     assert rng.randoms == rng.places == []
     return result
 
@@ -280,7 +329,9 @@ RISING = torch.linspace(-0.9, 0.9, 4 * 6 * 8).reshape(1, 4, 6, 8)
         (augment.Flip((0, 2)), [0.5, 0.5], [], RISING),
     ],
 )
-def test_an_effect_is_its_formula(effect: Any, randoms: list[float], places: list[float], expected: Tensor) -> None:
+def test_an_effect_is_its_formula(
+    effect: Any, randoms: list[float], places: list[float], expected: Tensor
+) -> None:
     image, labels = altered(effect, randoms, places)
     torch.testing.assert_close(image, expected, atol=1e-6, rtol=0)
     assert bool(labels.all())
@@ -295,7 +346,9 @@ def test_an_effect_is_its_formula(effect: Any, randoms: list[float], places: lis
         ([0.4], None, [0, 1, 2, 3]),
     ],
 )
-def test_a_partial_scan_loses_a_share_of_its_slices(randoms: list[float], place: float | None, source: list[int]) -> None:
+def test_a_partial_scan_loses_a_share_of_its_slices(
+    randoms: list[float], place: float | None, source: list[int]
+) -> None:
     """At most all of four slices: a half of them is two."""
     image, _ = altered(augment.Truncate(0.4, 1.0), randoms, [] if place is None else [place])
     torch.testing.assert_close(image, RISING[:, source])
@@ -310,7 +363,9 @@ def test_a_partial_scan_loses_a_share_of_its_slices(randoms: list[float], place:
         ([0.0, 0.5, 0.5], 0.75, np.s_[:, :, 5:]),
     ],
 )
-def test_a_narrow_field_of_view_loses_a_share_of_its_rows_or_columns(randoms: list[float], place: float, cut: Any) -> None:
+def test_a_narrow_field_of_view_loses_a_share_of_its_rows_or_columns(
+    randoms: list[float], place: float, cut: Any
+) -> None:
     image, labels = altered(augment.Narrow(0.4, 0.5), randoms, [place])
     is_cut = torch.zeros(4, 6, 8, dtype=torch.bool)
     is_cut[cut] = True
@@ -320,7 +375,9 @@ def test_a_narrow_field_of_view_loses_a_share_of_its_rows_or_columns(randoms: li
 
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("middle", [(0.5, 0.5), (1.0, 0.0)])
-def test_a_round_field_of_view_has_its_radius_and_middle(place: float, middle: tuple[float, float]) -> None:
+def test_a_round_field_of_view_has_its_radius_and_middle(
+    place: float, middle: tuple[float, float]
+) -> None:
     """16 rows of 1 mm and 20 columns of 1.5 mm: half the longer side is 15 mm."""
     image, labels = altered(augment.Circle(0.4, (0.4, 0.8)), [0.39], [place, *middle], (2, 16, 20))
     radius_mm = (0.4 + 0.4 * place) * 15
@@ -351,10 +408,18 @@ def test_the_resolution_of_an_axis_is_lowered_where_the_slice_is_thicker() -> No
 
     thick = augment.Resolution(0.5, (1.0, 4.0), 0.3, 0.5, (1.0, 2.0))
     found = lowered([0.49, 0.25, 0.3, 0.5], [0.75], thick)
-    torch.testing.assert_close(found, along(image, thick_slice_matrix(4, 3.25 / 2, 0.25), 0), atol=1e-5, rtol=0)
-    assert torch.equal(lowered([0.49, 0.25, 0.3, 0.5], [0.25], thick), image), "slices of 1.75 mm are thinner than these"
+    torch.testing.assert_close(
+        found, along(image, thick_slice_matrix(4, 3.25 / 2, 0.25), 0), atol=1e-5, rtol=0
+    )
+    assert torch.equal(lowered([0.49, 0.25, 0.3, 0.5], [0.25], thick), image), (
+        "slices of 1.75 mm are thinner than these"
+    )
     found = lowered([0.49, 0.25, 0.29, 0.5], [0.25], thick)
-    expected = along(along(image, thick_slice_matrix(6, 1.75, 0.25), 1), thick_slice_matrix(8, 1.75 / 1.5, 0.25), 2)
+    expected = along(
+        along(image, thick_slice_matrix(6, 1.75, 0.25), 1),
+        thick_slice_matrix(8, 1.75 / 1.5, 0.25),
+        2,
+    )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     found = lowered([0.5, 0.49], [0.5], thick)
     expected = image
@@ -381,5 +446,7 @@ def test_a_warp_is_the_product_of_its_parts_in_the_world() -> None:
     in_world = about_x @ about_z @ shear / 1.25
     spacing_mm = np.array([2.0, 1.0, 1.5])
     np.testing.assert_allclose(warp.matrix, in_world * spacing_mm / spacing_mm[:, None], atol=1e-12)
-    np.testing.assert_allclose(warp.shift_voxels, np.array([2.0, 0.0, -8.0]) / spacing_mm, atol=1e-12)
+    np.testing.assert_allclose(
+        warp.shift_voxels, np.array([2.0, 0.0, -8.0]) / spacing_mm, atol=1e-12
+    )
     assert effect.draw(Scripted([0.5], []), (2.0, 1.0, 1.5)) is None  # type: ignore[arg-type]

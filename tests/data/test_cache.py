@@ -20,7 +20,14 @@ import forked
 import numpy as np
 import pytest
 
-from medseg.data.cache import FORMAT_VERSION, CachedCase, is_current, open_case, prepare_case, prepare_cases
+from medseg.data.cache import (
+    FORMAT_VERSION,
+    CachedCase,
+    is_current,
+    open_case,
+    prepare_case,
+    prepare_cases,
+)
 from medseg.data.case_table import Case, read_case_table
 from medseg.data.crops import StageCrops
 from medseg.data.options import StageName, StageOptions
@@ -89,8 +96,12 @@ def test_an_entry_holds_the_oriented_resampled_case(case: Case, tmp_path: Path, 
         native_box = VoxelBox.from_mask(blocks()[1] == value)
         assert native_box is not None
         extent_mm = np.array(entry.region_boxes[name].shape) * SPACING_MM
-        assert (np.abs(extent_mm - np.array(native_box.shape) * native.spacing_mm) < SPACING_MM).all()
-        assert mask.sum() > 0.9 * np.prod(entry.region_boxes[name].shape), "only corners are rounded"
+        assert (
+            np.abs(extent_mm - np.array(native_box.shape) * native.spacing_mm) < SPACING_MM
+        ).all()
+        assert mask.sum() > 0.9 * np.prod(entry.region_boxes[name].shape), (
+            "only corners are rounded"
+        )
         # The centroid stays in the world, to within half a voxel.
         here = entry.grid.index_to_world_xyz_mm(np.argwhere(mask).mean(axis=0))
         there = native.index_to_world_xyz_mm(np.argwhere(blocks()[1] == value).mean(axis=0))
@@ -118,9 +129,12 @@ def test_a_case_in_a_folder_that_is_not_utf_8(case: Case, tmp_path: Path, task: 
     assert open_case(moved, folder / "cache", SPACING_MM, task, NAMES).name == case.name
 
 
-def test_another_filter_is_another_entry_with_the_same_labels(case: Case, tmp_path: Path, task: Task) -> None:
+def test_another_filter_is_another_entry_with_the_same_labels(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     plain, cubic = (
-        prepare_case(case, tmp_path, SPACING_MM, task, NAMES, resampling=resampling) for resampling in ("antialiased", "cubic")
+        prepare_case(case, tmp_path, SPACING_MM, task, NAMES, resampling=resampling)
+        for resampling in ("antialiased", "cubic")
     )
     assert plain.folder.parent != cubic.folder.parent
     assert not np.array_equal(plain.image_hu, cubic.image_hu)
@@ -129,7 +143,9 @@ def test_another_filter_is_another_entry_with_the_same_labels(case: Case, tmp_pa
     assert not is_current(case, tmp_path, SPACING_MM, task, NAMES, resampling="linear")
 
 
-def test_a_current_entry_is_left_alone_and_opening_before_is_refused(case: Case, tmp_path: Path, task: Task) -> None:
+def test_a_current_entry_is_left_alone_and_opening_before_is_refused(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     with pytest.raises(UserError, match="prepare"):
         open_case(case, tmp_path, SPACING_MM, task, NAMES)
     first = built_at(prepare_case(case, tmp_path, SPACING_MM, task, NAMES))
@@ -187,11 +203,22 @@ def test_every_file_of_the_voxels_is_a_source(name: str, header: str, tmp_path: 
 @pytest.mark.parametrize(
     "damage",
     [
-        *("cut image", "garbage of equal size", "no labels", "cut json", "no json", "other json", "another number", "few keys"),
+        *(
+            "cut image",
+            "garbage of equal size",
+            "no labels",
+            "cut json",
+            "no json",
+            "other json",
+            "another number",
+            "few keys",
+        ),
         *("deep json", "a pipe", "a file"),
     ],
 )
-def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Path, task: Task) -> None:
+def test_half_written_entries_are_rebuilt(
+    damage: str, case: Case, tmp_path: Path, task: Task
+) -> None:
     entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     image, labels = np.array(entry.image_hu), np.array(entry.labels)
     sidecar = entry.folder / "case.json"
@@ -210,7 +237,9 @@ def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Pat
     elif damage == "other json":
         sidecar.write_text("[1, 2]")
     elif damage == "another number":
-        sidecar.write_text(sidecar.read_text(encoding="utf-8").replace("1.25", "2.25", 1), encoding="utf-8")
+        sidecar.write_text(
+            sidecar.read_text(encoding="utf-8").replace("1.25", "2.25", 1), encoding="utf-8"
+        )
     elif damage == "few keys":
         sidecar.write_text(json.dumps({"format": FORMAT_VERSION, "crc32": {}}))
     elif damage == "deep json":
@@ -231,7 +260,9 @@ def test_half_written_entries_are_rebuilt(damage: str, case: Case, tmp_path: Pat
 def test_a_cache_without_its_sources_is_used(case: Case, tmp_path: Path, task: Task) -> None:
     labels = np.array(prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).labels)
     shutil.rmtree(tmp_path / "source")
-    assert np.array_equal(open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).labels, labels)
+    assert np.array_equal(
+        open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES).labels, labels
+    )
     prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     other_spacing = (4.0, 1.25, 1.5)
     with pytest.raises(UserError, match="does not exist"):
@@ -242,20 +273,31 @@ def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
     case: Case, tmp_path: Path, task: Task, write_case: WriteCase
 ) -> None:
     image, labels = blocks()
-    other = move(write_case("other", image, labels * (labels == 2)), tmp_path / "elsewhere", case.name)
+    other = move(
+        write_case("other", image, labels * (labels == 2)), tmp_path / "elsewhere", case.name
+    )
     first = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     second = prepare_case(other, tmp_path / "cache", SPACING_MM, task, NAMES)
-    assert (set(first.region_boxes), set(second.region_boxes)) == ({"left_lung", "right_lung"}, {"right_lung"})
+    assert (set(first.region_boxes), set(second.region_boxes)) == (
+        {"left_lung", "right_lung"},
+        {"right_lung"},
+    )
     built = built_at(first)
     again = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     assert built_at(again) == built
     assert np.any(again.labels == 1)
 
 
-def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(case: Case, tmp_path: Path, task: Task) -> None:
+def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
-    there = Case(case.name, Path("/nowhere/image.nii.gz"), Path("/nowhere/labels.nii.gz"), case.patient)
-    assert not is_current(there, tmp_path / "cache", SPACING_MM, task, NAMES), "its own files are here, so it is theirs"
+    there = Case(
+        case.name, Path("/nowhere/image.nii.gz"), Path("/nowhere/labels.nii.gz"), case.patient
+    )
+    assert not is_current(there, tmp_path / "cache", SPACING_MM, task, NAMES), (
+        "its own files are here, so it is theirs"
+    )
     with pytest.raises(UserError, match=re.escape(f"The case {case.name!r} has no current entry")):
         prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
     shutil.rmtree(tmp_path / "source")  # now this is a machine that got the cache only
@@ -282,30 +324,46 @@ def test_other_configurations_have_other_entries(case: Case, tmp_path: Path, tas
         {"channels": (Channel("mr", None, "zscore"),)},
         {"channels": (Channel("ct", None, "percentile"),)},
         {"regions": (Region("lungs", ("left_lung", "right_lung")),)},
-        {"regions": (Region("left_lung", ("left_lung",)), Region("right_lung", ("right_lung",), "right"))},
+        {
+            "regions": (
+                Region("left_lung", ("left_lung",)),
+                Region("right_lung", ("right_lung",), "right"),
+            )
+        },
     ],
     ids=str,
 )
-def test_what_changes_an_entry_is_in_its_name(change: dict[str, Any], case: Case, tmp_path: Path, task: Task) -> None:
+def test_what_changes_an_entry_is_in_its_name(
+    change: dict[str, Any], case: Case, tmp_path: Path, task: Task
+) -> None:
     prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     assert is_current(case, tmp_path, SPACING_MM, task, NAMES)
     assert not is_current(case, tmp_path, SPACING_MM, replace(task, **change), NAMES)
 
 
-@pytest.mark.parametrize("label_values", [{1: "right_lung", 2: "left_lung"}, {**NAMES, 3: "left_lung"}, {**NAMES, 3: "air"}])
+@pytest.mark.parametrize(
+    "label_values",
+    [{1: "right_lung", 2: "left_lung"}, {**NAMES, 3: "left_lung"}, {**NAMES, 3: "air"}],
+)
 def test_other_values_of_the_labels_have_an_entry_of_their_own(
     label_values: dict[int | str, str], case: Case, tmp_path: Path, task: Task
 ) -> None:
     prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     assert not is_current(case, tmp_path, SPACING_MM, task, label_values)
-    assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), "another series of the folder"
+    assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), (
+        "another series of the folder"
+    )
 
 
-def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case, tmp_path: Path, task: Task) -> None:
+def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     # No fork of this process: where torch threads have run, it may wait for them for ever.
     with forked.served(), multiprocessing.get_context("forkserver").Pool(3) as pool:
         for turn in range(3):
-            entries = pool.starmap(prepare_case, [(case, tmp_path / "cache", SPACING_MM, task, NAMES)] * 6)
+            entries = pool.starmap(
+                prepare_case, [(case, tmp_path / "cache", SPACING_MM, task, NAMES)] * 6
+            )
             assert len({int(entry.labels.sum()) for entry in entries}) == 1
             entry = open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
             assert list(entry.folder.parent.iterdir()) == [entry.folder]
@@ -315,7 +373,9 @@ def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(case: Case,
                 os.truncate(entry.folder / "labels.npy", 200)
 
 
-def test_what_a_killed_process_left_is_removed_when_the_entry_is_built(case: Case, tmp_path: Path, task: Task) -> None:
+def test_what_a_killed_process_left_is_removed_when_the_entry_is_built(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     for purpose in ("building", "stale"):
         left = entry.folder.with_name(f".{purpose}-{entry.folder.name}")
@@ -337,37 +397,64 @@ def test_label_values_are_mapped_by_name(tmp_path: Path, task: Task, write_case:
     assert np.array_equal(plain.labels, mapped.labels)
 
 
-def test_values_nobody_named_are_refused(case: Case, tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_values_nobody_named_are_refused(
+    case: Case, tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
     image, labels = blocks()
     labels[0, 0, :2] = (9, 5)
-    with pytest.raises(UserError, match=r"'odd' is refused: the label map holds the values 5, 9, which data\.label_values"):
+    with pytest.raises(
+        UserError,
+        match=r"'odd' is refused: the label map holds the values 5, 9, which data\.label_values",
+    ):
         prepare_case(write_case("odd", image, labels), tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(UserError, match=r"data\.label_values has no value for right_lung"):
         prepare_case(case, tmp_path, SPACING_MM, task, {1: "left_lung", 2: "rigth_lung"})
 
 
-def test_swapped_sides_are_refused_and_one_side_alone_is_not(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_swapped_sides_are_refused_and_one_side_alone_is_not(
+    tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
     image, labels = blocks()
     with pytest.raises(UserError, match=r"'swapped' is refused: left_lung lies at x = .*larger x"):
-        prepare_case(write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]), tmp_path, SPACING_MM, task, NAMES)
-    alone = prepare_case(write_case("alone", image, labels * (labels == 2)), tmp_path, SPACING_MM, task, NAMES)
+        prepare_case(
+            write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]),
+            tmp_path,
+            SPACING_MM,
+            task,
+            NAMES,
+        )
+    alone = prepare_case(
+        write_case("alone", image, labels * (labels == 2)), tmp_path, SPACING_MM, task, NAMES
+    )
     assert set(alone.region_boxes) == {"right_lung"}
     assert not np.any(alone.labels == 1)
-    assert "left_lung is not in the label map" in [finding.message for finding in alone.audit.findings]
+    assert "left_lung is not in the label map" in [
+        finding.message for finding in alone.audit.findings
+    ]
     assert not any(path.name.startswith(".") for path in alone.folder.parent.iterdir())
 
 
-def test_labels_on_another_grid_are_refused(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_labels_on_another_grid_are_refused(
+    tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
     image, labels = blocks()
     near = write_case("near", image, labels, labels_offset_mm=0.01)
     assert prepare_case(near, tmp_path, SPACING_MM, task, NAMES).labels.any()
     with pytest.raises(UserError, match="not on the grid of its image"):
-        prepare_case(write_case("far", image, labels, labels_offset_mm=1.5), tmp_path, SPACING_MM, task, NAMES)
+        prepare_case(
+            write_case("far", image, labels, labels_offset_mm=1.5),
+            tmp_path,
+            SPACING_MM,
+            task,
+            NAMES,
+        )
     with pytest.raises(UserError, match="has 13×30×41 voxels, the image 14×30×41"):
         prepare_case(write_case("short", image, labels[:-1]), tmp_path, SPACING_MM, task, NAMES)
 
 
-def test_a_case_without_labels_is_refused(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_a_case_without_labels_is_refused(
+    tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
     case = write_case("bare", blocks()[0], None)
     with pytest.raises(UserError, match="'bare' has no label map"):
         prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
@@ -375,12 +462,18 @@ def test_a_case_without_labels_is_refused(tmp_path: Path, task: Task, write_case
 
 def test_the_audit_is_kept_in_the_sidecar(case: Case, tmp_path: Path, task: Task) -> None:
     prepared = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
-    assert ("padding", Severity.information) in [(finding.code, finding.severity) for finding in prepared.audit.findings]
-    assert prepared.audit.volumes_ml == pytest.approx({"left_lung": 7 * 7 * 8 * 0.012, "right_lung": 10 * 16 * 11 * 0.012})
+    assert ("padding", Severity.information) in [
+        (finding.code, finding.severity) for finding in prepared.audit.findings
+    ]
+    assert prepared.audit.volumes_ml == pytest.approx(
+        {"left_lung": 7 * 7 * 8 * 0.012, "right_lung": 10 * 16 * 11 * 0.012}
+    )
     assert open_case(case, tmp_path, SPACING_MM, task, NAMES).audit == prepared.audit
 
 
-def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, write_case: WriteCase) -> None:
+def test_an_error_that_is_ignored_stops_nobody_else(
+    tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
     image, labels = blocks()
     swapped = write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels])
     accepted = replace(swapped, ignore_findings=frozenset({"swapped_sides"}))
@@ -392,16 +485,24 @@ def test_an_error_that_is_ignored_stops_nobody_else(tmp_path: Path, task: Task, 
     assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).labels.any()
 
 
-def test_another_scale_or_trust_has_an_entry_of_its_own(case: Case, tmp_path: Path, task: Task) -> None:
+def test_another_scale_or_trust_has_an_entry_of_its_own(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     entry = prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     before = np.median(entry.image_hu[entry.labels > 0])
     brighter = replace(case, hu=HuScale(offset=10.0))
     assert not is_current(brighter, tmp_path, SPACING_MM, task, NAMES)
     after = prepare_case(brighter, tmp_path, SPACING_MM, task, NAMES)
     assert np.median(after.image_hu[after.labels > 0]) == before + 10
-    assert np.median(entry.image_hu[entry.labels > 0]) == before, "a run that uses it keeps its scale"
-    assert not is_current(replace(brighter, trust={"left_lung": "absent"}), tmp_path, SPACING_MM, task, NAMES)
-    assert is_current(replace(brighter, trust={"left_lung": "approximate"}), tmp_path, SPACING_MM, task, NAMES)
+    assert np.median(entry.image_hu[entry.labels > 0]) == before, (
+        "a run that uses it keeps its scale"
+    )
+    assert not is_current(
+        replace(brighter, trust={"left_lung": "absent"}), tmp_path, SPACING_MM, task, NAMES
+    )
+    assert is_current(
+        replace(brighter, trust={"left_lung": "approximate"}), tmp_path, SPACING_MM, task, NAMES
+    )
 
 
 def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one(
@@ -409,13 +510,17 @@ def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one
 ) -> None:
     image, labels = blocks()
     case = write_case("a", image, labels)
-    used = pickle.loads(pickle.dumps(prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)))
+    used = pickle.loads(
+        pickle.dumps(prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES))
+    )
     assert used.labels.any()
     write_case("a", image[:, ::-1], labels[:, ::-1])
     rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
     assert rebuilt.folder == used.folder
     for name in ("images", "labels"):
-        with pytest.raises(UserError, match="The cache entry of the case 'a' was built anew by another process"):
+        with pytest.raises(
+            UserError, match="The cache entry of the case 'a' was built anew by another process"
+        ):
             getattr(used, name)
     assert rebuilt.labels.any()
 
@@ -428,15 +533,23 @@ def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: 
         reads.append(case)
         return read_source(case, task, NAMES)
 
-    together = [prepare_case(case, tmp_path / "a", spacing, task, NAMES, read=read) for spacing in (SPACING_MM, (2.0, 2.0, 2.0))]
-    alone = [prepare_case(case, tmp_path / "b", spacing, task, NAMES) for spacing in (SPACING_MM, (2.0, 2.0, 2.0))]
+    together = [
+        prepare_case(case, tmp_path / "a", spacing, task, NAMES, read=read)
+        for spacing in (SPACING_MM, (2.0, 2.0, 2.0))
+    ]
+    alone = [
+        prepare_case(case, tmp_path / "b", spacing, task, NAMES)
+        for spacing in (SPACING_MM, (2.0, 2.0, 2.0))
+    ]
     assert len(reads) == 1
     for one, other in zip(together, alone, strict=True):
         assert np.array_equal(one.image_hu, other.image_hu)
         assert np.array_equal(one.labels, other.labels)
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_mistake(case: Case, tmp_path: Path, task: Task) -> None:
+def test_a_cache_that_cannot_be_written_is_the_users_mistake(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache"):
         prepare_case(case, tmp_path / "file", SPACING_MM, task, NAMES)
@@ -506,7 +619,12 @@ print(Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=St
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sorted(loaded)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
 
@@ -515,7 +633,10 @@ def test_ready_refused_and_failed_cases(write_case: WriteCase, tmp_path: Path, t
     image, labels = blocks()
     accepted = frozenset({"hu_range"})
     good = replace(write_case("good", image, labels), ignore_findings=accepted)
-    swapped = replace(write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]), ignore_findings=accepted)
+    swapped = replace(
+        write_case("swapped", image, np.array([0, 2, 1], np.uint8)[labels]),
+        ignore_findings=accepted,
+    )
     gone = Case("gone", tmp_path / "no.nii.gz", tmp_path / "none.nii.gz", "gone")
     cases = [(case, NAMES) for case in (swapped, gone, good)]
     (first, refused), (second, nothing), (third, entry) = prepare_cases(
@@ -534,10 +655,14 @@ def test_ready_refused_and_failed_cases(write_case: WriteCase, tmp_path: Path, t
 def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
     cases = {case.name: case for case in read_case_table(shared_ct / "table.csv")}
     entry = prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), task, NAMES)
-    litres = {name: np.count_nonzero(entry.labels == value) * 64e-6 for name, value in task.labels.items()}
+    litres = {
+        name: np.count_nonzero(entry.labels == value) * 64e-6 for name, value in task.labels.items()
+    }
     assert litres["left_lung"] == pytest.approx(2.135, rel=0.03)
     assert litres["right_lung"] == pytest.approx(2.419, rel=0.03)
-    sample = Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]
+    sample = Samples(
+        [entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0
+    )[0]
     assert float(sample["image"][0][sample["target"] > 0].median()) < -0.75
     swapped = Task(
         task.name,
@@ -549,7 +674,9 @@ def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
         prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), swapped, NAMES)
 
 
-def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remarks_of_the_readers_are_kept(
+    case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medseg.io import read
 
     open_file = read._open
@@ -557,7 +684,8 @@ def test_remarks_of_the_readers_are_kept(case: Case, tmp_path: Path, task: Task,
         read,
         "_open",
         lambda path, *given: dataclasses.replace(
-            open_file(path, *given), findings=tuple(warnings_of("reading", [f"repaired {path.name}"]))
+            open_file(path, *given),
+            findings=tuple(warnings_of("reading", [f"repaired {path.name}"])),
         ),
     )
     prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)

@@ -31,7 +31,14 @@ def test_all_columns_are_read_and_paths_are_relative_to_the_table(tmp_path: Path
     cases = read_case_table(write(tmp_path, text))
     trust = {"left_lung": "reference", "right_lung": "approximate"}
     assert cases == [
-        Case("Doe, John", tmp_path / "Doe, John ü.nii.gz", tmp_path / "a_l.nii.gz", "p1", "val", trust),
+        Case(
+            "Doe, John",
+            tmp_path / "Doe, John ü.nii.gz",
+            tmp_path / "a_l.nii.gz",
+            "p1",
+            "val",
+            trust,
+        ),
         Case("b=1 (2)", tmp_path / "dicom", None, "b=1 (2)", None, {"right_lung": "absent"}),
     ]
 
@@ -41,12 +48,17 @@ def test_channels_are_columns_and_a_missing_one_is_named(tmp_path: Path) -> None
     full, lacking = read_case_table(write(tmp_path, text))
     assert [path.name for path in full.images(3)] == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
     assert full.images(1) == [full.image]
-    with pytest.raises(UserError, match=r"The case 'a' has no image_3, but the task has 4 channels"):
+    with pytest.raises(
+        UserError, match=r"The case 'a' has no image_3, but the task has 4 channels"
+    ):
         full.images(4)
     with pytest.raises(UserError, match=r"The case 'b' has no image_1 and no image_3, but"):
         lacking.images(4)
     again = read_case_table(write_case_table(tmp_path / "again.csv", [full, lacking]))
-    assert [case.images(3 if case.name == "a" else 1) for case in again] == [full.images(3), lacking.images(1)]
+    assert [case.images(3 if case.name == "a" else 1) for case in again] == [
+        full.images(3),
+        lacking.images(1),
+    ]
 
 
 def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
@@ -64,11 +76,15 @@ def test_names_of_files_that_are_not_utf_8_come_back(tmp_path: Path) -> None:
     assert read_case_table(table) == [case]
 
 
-@pytest.mark.parametrize("row", ["a,M\u00fcller.nii.gz,a_l.nii.gz,p", "a,a.nii.gz,a_l.nii.gz,M\u00fcller"])
+@pytest.mark.parametrize(
+    "row", ["a,M\u00fcller.nii.gz,a_l.nii.gz,p", "a,a.nii.gz,a_l.nii.gz,M\u00fcller"]
+)
 def test_a_table_in_latin_1_is_refused(tmp_path: Path, row: str) -> None:
     (tmp_path / "M\u00fcller.nii.gz").touch()
     path = write(tmp_path, f"case,image,labels,patient\n{row}\n", "latin-1")
-    with pytest.raises(UserError, match=r"table.csv, line 2: expected text in UTF-8, .* save the table in UTF-8"):
+    with pytest.raises(
+        UserError, match=r"table.csv, line 2: expected text in UTF-8, .* save the table in UTF-8"
+    ):
         read_case_table(path)
 
 
@@ -94,7 +110,10 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
     ("text", "parts"),
     [
         ("case,labels\na,a_l.nii.gz\n", ["line 1", "; add image."]),
-        ("case;image;labels\na;a.nii.gz;b\n", ["line 1", "found case;image;labels; separate the cells by commas"]),
+        (
+            "case;image;labels\na;a.nii.gz;b\n",
+            ["line 1", "found case;image;labels; separate the cells by commas"],
+        ),
         ("case\timage\na\ta.nii.gz\n", ["line 1", "; separate the cells by commas"]),
         ("case\na\n", ["line 1", "found case; add image, labels."]),
         ("case,image,labels,image\n", ["line 1", "'image' appears twice"]),
@@ -104,15 +123,24 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
         (ROW + ",a.nii.gz,\n", ["line 3", "'case' is empty"]),
         (ROW + "b,,\n", ["line 3", "'image' is empty"]),
         (ROW + "../b,a.nii.gz,\n", ["line 3", "'../b'", "slash"]),
-        ("case,image,labels,split\na,a.nii.gz,,training\n", ["line 2", "'training'", "train, val, test"]),
+        (
+            "case,image,labels,split\na,a.nii.gz,,training\n",
+            ["line 2", "'training'", "train, val, test"],
+        ),
         ('case,image,labels\na,"a\n.nii.gz",\nc,,\n', ["line 4", "'image' is empty"]),
         ('case,image,labels\n"a\nb",a.nii.gz,\n', ["line 2", "'a\\nb'", "control characters"]),
         (ROW + "a\x1b[2J,a.nii.gz,\n", ["line 3", "'a\\x1b[2J'", "control characters"]),
-        (",".join(map(str, range(200_000))), ["line 1", "expected at most 1000 columns, got 200000"]),
+        (
+            ",".join(map(str, range(200_000))),
+            ["line 1", "expected at most 1000 columns, got 200000"],
+        ),
         ("case,image,labels\n", ["no case"]),
         ("", ["line 1", "case, image, labels", "none"]),
         ('case,image,labels\n"a,a.nii.gz,\n', ["quotes"]),
-        ("case,image,labels,fold\na,a.nii.gz,,first\n", ["line 2", "fold is 'first'", "a whole number from 0"]),
+        (
+            "case,image,labels,fold\na,a.nii.gz,,first\n",
+            ["line 2", "fold is 'first'", "a whole number from 0"],
+        ),
     ],
 )
 def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -125,7 +153,9 @@ def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: l
 def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         read_case_table(tmp_path / "gone.csv")
-    with pytest.raises(UserError, match=r"scan\.nrrd: expected a case table or a data set, got a scan"):
+    with pytest.raises(
+        UserError, match=r"scan\.nrrd: expected a case table or a data set, got a scan"
+    ):
         read_case_table(tmp_path / "scan.nrrd")
     with pytest.raises(UserError, match="UTF-8"):
         read_case_table(write(tmp_path, ROW.replace("a,", "ü,"), "latin-1"))
@@ -133,7 +163,9 @@ def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> Non
 
 def test_hu_scale_and_ignored_findings_of_a_row_go_before_those_of_the_run(tmp_path: Path) -> None:
     text = "case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,,-1024,\nb,b.nii.gz,,2.5,,no_air  clipped\nc,c.nii.gz,,,,\n"
-    a, b, c = read_case_table(write(tmp_path, text), hu=HuScale(3.0, 7.0), ignore_findings=frozenset({"padding"}))
+    a, b, c = read_case_table(
+        write(tmp_path, text), hu=HuScale(3.0, 7.0), ignore_findings=frozenset({"padding"})
+    )
     assert (a.hu, b.hu, c.hu) == (HuScale(3.0, -1024.0), HuScale(2.5, 7.0), HuScale(3.0, 7.0))
     assert (a.ignore_findings, b.ignore_findings) == ({"padding"}, {"padding", "no_air", "clipped"})
     assert [case.hu for case in read_case_table(write(tmp_path, ROW))] == [HuScale(1.0, 0.0)]
@@ -145,12 +177,20 @@ def test_hu_scale_and_ignored_findings_of_a_row_go_before_those_of_the_run(tmp_p
         ("0,,", "line 2: hu_slope is '0', expected a positive number or nothing."),
         (",minus,", "line 2: hu_offset is 'minus', expected a number or nothing."),
         (",nan,", "line 2: hu_offset is 'nan', expected a number or nothing."),
-        (",,cliped", "line 2, ignore_findings: there is no finding 'cliped'; did you mean clipped?"),
+        (
+            ",,cliped",
+            "line 2, ignore_findings: there is no finding 'cliped'; did you mean clipped?",
+        ),
     ],
 )
 def test_mistaken_cells_of_the_audit_are_told(tmp_path: Path, cells: str, said: str) -> None:
     with pytest.raises(UserError) as error:
-        read_case_table(write(tmp_path, f"case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,{cells}\n"))
+        read_case_table(
+            write(
+                tmp_path,
+                f"case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,{cells}\n",
+            )
+        )
     assert str(error.value).endswith(said)
 
 
@@ -165,7 +205,9 @@ def test_a_table_that_is_no_file(tmp_path: Path, device: str) -> None:
 def test_many_equal_columns_take_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.data.case_table.MAX_COLUMNS", 10**6)
     with pytest.raises(UserError, match="the column 'a0' appears twice"):
-        read_case_table(write(tmp_path, "case,image,labels,a0," + ",".join(f"a{i}" for i in range(200_000))))
+        read_case_table(
+            write(tmp_path, "case,image,labels,a0," + ",".join(f"a{i}" for i in range(200_000)))
+        )
 
 
 def test_a_name_that_begins_like_a_formula_survives_the_spreadsheet(tmp_path: Path) -> None:
@@ -176,7 +218,10 @@ def test_a_name_that_begins_like_a_formula_survives_the_spreadsheet(tmp_path: Pa
 
 
 def test_a_written_table_has_the_split_and_no_empty_columns(tmp_path: Path) -> None:
-    cases = [Case("a", tmp_path / "a.nii.gz", None, "a", "test"), Case("b", tmp_path / "b.nii.gz", None, "b", fold=3)]
+    cases = [
+        Case("a", tmp_path / "a.nii.gz", None, "a", "test"),
+        Case("b", tmp_path / "b.nii.gz", None, "b", fold=3),
+    ]
     path = write_case_table(tmp_path / "again.csv", cases)
     assert path.read_text().splitlines()[0] == "case,image,labels,patient,split,fold"
     assert read_case_table(path) == cases
@@ -195,13 +240,18 @@ def test_a_written_table_is_read_as_the_same_cases(tmp_path: Path) -> None:
         trust={"left_lung": "reference", "right_lung": "absent"}, series="1.2.3", hu=HuScale(2.5, -1024.0),
         more_images=(tmp_path / "a1.nii.gz", None, tmp_path / "a3.nii.gz"), fold=2,
     )  # fmt: skip
-    plain = Case("b", tmp_path / "b.nii.gz", None, "b", more_images=(None, tmp_path / "b2.nii.gz", None))
+    plain = Case(
+        "b", tmp_path / "b.nii.gz", None, "b", more_images=(None, tmp_path / "b2.nii.gz", None)
+    )
     assert read_case_table(write_case_table(tmp_path / "table.csv", [full, plain])) == [full, plain]
 
 
 def test_sides_of_each_fold_are_read_and_written(tmp_path: Path) -> None:
     table = tmp_path / "cases.csv"
-    table.write_text("case,image,labels,fold_0,fold_1\na,a.nii,l.nii,train,val\nb,b.nii,l.nii,,\n", encoding="utf-8")
+    table.write_text(
+        "case,image,labels,fold_0,fold_1\na,a.nii,l.nii,train,val\nb,b.nii,l.nii,,\n",
+        encoding="utf-8",
+    )
     cases = read_case_table(table)
     assert [case.fold_sides for case in cases] == [("train", "val"), (None, None)]
     again = write_case_table(tmp_path / "again" / "cases.csv", cases)
@@ -210,5 +260,7 @@ def test_sides_of_each_fold_are_read_and_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="line 2: fold_0 is 'test', expected train, val or nothing"):
         read_case_table(table)
     table.write_text("case,image,labels,fold,fold_0\na,a.nii,l.nii,0,train\n", encoding="utf-8")
-    with pytest.raises(UserError, match="the columns fold and fold_0 both give folds; keep one kind"):
+    with pytest.raises(
+        UserError, match="the columns fold and fold_0 both give folds; keep one kind"
+    ):
         read_case_table(table)

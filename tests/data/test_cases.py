@@ -25,7 +25,10 @@ def compose(*overrides: str) -> TrainConfig:
     ("overrides", "values"),
     [
         ([], {1: "left_lung", 2: "right_lung"}),
-        (["data.label_values={left_lung: 10, right_lung: 11}"], {10: "left_lung", 11: "right_lung"}),
+        (
+            ["data.label_values={left_lung: 10, right_lung: 11}"],
+            {10: "left_lung", 11: "right_lung"},
+        ),
         (
             ["data.label_values.left_lung=[10,11]", "+data.label_values.trachea=5"],
             {10: "left_lung", 11: "left_lung", 2: "right_lung", 5: "trachea"},
@@ -57,7 +60,10 @@ def test_mistaken_label_values_are_told(label_values: dict[str, Any], said: str)
 def phantoms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table as the phantom writes it, without the scans."""
     splits = ["train", "train", "train", "val", "test"]
-    rows = [f"phantom_{n},{n}/ct.nii.gz,{n}/lungs.nii.gz,phantom_{n},{split}\n" for n, split in enumerate(splits)]
+    rows = [
+        f"phantom_{n},{n}/ct.nii.gz,{n}/lungs.nii.gz,phantom_{n},{split}\n"
+        for n, split in enumerate(splits)
+    ]
     table = tmp_path / "table.csv"
     table.write_text("case,image,labels,patient,split\n" + "".join(rows))
     monkeypatch.setattr(cases, "make_phantoms", lambda *_, **__: table)
@@ -91,20 +97,39 @@ class MadePhantoms:
         self.table.write_text(rows)
         monkeypatch.setattr(cases, "make_phantoms", self.make)
 
-    def make(self, config: Any, task: Any, folder: Path, num_train: int, *, with_held_out: bool) -> Path:
+    def make(
+        self, config: Any, task: Any, folder: Path, num_train: int, *, with_held_out: bool
+    ) -> Path:
         self.calls.append((task.name, folder, num_train, with_held_out))
         return self.table
 
 
-@pytest.mark.parametrize(("task", "column", "values"), [("lungs", "organs", cases.PHANTOM_LABELS), ("abdomen", "labels", None)])
+@pytest.mark.parametrize(
+    ("task", "column", "values"),
+    [("lungs", "organs", cases.PHANTOM_LABELS), ("abdomen", "labels", None)],
+)
 def test_extra_phantoms_have_labels_and_a_share_of_their_own(
-    task: str, column: str, values: dict[int, str] | None, tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str,
+    column: str,
+    values: dict[int, str] | None,
+    tiny_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = MadePhantoms(tmp_path, monkeypatch)
     scene = "chest" if task == "lungs" else "organs"
-    settings = [f"task={task}", f"data.phantoms.scene={scene}", "data.phantoms.num_extra=7", "data.phantom_share=0.25"]
+    settings = [
+        f"task={task}",
+        f"data.phantoms.scene={scene}",
+        "data.phantoms.num_extra=7",
+        "data.phantom_share=0.25",
+    ]
     chosen = compose(
-        f"data.cases='{tiny_table}'", f"data.phantoms.folder='{tmp_path}'", "data.hu_slope=2", "data.hu_offset=-3", *settings
+        f"data.cases='{tiny_table}'",
+        f"data.phantoms.folder='{tmp_path}'",
+        "data.hu_slope=2",
+        "data.hu_offset=-3",
+        *settings,
     )
     own, extra = cases.find_sources(chosen.data, chosen.task)
     folder = tmp_path / "extra" if task == "lungs" else tmp_path / task / "extra"
@@ -114,18 +139,24 @@ def test_extra_phantoms_have_labels_and_a_share_of_their_own(
     assert phantom.labels is not None
     assert phantom.labels.name == {"organs": "organs.nii.gz", "labels": "lungs.nii.gz"}[column]
     assert (extra.split.val, extra.split.test) == ((), ())
-    assert extra.label_values == (values or {value: name for name, value in chosen.task.labels.items()})
+    assert extra.label_values == (
+        values or {value: name for name, value in chosen.task.labels.items()}
+    )
     assert {(case.hu.slope, case.hu.offset) for case in own.split.train} == {(2.0, -3.0)}
     assert (phantom.hu.slope, phantom.hu.offset) == (1.0, 0.0)
     made.table.write_text("case,image,labels,organs\ncase 0,ct.nii.gz,lungs.nii.gz,organs.nii.gz\n")
-    with pytest.raises(UserError, match=r"the case name case 0 is that of a phantom; rename the case"):
+    with pytest.raises(
+        UserError, match=r"the case name case 0 is that of a phantom; rename the case"
+    ):
         cases.find_sources(chosen.data, chosen.task)
     chosen.data.phantoms.num_extra = 0
     (alone,) = cases.find_sources(chosen.data, chosen.task)
     assert alone.share == 1.0
 
 
-def test_without_a_table_the_scans_are_synthetic_with_held_out_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_table_the_scans_are_synthetic_with_held_out_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = MadePhantoms(tmp_path, monkeypatch)
     chosen = compose(f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=4")
     (found, values), extra = cases.find_cases(chosen.data, chosen.task)
@@ -137,19 +168,34 @@ def test_without_a_table_the_scans_are_synthetic_with_held_out_ones(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("detail", "num_train", "with_held_out", "num_workers"),
-    [("small", 5, True, 3), ("small", 30, True, 4), ("full", 3, False, 3), ("full", 9, False, 4), ("small", 3, False, 1)],
+    [
+        ("small", 5, True, 3),
+        ("small", 30, True, 4),
+        ("full", 3, False, 3),
+        ("full", 9, False, 4),
+        ("small", 3, False, 1),
+    ],
 )
 def test_phantoms_are_made_by_as_many_processes_as_pay(
-    detail: str, num_train: int, with_held_out: bool, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    detail: str,
+    num_train: int,
+    with_held_out: bool,
+    num_workers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Held out are three scans for the validation and five for the test."""
     from medseg.phantom import case_folders as dataset
 
     calls: list[Any] = []
-    monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append((arguments, options)))
+    monkeypatch.setattr(
+        dataset, "write_phantoms", lambda *arguments, **options: calls.append((arguments, options))
+    )
     monkeypatch.setattr(cases.os, "cpu_count", lambda: 16)
     chosen = compose(f"data.phantoms.detail={detail}", "data.phantoms.seed=11")
-    cases.make_phantoms(chosen.data.phantoms, chosen.task, tmp_path, num_train, with_held_out=with_held_out)
+    cases.make_phantoms(
+        chosen.data.phantoms, chosen.task, tmp_path, num_train, with_held_out=with_held_out
+    )
     ((arguments, options),) = calls
     given = [*arguments, *options.values()]
     splits = {"train": num_train} | ({"val": 3, "test": 5} if with_held_out else {})
@@ -159,12 +205,23 @@ def test_phantoms_are_made_by_as_many_processes_as_pay(
     assert given[1:4] == [sum(splits.values()), 11, detail]
 
 
-def test_organs_of_a_task_are_painted_with_its_sides_and_channels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_organs_of_a_task_are_painted_with_its_sides_and_channels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medseg.phantom import case_folders as dataset
 
     calls: list[Any] = []
-    monkeypatch.setattr(dataset, "write_phantoms", lambda *arguments, **options: calls.append([*arguments, *options.values()]))
-    settings = ["data=phantom_organs", "data.phantoms.scene=organs", "data.phantoms.own_grids=true", "task.ignore_label=3"]
+    monkeypatch.setattr(
+        dataset,
+        "write_phantoms",
+        lambda *arguments, **options: calls.append([*arguments, *options.values()]),
+    )
+    settings = [
+        "data=phantom_organs",
+        "data.phantoms.scene=organs",
+        "data.phantoms.own_grids=true",
+        "task.ignore_label=3",
+    ]
     chosen = compose(*settings, "data.phantoms.seed=5")
     cases.make_phantoms(chosen.data.phantoms, chosen.task, tmp_path, 2, with_held_out=False)
     (scene,) = (value for value in calls[0] if type(value).__name__ == "SceneSpec")

@@ -21,7 +21,10 @@ def test_faces_move_by_the_jitter_and_a_voxel_is_left() -> None:
     starts_mm = (np.array([one.start for one in moved]) - box.start) * spacing_mm
     assert np.allclose(starts_mm.std(axis=0), 4.0, rtol=0.06)
     assert np.allclose(starts_mm.mean(axis=0), 0.0, atol=0.4)
-    small = [jittered(VoxelBox((5, 5, 5), (6, 6, 6)), 9.0, spacing_mm, sample_rng(0, n)) for n in range(200)]
+    small = [
+        jittered(VoxelBox((5, 5, 5), (6, 6, 6)), 9.0, spacing_mm, sample_rng(0, n))
+        for n in range(200)
+    ]
     assert min(min(one.shape) for one in small) == 1
 
 
@@ -31,16 +34,25 @@ def test_prediction_cuts_the_box_of_the_coarse_stage_and_training_a_jittered_one
     case, region = cached_cases[0], task.regions[0]
     found = VoxelBox((2, 3, 4), (12, 15, 20))
     crops = StageCrops(
-        region_margin_mm=5.0, tile_size=(8, 8, 8), patch_size=(24, 24, 24), coarse_boxes={case.name: {region.name: found}}
+        region_margin_mm=5.0,
+        tile_size=(8, 8, 8),
+        patch_size=(24, 24, 24),
+        coarse_boxes={case.name: {region.name: found}},
     )
     crops = pickle.loads(pickle.dumps(crops))
     plain = crops.crop(case, region, None)
     assert plain == region_crop(found, case.grid, case.grid, 5.0, (8, 8, 8), (1, 1, 1))
-    assert crops.crop(case, region, sample_rng(0, 0)) == region_crop(found, case.grid, case.grid, 5.0, (24, 24, 24), (1, 1, 1))
+    assert crops.crop(case, region, sample_rng(0, 0)) == region_crop(
+        found, case.grid, case.grid, 5.0, (24, 24, 24), (1, 1, 1)
+    )
     whole = replace(crops, tile_size=None, divisor=(8, 8, 8))
-    assert whole.crop(case, region, None) == region_crop(found, case.grid, case.grid, 5.0, None, (8, 8, 8), PLAIN, (24, 24, 24))
+    assert whole.crop(case, region, None) == region_crop(
+        found, case.grid, case.grid, 5.0, None, (8, 8, 8), PLAIN, (24, 24, 24)
+    )
     other = cached_cases[1]
-    assert crops.crop(other, region, None) == StageCrops(region_margin_mm=5.0, tile_size=(8, 8, 8)).crop(other, region, None)
+    assert crops.crop(other, region, None) == StageCrops(
+        region_margin_mm=5.0, tile_size=(8, 8, 8)
+    ).crop(other, region, None)
 
 
 def test_a_spacing_is_drawn_with_a_generator_alone(cached_cases: list[CachedCase]) -> None:

@@ -22,7 +22,9 @@ from medseg.task import Region, Task
 from .conftest import GivenCrops, as_stored, stage_of
 
 SIZE = (24, 32, 16)
-AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+AUGMENTATION = effects(
+    affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5
+)
 
 
 def crops_of(rule: GridRule, margin_mm: float = 9.0) -> GivenCrops:
@@ -42,13 +44,26 @@ def fine(cases: list[CachedCase], task: Task, crops: StageCrops, **arguments: An
 
 
 def coarse(cases: list[CachedCase], task: Task, rule: GridRule, **arguments: Any) -> Samples:
-    return Samples(cases, task, StageCrops(rule, divisor=(8, 8, 8)), stage_of("coarse", arguments), seed=3, **arguments)
+    return Samples(
+        cases,
+        task,
+        StageCrops(rule, divisor=(8, 8, 8)),
+        stage_of("coarse", arguments),
+        seed=3,
+        **arguments,
+    )
 
 
-def expected(case: CachedCase, region: Region, crop: Crop, task: Task) -> tuple[np.ndarray, np.ndarray]:
+def expected(
+    case: CachedCase, region: Region, crop: Crop, task: Task
+) -> tuple[np.ndarray, np.ndarray]:
     """Image and target of a crop, resampled from the cache; beyond the scan's ends its slices go on."""
-    image = resample_image(np.array(case.image_hu), case.grid, crop.grid, -1024.0, slices_go_on=True)
-    labels = resample_labels(np.array(case.labels), case.grid, crop.grid, task.num_classes, slices_go_on=True)
+    image = resample_image(
+        np.array(case.image_hu), case.grid, crop.grid, -1024.0, slices_go_on=True
+    )
+    labels = resample_labels(
+        np.array(case.labels), case.grid, crop.grid, task.num_classes, slices_go_on=True
+    )
     return normalise_hu(image, task.window_hu).numpy(), (labels == task.labels[region.name]).numpy()
 
 
@@ -58,7 +73,9 @@ def is_same(first: Sample, second: Sample) -> bool:
 
 
 @pytest.mark.parametrize("margin_mm", [3.0, 40.0])
-def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_sample_of_fixed_size_is_the_region_resized(
+    margin_mm: float, cached_cases: list[CachedCase], task: Task
+) -> None:
     by_name = {case.name: case for case in cached_cases}
     crops = crops_of(GridRule(size=SIZE), margin_mm)
     samples = fine(cached_cases, task, crops, jitter=False)
@@ -74,7 +91,9 @@ def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_c
         if margin_mm < 10:  # fine enough to measure a volume with
             volume_mm3 = float(target.sum()) * np.prod(crop.grid.spacing_mm)
             assert volume_mm3 == pytest.approx(
-                np.count_nonzero(case.labels == task.labels[region.name]) * np.prod(case.grid.spacing_mm), rel=0.08
+                np.count_nonzero(case.labels == task.labels[region.name])
+                * np.prod(case.grid.spacing_mm),
+                rel=0.08,
             )
         # Voxel by voxel: which centres lie in the scan.
         middle = (np.array(case.grid.shape) - 1) / 2
@@ -82,33 +101,51 @@ def test_a_sample_of_fixed_size_is_the_region_resized(margin_mm: float, cached_c
         place = case.grid.world_to_index_zyx(crop.grid.index_to_world_xyz_mm(index))
         inside = torch.zeros(SIZE, dtype=torch.bool)
         inside[tuple(slice(int(start), int(stop)) for start, stop in sample["inside"])] = True
-        assert np.array_equal(as_stored(inside, region), (np.abs(place - middle) <= middle + 0.5 + 1e-6).all(-1))
+        assert np.array_equal(
+            as_stored(inside, region), (np.abs(place - middle) <= middle + 0.5 + 1e-6).all(-1)
+        )
 
 
-def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(cached_cases: list[CachedCase], task: Task) -> None:
+def test_samples_from_elsewhere_lie_in_the_scan_whatever_the_grid(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     by_name = {case.name: case for case in cached_cases}
     size, patch = (40, 48, 40), (8, 12, 10)
-    samples = fine(cached_cases, task, crops_of(GridRule(size=size)), patch_size=patch, elsewhere_share=1.0)
+    samples = fine(
+        cached_cases, task, crops_of(GridRule(size=size)), patch_size=patch, elsewhere_share=1.0
+    )
     empty = 0
     for n in range(30):
         sample = samples[n]
         case = by_name[sample["case"]]
-        longer = np.multiply(patch, sample["spacing_mm"]) > np.multiply(case.grid.shape, case.grid.spacing_mm)
+        longer = np.multiply(patch, sample["spacing_mm"]) > np.multiply(
+            case.grid.shape, case.grid.spacing_mm
+        )
         assert not longer.any(), "the scans hold such patches"
         assert sample["inside"].tolist() == [[0, part] for part in patch]
         empty += not sample["target"].any()
     assert 3 < empty < 27, "with the region and without it"
 
 
-def test_samples_of_one_size_stack_without_filling(cached_cases: list[CachedCase], task: Task) -> None:
-    samples = fine(cached_cases, task, crops_of(GridRule(size=SIZE)), augmentation=AUGMENTATION, elsewhere_share=0.3)
+def test_samples_of_one_size_stack_without_filling(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    samples = fine(
+        cached_cases,
+        task,
+        crops_of(GridRule(size=SIZE)),
+        augmentation=AUGMENTATION,
+        elsewhere_share=0.3,
+    )
     (batch,) = collate([samples[n] for n in range(6)], (8, 8, 8))
     assert batch["image"].shape == (6, 1, *SIZE)
     assert batch["target"].shape == (6, *SIZE)
     assert len(set(batch["spacing_mm"])) > 3, "each region has a spacing of its own"
 
 
-def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     by_name = {case.name: case for case in cached_cases}
     crops, patch = crops_of(GridRule(size=SIZE)), (8, 12, 10)
     samples = fine(cached_cases, task, crops, patch_size=patch, jitter=False, boundary_share=1.0)
@@ -119,7 +156,9 @@ def test_a_patch_is_cut_out_of_the_resized_crop_and_meets_the_boundary(cached_ca
         image, target = expected(case, region, crops.crop(case, region, None), task)
         windows = np.lib.stride_tricks.sliding_window_view(image, patch)
         (place,) = np.argwhere(
-            np.isclose(windows, as_stored(sample["image"][0], region).numpy(), rtol=0, atol=1e-5).all((3, 4, 5))
+            np.isclose(
+                windows, as_stored(sample["image"][0], region).numpy(), rtol=0, atol=1e-5
+            ).all((3, 4, 5))
         )
         box = VoxelBox(tuple(place), tuple(place + patch))
         assert np.array_equal(as_stored(sample["target"], region), target[box.slices()])
@@ -133,7 +172,9 @@ def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
     slab_share: float, cached_cases: list[CachedCase], task: Task
 ) -> None:
     by_name = {case.name: case for case in cached_cases}
-    samples, fresh = (coarse(cached_cases, task, GridRule(size=SIZE), slab_share=slab_share) for _ in range(2))
+    samples, fresh = (
+        coarse(cached_cases, task, GridRule(size=SIZE), slab_share=slab_share) for _ in range(2)
+    )
     extents = set()
     for n in range(12):
         sample = samples[n]
@@ -151,11 +192,15 @@ def test_a_coarse_sample_of_fixed_size_is_the_body_or_a_slab_of_it_resized(
         for start in range(case.grid.shape[0] - round(num_slices) + 1):
             box = VoxelBox((start, 0, 0), (start + round(num_slices), *case.grid.shape[1:]))
             part = case.grid.crop(box)  # and no more: as if nothing beyond it had been scanned
-            target = resample_labels(np.array(case.labels)[box.slices()], part, part.resized(SIZE), task.num_classes)
+            target = resample_labels(
+                np.array(case.labels)[box.slices()], part, part.resized(SIZE), task.num_classes
+            )
             matches.append(torch.equal(target, sample["target"]))
         assert any(matches)
     lengths = {by_name[name].grid.shape[0] == length for name, length in extents}
-    assert lengths == {slab_share == 0} or (slab_share == 1 and False in lengths and len(extents) > 4)
+    assert lengths == {slab_share == 0} or (
+        slab_share == 1 and False in lengths and len(extents) > 4
+    )
 
 
 def isotropic(cases: list[CachedCase]) -> list[CachedCase]:
@@ -174,7 +219,9 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(
         sample = samples[n]
         case, region = by_name[sample["case"]], task.regions[sample["region"]]
         box = crops.crop(case, region, None).box
-        edge = -(-(max(case.region_boxes[region.name].shape) + 2 * 5) // 8) * 8  # 9 mm are five voxels of 2 mm
+        edge = (
+            -(-(max(case.region_boxes[region.name].shape) + 2 * 5) // 8) * 8
+        )  # 9 mm are five voxels of 2 mm
         assert sample["target"].shape == (edge, edge, edge)
         assert sample["spacing_mm"] == (2.0, 2.0, 2.0)
         image = normalise_hu(np.array(case.image_hu), task.window_hu)
@@ -187,30 +234,43 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(
             assert voxels[place] == (image[min(max(z, 0), len(image) - 1), y, x] if is_in else -1)
 
 
-@pytest.mark.parametrize(("slab_share", "max_voxels"), [(0.0, None), (1.0, None), (0.0, 16 * 48**2), (1.0, 16 * 48**2)])
+@pytest.mark.parametrize(
+    ("slab_share", "max_voxels"), [(0.0, None), (1.0, None), (0.0, 16 * 48**2), (1.0, 16 * 48**2)]
+)
 def test_a_coarse_sample_of_fixed_resolution_is_a_cube_about_the_body_or_a_slab(
     slab_share: float, max_voxels: int | None, cached_cases: list[CachedCase], task: Task
 ) -> None:
     cases = isotropic(cached_cases)
     by_name = {case.name: case for case in cases}
-    samples = coarse(cases, task, GridRule(is_cube=True), slab_share=slab_share, max_voxels=max_voxels)
+    samples = coarse(
+        cases, task, GridRule(is_cube=True), slab_share=slab_share, max_voxels=max_voxels
+    )
     scanned = set()
     for n in range(20):
         sample = samples[n]
         whole = normalise_hu(np.array(by_name[sample["case"]].image_hu), task.window_hu)
         depth, height, width = sample["target"].shape
-        # Of the three scans x is always the longest axis; tissue from end to end, so that the body is the scan.
+        # Of the three scans x is always the longest axis; tissue from end to end, so that the body
+        # is the scan.
         assert height == width == whole.shape[2]
-        assert depth == (width if max_voxels is None else 16), "as many slices as the bound lets through"
+        assert depth == (width if max_voxels is None else 16), (
+            "as many slices as the bound lets through"
+        )
         assert max_voxels is None or -(-depth // 8) * (-(-width // 8)) ** 2 * 512 <= max_voxels
         (first, stop), (y_first, y_stop), _ = sample["inside"].tolist()
         assert y_first == (height - whole.shape[1]) // 2
         assert y_stop - y_first == whole.shape[1]
         image = sample["image"][0, :, y_first:y_stop].numpy()
         part = image[first:stop]
-        start = [z for z in range(len(whole) - len(part) + 1) if np.array_equal(part, whole[z : z + len(part)])]
+        start = [
+            z
+            for z in range(len(whole) - len(part) + 1)
+            if np.array_equal(part, whole[z : z + len(part)])
+        ]
         assert len(start) == 1
-        assert (image[:first] == image[first]).all(), "beyond the slab its end slices go on, though the scan does too"
+        assert (image[:first] == image[first]).all(), (
+            "beyond the slab its end slices go on, though the scan does too"
+        )
         assert (image[stop:] == image[stop - 1]).all()
         scanned.add((sample["case"], start[0], len(part)))
         if slab_share == 0 and max_voxels is None:
@@ -223,14 +283,19 @@ def test_a_sample_depends_on_seed_and_number_alone(
     patch_size: tuple[int, int, int] | None, cached_cases: list[CachedCase], task: Task
 ) -> None:
     options = {"augmentation": AUGMENTATION, "patch_size": patch_size, "elsewhere_share": 0.3}
-    samples, fresh, other = (fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed) for seed in (3, 3, 4))
+    samples, fresh, other = (
+        fine(cached_cases, task, crops_of(GridRule(size=SIZE)), **options, seed=seed)
+        for seed in (3, 3, 4)
+    )
     in_order = [samples[n] for n in range(8)]
     backwards = [fresh[n] for n in reversed(range(8))][::-1]
     assert all(is_same(a, b) for a, b in zip(in_order, backwards, strict=True))
     assert not any(is_same(a, other[n]) for n, a in enumerate(in_order))
 
 
-def test_a_scan_of_fewer_slices_than_a_bounded_crop_stays_in_it(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_scan_of_fewer_slices_than_a_bounded_crop_stays_in_it(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     case = cached_cases[0]
     for name, array in (("image", case.image_hu), ("labels", case.labels)):
         np.save(case.folder / f"{name}.npy", np.array(array)[:5])

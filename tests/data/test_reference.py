@@ -35,7 +35,9 @@ def test_masks_are_merged_to_the_label_map_that_they_were_cut_from(tmp_path: Pat
     assert finding_texts(volume) == ()
 
 
-def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_is_absent(tmp_path: Path) -> None:
+def test_a_label_without_structures_has_the_mask_of_its_name_and_a_missing_one_is_absent(
+    tmp_path: Path,
+) -> None:
     labels = blocks()[1]
     save(tmp_path / "Lung L.nii.gz", (labels == LEFT).astype(np.uint8) * 255)
     volume, values = read_reference(tmp_path, {1: "left_lung", 2: "right_lung"})
@@ -50,7 +52,10 @@ def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
     save(tmp_path / "body.nii.gz", np.ones_like(labels))
     save(tmp_path / "left.nii.gz", (labels == LEFT).astype(np.uint8))
     volume, _ = read_reference(tmp_path, {"body": "body", "left": "left"})
-    assert Counter(volume.array.ravel().tolist()) == {1: int((labels != LEFT).sum()), 2: int((labels == LEFT).sum())}
+    assert Counter(volume.array.ravel().tolist()) == {
+        1: int((labels != LEFT).sum()),
+        2: int((labels == LEFT).sum()),
+    }
     assert finding_texts(volume) == (
         f"{(labels == LEFT).sum()} voxels belong to several labels and count for the last one of data.label_values",
     )
@@ -67,7 +72,9 @@ def test_structures_of_one_label_may_overlap(tmp_path: Path) -> None:
 
 def test_a_label_map_keeps_its_values(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii.gz", blocks()[1])
-    volume, values = read_reference(path, {LEFT: "left_lung", RIGHT: "right_lung", "other": "heart"})
+    volume, values = read_reference(
+        path, {LEFT: "left_lung", RIGHT: "right_lung", "other": "heart"}
+    )
     assert values == {1: "left_lung", 2: "right_lung"}
     assert np.array_equal(volume.array, blocks()[1])
 
@@ -75,9 +82,14 @@ def test_a_label_map_keeps_its_values(tmp_path: Path) -> None:
 def test_masks_that_fit_nothing_have_their_sentences(tmp_path: Path) -> None:
     labels = blocks()[1]
     save(tmp_path / "a" / "left_lung.nii.gz", labels)
-    with pytest.raises(UserError, match="expected a mask of one value, but that of left_lung holds several"):
+    with pytest.raises(
+        UserError, match="expected a mask of one value, but that of left_lung holds several"
+    ):
         read_reference(tmp_path / "a", {1: "left_lung"})
-    with pytest.raises(UserError, match="expected a structure named spleen, but it holds left_lung; name the structures"):
+    with pytest.raises(
+        UserError,
+        match="expected a structure named spleen, but it holds left_lung; name the structures",
+    ):
         read_reference(tmp_path / "a", {1: "spleen"})
     save(tmp_path / "b" / "left_lung.nii.gz", (labels == LEFT).astype(np.uint8))
     save(tmp_path / "b" / "right_lung.nii.gz", np.zeros((3, 4, 5), np.uint8))
@@ -123,12 +135,16 @@ def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) 
         assert np.count_nonzero(all_of_them.array == 2) < np.count_nonzero(labels == RIGHT), path
 
 
-def test_layers_are_read_whatever_the_chunks_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_read_whatever_the_chunks_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk may end within a voxel of three layers: 1000 is no multiple of 3."""
     monkeypatch.setattr(volume, "SLAB_BYTES", 1000)
     labels = blocks()[1]
     layers = [labels, (labels == LEFT).astype(np.uint8), (labels == RIGHT).astype(np.uint8)]
-    write_layers(tmp_path / "a.seg.nrrd", layers, [("left", LEFT, 0), ("left again", 1, 1), ("right", 1, 2)])
+    write_layers(
+        tmp_path / "a.seg.nrrd", layers, [("left", LEFT, 0), ("left again", 1, 1), ("right", 1, 2)]
+    )
     for number, layer in enumerate(layers):
         assert np.array_equal(read_layer(tmp_path / "a.seg.nrrd", number).array, layer)
 
@@ -139,7 +155,10 @@ def add_tumour(folder: Path) -> Path:
     path = study / "1.2.826.0.2" / "1-1.dcm"
     dataset = dcmread(path)
     if "StructureSetROISequence" in dataset:
-        for sequence, key in (("StructureSetROISequence", "ROINumber"), ("ROIContourSequence", "ReferencedROINumber")):
+        for sequence, key in (
+            ("StructureSetROISequence", "ROINumber"),
+            ("ROIContourSequence", "ReferencedROINumber"),
+        ):
             items = dataset[sequence].value
             added = copy.deepcopy(items[1])
             setattr(added, key, 3)
@@ -152,7 +171,11 @@ def add_tumour(folder: Path) -> Path:
     dataset.SegmentSequence.append(segment)
     groups = dataset.PerFrameFunctionalGroupsSequence
     frame_bytes = dataset.Rows * dataset.Columns // 8
-    own = [n for n, one in enumerate(groups) if one.SegmentIdentificationSequence[0].ReferencedSegmentNumber == 2]
+    own = [
+        n
+        for n, one in enumerate(groups)
+        if one.SegmentIdentificationSequence[0].ReferencedSegmentNumber == 2
+    ]
     pixels = dataset.PixelData[: len(groups) * frame_bytes]
     for number in own:
         group = copy.deepcopy(groups[number])
@@ -167,5 +190,7 @@ def add_tumour(folder: Path) -> Path:
 def test_two_masks_of_one_name_are_refused(tmp_path: Path) -> None:
     for ending in (".nii.gz", ".nrrd"):
         save(tmp_path / f"left_lung{ending}", (blocks()[1] == LEFT).astype(np.uint8))
-    with pytest.raises(UserError, match=r"left_lung.nii.gz and left_lung.nrrd are masks of one structure; keep one"):
+    with pytest.raises(
+        UserError, match=r"left_lung.nii.gz and left_lung.nrrd are masks of one structure; keep one"
+    ):
         read_reference(tmp_path, {1: "left_lung"})

@@ -11,9 +11,15 @@ import pytest
 from medseg.data.sampler import ORDER, StepBatchSampler, draw_from_pass, sample_rng, torch_seed
 
 
-@pytest.mark.parametrize(("accumulate", "num_ranks"), [(1, 1), (2, 1), (1, 2), (3, 2), (1, 4), (12, 1)])
-def test_the_ranks_together_read_the_plain_order_at_every_step(accumulate: int, num_ranks: int) -> None:
-    per_rank = [list(StepBatchSampler(5, 12, accumulate, rank, num_ranks)) for rank in range(num_ranks)]
+@pytest.mark.parametrize(
+    ("accumulate", "num_ranks"), [(1, 1), (2, 1), (1, 2), (3, 2), (1, 4), (12, 1)]
+)
+def test_the_ranks_together_read_the_plain_order_at_every_step(
+    accumulate: int, num_ranks: int
+) -> None:
+    per_rank = [
+        list(StepBatchSampler(5, 12, accumulate, rank, num_ranks)) for rank in range(num_ranks)
+    ]
     for step in range(5):
         union = []
         for micro in range(accumulate):
@@ -33,21 +39,37 @@ def test_a_later_start_continues_exactly(start_step: int) -> None:
     whole = list(StepBatchSampler(5, 6, 3, 1, 2))
     late = StepBatchSampler(5, 6, 3, 1, 2, start_step=start_step)
     assert list(late) == whole[start_step * 3 :]
-    assert len(late) == len(whole), "the length is that of the run: Lightning counts what came before"
+    assert len(late) == len(whole), (
+        "the length is that of the run: Lightning counts what came before"
+    )
 
 
 @pytest.mark.parametrize(("accumulate", "num_ranks"), [(1, 2), (2, 2), (1, 4), (3, 4)])
-def test_ranks_of_a_step_get_the_same_samples_and_about_the_same_number_of_voxels(accumulate: int, num_ranks: int) -> None:
+def test_ranks_of_a_step_get_the_same_samples_and_about_the_same_number_of_voxels(
+    accumulate: int, num_ranks: int
+) -> None:
     voxels = np.random.default_rng(0).lognormal(0.0, 1.0, 50 * 12).astype(float)
 
     def loads(size: Callable[[int], float] | None) -> np.ndarray:
         """Voxels of each step and rank."""
-        ranks = [list(StepBatchSampler(50, 12, accumulate, rank, num_ranks, size=size)) for rank in range(num_ranks)]
-        assert {len(batch) for batches in ranks for batch in batches} == {12 // accumulate // num_ranks}
-        steps = [[batches[step * accumulate : (step + 1) * accumulate] for batches in ranks] for step in range(50)]
+        ranks = [
+            list(StepBatchSampler(50, 12, accumulate, rank, num_ranks, size=size))
+            for rank in range(num_ranks)
+        ]
+        assert {len(batch) for batches in ranks for batch in batches} == {
+            12 // accumulate // num_ranks
+        }
+        steps = [
+            [batches[step * accumulate : (step + 1) * accumulate] for batches in ranks]
+            for step in range(50)
+        ]
         for step, parts in enumerate(steps):
-            assert sorted(n for own in parts for batch in own for n in batch) == list(range(step * 12, (step + 1) * 12))
-        return np.array([[sum(voxels[n] for batch in own for n in batch) for own in parts] for parts in steps])
+            assert sorted(n for own in parts for batch in own for n in batch) == list(
+                range(step * 12, (step + 1) * 12)
+            )
+        return np.array(
+            [[sum(voxels[n] for batch in own for n in batch) for own in parts] for parts in steps]
+        )
 
     def waste(loads: np.ndarray) -> float:
         """Part of the time of all ranks that is spent in waiting for the slowest one."""
@@ -56,7 +78,9 @@ def test_ranks_of_a_step_get_the_same_samples_and_about_the_same_number_of_voxel
     assert waste(loads(voxels.__getitem__)) < 0.7 * waste(loads(None))
 
 
-@pytest.mark.parametrize("arguments", [(5, 6, 4), (5, 6, 2, 0, 2), (5, 0), (5, 2, 1, 2, 2), (5, 2, 1, 0, 1, -1)])
+@pytest.mark.parametrize(
+    "arguments", [(5, 6, 4), (5, 6, 2, 0, 2), (5, 0), (5, 2, 1, 2, 2), (5, 2, 1, 0, 1, -1)]
+)
 def test_what_does_not_divide_is_refused(arguments: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"divisible|expected"):
         StepBatchSampler(*arguments)
@@ -75,7 +99,12 @@ def test_reference_values_stay() -> None:
 
 
 def test_neighbours_are_independent() -> None:
-    draws = {tuple(sample_rng(seed, n, stream).random(3)) for seed in range(3) for n in range(50) for stream in (0, ORDER)}
+    draws = {
+        tuple(sample_rng(seed, n, stream).random(3))
+        for seed in range(3)
+        for n in range(50)
+        for stream in (0, ORDER)
+    }
     assert len(draws) == 300
     first = np.array([sample_rng(0, n).random() for n in range(4000)])
     assert abs(first.mean() - 0.5) < 0.03

@@ -26,7 +26,9 @@ from medseg.task import Channel, Region, Task
 
 from .conftest import GivenCrops, as_stored, stage_of
 
-AUGMENTATION = effects(affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5)
+AUGMENTATION = effects(
+    affine_probability=0.8, noise_probability=0.5, low_resolution_probability=0.5
+)
 
 Maker = Callable[..., Samples]
 
@@ -42,14 +44,28 @@ def on_the_cache(box_of: Callable[..., VoxelBox]) -> Callable[..., Crop]:
     return lambda case, region, rng: Crop(case.grid, box_of(case, region, rng))
 
 
-def fine(cases: list[CachedCase], task: Task, box_of: Callable[..., VoxelBox] = wide_box, **arguments: object) -> Samples:
-    options: dict = {"seed": 3, "patch_size": (8, 16, 8), "augmentation": AUGMENTATION, "boundary_share": 0.5}
+def fine(
+    cases: list[CachedCase],
+    task: Task,
+    box_of: Callable[..., VoxelBox] = wide_box,
+    **arguments: object,
+) -> Samples:
+    options: dict = {
+        "seed": 3,
+        "patch_size": (8, 16, 8),
+        "augmentation": AUGMENTATION,
+        "boundary_share": 0.5,
+    }
     options |= {"crops": GivenCrops(of=on_the_cache(box_of))} | arguments
     return Samples(cases, task, stage=stage_of("fine", options), **options)
 
 
 def coarse(cases: list[CachedCase], task: Task, **arguments: object) -> Samples:
-    options: dict = {"seed": 3, "crops": StageCrops(divisor=(8, 8, 8)), "augmentation": AUGMENTATION} | arguments
+    options: dict = {
+        "seed": 3,
+        "crops": StageCrops(divisor=(8, 8, 8)),
+        "augmentation": AUGMENTATION,
+    } | arguments
     return Samples(cases, task, stage=stage_of("coarse", options), **options)
 
 
@@ -59,7 +75,9 @@ def is_same(first: Sample, second: Sample) -> bool:
 
 
 @pytest.mark.parametrize("make", [coarse, fine])
-def test_any_number_of_workers_gives_the_same_batches(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+def test_any_number_of_workers_gives_the_same_batches(
+    make: Maker, cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = make(cached_cases, task)
     batches = []
     for num_workers in (0, 2):
@@ -72,14 +90,18 @@ def test_any_number_of_workers_gives_the_same_batches(make: Maker, cached_cases:
         )
         batches.append(list(loader))
     assert len(batches[0]) == 4
-    for one, other in zip(*([part for batch in some for part in batch] for some in batches), strict=True):
+    for one, other in zip(
+        *([part for batch in some for part in batch] for some in batches), strict=True
+    ):
         assert all(torch.equal(one[key], other[key]) for key in ("image", "target", "region"))
         assert one["case"] == other["case"]
 
 
 def test_data_sets_survive_pickling(cached_cases: list[CachedCase], task: Task) -> None:
     """Loader workers that start by `spawn` get the data set by pickle."""
-    crops = StageCrops(region_margin_mm=4.0, box_jitter_mm=3.0, patch_size=(8, 16, 8), divisor=(8, 8, 8))
+    crops = StageCrops(
+        region_margin_mm=4.0, box_jitter_mm=3.0, patch_size=(8, 16, 8), divisor=(8, 8, 8)
+    )
     cubes = StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8))
     for samples in (
         coarse(cached_cases, task, crops=cubes, max_voxels=40_000, slab_share=0.5),
@@ -90,7 +112,9 @@ def test_data_sets_survive_pickling(cached_cases: list[CachedCase], task: Task) 
 
 
 @pytest.mark.parametrize("make", [coarse, fine])
-def test_a_sample_depends_on_seed_and_number_alone(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_sample_depends_on_seed_and_number_alone(
+    make: Maker, cached_cases: list[CachedCase], task: Task
+) -> None:
     samples, fresh = make(cached_cases, task), make(cached_cases, task)
     in_order = [samples[n] for n in range(8)]
     threads = torch.get_num_threads()
@@ -106,18 +130,25 @@ def test_a_sample_depends_on_seed_and_number_alone(make: Maker, cached_cases: li
 
 
 @pytest.mark.parametrize("make", [coarse, fine])
-def test_each_pass_takes_everything_once(make: Maker, cached_cases: list[CachedCase], task: Task) -> None:
+def test_each_pass_takes_everything_once(
+    make: Maker, cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = make(cached_cases, task, augmentation=None)
     assert len(samples) == {coarse: 3, fine: 5}[make]  # the third case has no left lung
     passes = [
-        [(samples[n]["case"], samples[n]["region"]) for n in range(turn * len(samples), (turn + 1) * len(samples))]
+        [
+            (samples[n]["case"], samples[n]["region"])
+            for n in range(turn * len(samples), (turn + 1) * len(samples))
+        ]
         for turn in range(6)
     ]
     assert all(set(one) == set(passes[0]) and len(set(one)) == len(samples) for one in passes)
     assert len({tuple(one) for one in passes}) > 1, "the order changes from pass to pass"
 
 
-def test_a_coarse_sample_is_the_volume_filled_at_its_end(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_coarse_sample_is_the_volume_filled_at_its_end(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = coarse(cached_cases, task, augmentation=None)
     for n in range(3):
@@ -125,14 +156,21 @@ def test_a_coarse_sample_is_the_volume_filled_at_its_end(cached_cases: list[Cach
         depth, height, width = case.grid.shape
         assert all(size % 8 == 0 for size in sample["target"].shape)
         image, target = sample["image"][0], sample["target"]
-        assert np.array_equal(image[:depth, :height, :width], normalise_hu(np.array(case.image_hu), task.window_hu))
+        assert np.array_equal(
+            image[:depth, :height, :width], normalise_hu(np.array(case.image_hu), task.window_hu)
+        )
         assert np.array_equal(target[:depth, :height, :width], case.labels)
-        assert bool((image[depth:] == image[depth - 1]).all() and (target[depth:] == target[depth - 1]).all())
+        assert bool(
+            (image[depth:] == image[depth - 1]).all()
+            and (target[depth:] == target[depth - 1]).all()
+        )
         assert bool((image[:, height:] == -1).all() and (image[:, :, width:] == -1).all())
         assert int((target[:depth] > 0).sum()) == int((case.labels > 0).sum())
 
 
-def test_long_volumes_are_cut_to_a_range_of_slices(cached_cases: list[CachedCase], task: Task) -> None:
+def test_long_volumes_are_cut_to_a_range_of_slices(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = coarse(cached_cases, task, augmentation=None, max_voxels=16 * 32 * 48)
     starts = set()
     by_name = {case.name: case for case in cached_cases}
@@ -143,13 +181,17 @@ def test_long_volumes_are_cut_to_a_range_of_slices(cached_cases: list[CachedCase
         _, height, width = case.grid.shape
         depth = min(len(image), len(whole))
         part = image[:depth, :height, :width].numpy()
-        start = [z for z in range(len(whole) - depth + 1) if np.array_equal(part, whole[z : z + depth])]
+        start = [
+            z for z in range(len(whole) - depth + 1) if np.array_equal(part, whole[z : z + depth])
+        ]
         assert len(start) == 1
         starts.add((case.name, start[0]))
     assert len(starts) > 5
 
 
-def test_slabs_are_scans_of_their_own_of_all_lengths(cached_cases: list[CachedCase], task: Task) -> None:
+def test_slabs_are_scans_of_their_own_of_all_lengths(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = coarse(cached_cases, task, augmentation=None, slab_share=0.5)
     by_name = {case.name: case for case in cached_cases}
     is_whole, lengths = [], set()
@@ -167,7 +209,9 @@ def test_slabs_are_scans_of_their_own_of_all_lengths(cached_cases: list[CachedCa
     assert len(lengths) > 5
 
 
-def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[CachedCase], task: Task) -> None:
+def test_half_chests_are_ranges_of_columns_of_whole_scans(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = coarse(cached_cases, task, augmentation=None, side_share=1.0)
     by_name, places = {case.name: case for case in cached_cases}, set()
     for n in range(30):
@@ -176,7 +220,10 @@ def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[Cac
         depth, height, width = (int(stop - start) for start, stop in sample["inside"])
         assert sample["inside"][:, 0].tolist() == [0, 0, 0]
         # Rows and slices may be those of a smaller body.
-        part, labels = sample["image"][0, :depth, :height, :width].numpy(), sample["target"][:depth, :height, :width].numpy()
+        part, labels = (
+            sample["image"][0, :depth, :height, :width].numpy(),
+            sample["target"][:depth, :height, :width].numpy(),
+        )
         found = [
             (z, y, x)
             for z, y, x in np.ndindex(*np.subtract(whole.shape, (depth, height, width)) + 1)
@@ -189,10 +236,14 @@ def test_half_chests_are_ranges_of_columns_of_whole_scans(cached_cases: list[Cac
     assert len(places) > 20
 
 
-def test_a_half_chest_keeps_the_least_share_of_the_columns(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_half_chest_keeps_the_least_share_of_the_columns(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     shares = []
     for least in (0.1, 0.9, 1.0):
-        samples = coarse(cached_cases[:1], task, augmentation=None, side_share=1.0, side_least=least)
+        samples = coarse(
+            cached_cases[:1], task, augmentation=None, side_share=1.0, side_least=least
+        )
         width = cached_cases[0].grid.shape[2]
         shares.append([int(samples[n]["inside"][2, 1]) / width for n in range(20)])
     assert min(shares[0]) < 0.5
@@ -200,7 +251,9 @@ def test_a_half_chest_keeps_the_least_share_of_the_columns(cached_cases: list[Ca
     assert set(shares[2]) == {max(shares[2])}
 
 
-def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_fine_sample_is_its_box_with_the_region_alone(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     by_name = {case.name: case for case in cached_cases}
     samples = fine(cached_cases, task, augmentation=None, patch_size=None, jitter=False)
     sides = set()
@@ -216,10 +269,19 @@ def test_a_fine_sample_is_its_box_with_the_region_alone(cached_cases: list[Cache
     assert sides == {"left", "right"}
 
 
-def test_patches_lie_in_their_box_and_meet_the_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+def test_patches_lie_in_their_box_and_meet_the_boundary(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     """Each patch is found again in its volume: the tissue noise has no two equal places."""
     by_name = {case.name: case for case in cached_cases}
-    samples = fine(cached_cases, task, augmentation=None, jitter=False, boundary_share=1.0, patch_size=(4, 6, 4))
+    samples = fine(
+        cached_cases,
+        task,
+        augmentation=None,
+        jitter=False,
+        boundary_share=1.0,
+        patch_size=(4, 6, 4),
+    )
     starts = set()
     for n in range(40):
         sample = samples[n]
@@ -227,18 +289,29 @@ def test_patches_lie_in_their_box_and_meet_the_boundary(cached_cases: list[Cache
         box = wide_box(case, region, None)
         whole = normalise_hu(crop_padded(case.image_hu, box, -1024), task.window_hu)
         windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
-        found = np.argwhere((windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5)))
+        found = np.argwhere(
+            (windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5))
+        )
         assert len(found) == 1
         assert int(sample["target"].sum()) > 0
         starts.add((n % 5, tuple(found[0])))
     assert len(starts) > 30
 
 
-def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_patch_larger_than_its_box_is_centred_on_it(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     def tight(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return case.region_boxes[region.name]
 
-    samples = fine(cached_cases, task, augmentation=None, box_of=tight, patch_size=(32, 32, 32), boundary_share=1.0)
+    samples = fine(
+        cached_cases,
+        task,
+        augmentation=None,
+        box_of=tight,
+        patch_size=(32, 32, 32),
+        boundary_share=1.0,
+    )
     by_name = {case.name: case for case in cached_cases}
     for n in range(5):
         sample = samples[n]
@@ -249,7 +322,9 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(cached_cases: list[CachedC
         assert np.abs((place.min(axis=0) + place.max(axis=0)) / 2 - 15.5).max() <= 1
 
 
-def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     """Mirroring comes before the augmentation: the network cannot tell a right lung from a left one."""
 
     def whole(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
@@ -275,7 +350,9 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(cac
         assert (one["region"], other["region"]) == (0, 1)
 
 
-def test_augmented_coarse_samples_keep_their_sides(cached_cases: list[CachedCase], task: Task) -> None:
+def test_augmented_coarse_samples_keep_their_sides(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = coarse(cached_cases[:2], task)
     for n in range(20):
         places = [np.argwhere(samples[n]["target"].numpy() == value) for value in (1, 2)]
@@ -283,7 +360,9 @@ def test_augmented_coarse_samples_keep_their_sides(cached_cases: list[CachedCase
             assert places[0][:, 2].mean() > places[1][:, 2].mean()
 
 
-def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_warped_patch_holds_tissue_where_the_scan_goes_on(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     """A patch in the middle of a scan without air must not get false air at its corners."""
     case = cached_cases[0]
     np.save(case.folder / "image.npy", np.full(case.grid.shape, 100, dtype=np.int16))
@@ -313,7 +392,9 @@ def test_collation_fills_at_the_end_as_prediction_does() -> None:
         for n, shape in enumerate([(3, 9, 4), (5, 2, 4)])
     ]
     batch = collate(samples, (4, 1, 8), is_stacked=False)
-    assert [part["image"].shape for part in batch] == [(1, 1, 4, 9, 8), (1, 1, 8, 2, 8)], "each at its own shape"
+    assert [part["image"].shape for part in batch] == [(1, 1, 4, 9, 8), (1, 1, 8, 2, 8)], (
+        "each at its own shape"
+    )
     for n, shape in enumerate([(3, 9, 4), (5, 2, 4)]):
         inside = torch.zeros(batch[n]["target"].shape[1:], dtype=torch.bool)
         inside[:, : shape[1], : shape[2]] = True  # the last slice goes on
@@ -324,7 +405,9 @@ def test_collation_fills_at_the_end_as_prediction_does() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 0.0, 1.0], [1.0, float("nan"), 1.0]])
-def test_bad_weights_are_refused(weights: list[float], cached_cases: list[CachedCase], task: Task) -> None:
+def test_bad_weights_are_refused(
+    weights: list[float], cached_cases: list[CachedCase], task: Task
+) -> None:
     with pytest.raises(ValueError, match=r"weights|shorter"):
         coarse(cached_cases, task, weights=weights)
     with pytest.raises(ValueError, match=r"weights|shorter|longer"):
@@ -360,7 +443,9 @@ def test_inside_marks_where_the_scan_is(cached_cases: list[CachedCase], task: Ta
             assert (values[stop:] == values[stop - 1]).all()
 
 
-def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[CachedCase], task: Task) -> None:
+def test_samples_from_elsewhere_lie_anywhere_in_the_scan(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     samples = fine(cached_cases, task, augmentation=None, patch_size=(4, 6, 4), elsewhere_share=1.0)
     by_name = {case.name: case for case in cached_cases}
     corners: dict[str, list[np.ndarray]] = {name: [] for name in by_name}
@@ -371,11 +456,15 @@ def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[Cach
         whole = normalise_hu(np.asarray(case.image_hu), task.window_hu)
         windows = np.lib.stride_tricks.sliding_window_view(whole, (4, 6, 4))
         region = task.regions[sample["region"]]
-        (place,) = np.argwhere((windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5)))
+        (place,) = np.argwhere(
+            (windows == as_stored(sample["image"][0], region).numpy()).all(axis=(3, 4, 5))
+        )
         corners[case.name].append(place)
         box = VoxelBox(tuple(place), tuple(place + np.array((4, 6, 4))))
         value = task.labels[region.name]
-        assert np.array_equal(as_stored(sample["target"], region), np.asarray(case.labels)[box.slices()] == value)
+        assert np.array_equal(
+            as_stored(sample["target"], region), np.asarray(case.labels)[box.slices()] == value
+        )
         empty += not sample["target"].any()
     assert empty > 10
     for name, places in corners.items():
@@ -383,7 +472,9 @@ def test_samples_from_elsewhere_lie_anywhere_in_the_scan(cached_cases: list[Cach
         assert (np.ptp(places, axis=0) > 0.5 * room).all()
 
 
-def test_channels_are_stacked_and_each_has_its_own_intensity(cached_cases: list[CachedCase], task: Task) -> None:
+def test_channels_are_stacked_and_each_has_its_own_intensity(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     case = cached_cases[0]
     mr = np.random.default_rng(0).uniform(0, 500, case.grid.shape).astype(np.float32)
     np.save(case.folder / "image_1.npy", mr)
@@ -391,7 +482,10 @@ def test_channels_are_stacked_and_each_has_its_own_intensity(cached_cases: list[
     two = replace(task, channels=(*task.channels, Channel("mr", None, "zscore")))
     both = [replace(case, intensities=(None, intensity))]
     for make in (coarse, fine):
-        plain, stacked = (make(cases, one, augmentation=None)[0] for cases, one in ((cached_cases[:1], task), (both, two)))
+        plain, stacked = (
+            make(cases, one, augmentation=None)[0]
+            for cases, one in ((cached_cases[:1], task), (both, two))
+        )
         depth, height, width = stacked["target"].shape  # without the filling of whole scans
         assert torch.equal(stacked["image"][:1], plain["image"][:, :depth, :height, :width])
         assert torch.equal(stacked["target"], plain["target"][:depth, :height, :width])
@@ -400,13 +494,23 @@ def test_channels_are_stacked_and_each_has_its_own_intensity(cached_cases: list[
     assert fine(both, two)[0]["image"].shape[0] == 2, "augmented"
 
 
-def test_the_ignore_label_stays_in_the_target_and_makes_no_boundary(cached_cases: list[CachedCase], task: Task) -> None:
+def test_the_ignore_label_stays_in_the_target_and_makes_no_boundary(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     case = cached_cases[0]
     labels = np.array(case.labels)
-    labels[(labels == 0) & (np.arange(labels.shape[1])[:, None] >= labels.shape[1] // 4)] = 255  # all around but in front
+    labels[(labels == 0) & (np.arange(labels.shape[1])[:, None] >= labels.shape[1] // 4)] = (
+        255  # all around but in front
+    )
     np.save(case.folder / "labels.npy", labels)
     ignoring = replace(task, ignore_label=255)
-    options: dict = {"augmentation": None, "box_of": wide_box, "patch_size": (1, 2, 1), "boundary_share": 1.0, "jitter": False}
+    options: dict = {
+        "augmentation": None,
+        "box_of": wide_box,
+        "patch_size": (1, 2, 1),
+        "boundary_share": 1.0,
+        "jitter": False,
+    }
     samples = fine([case], ignoring, **options)
     targets = [samples[n]["target"] for n in range(40)]
     assert all(set(target.unique().tolist()) <= {0, 1, 255} for target in targets)
@@ -415,49 +519,82 @@ def test_the_ignore_label_stays_in_the_target_and_makes_no_boundary(cached_cases
     assert not any(bool((target[0, :, 0] == torch.tensor([1, 255])).all()) for target in targets)
 
 
-def test_patches_of_a_whole_scan_meet_every_label_as_often(cached_cases: list[CachedCase], task: Task) -> None:
+def test_patches_of_a_whole_scan_meet_every_label_as_often(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     boxes = [
-        {name: VoxelBox.from_mask(np.array(case.labels) == value) for name, value in task.labels.items()} for case in cached_cases
+        {
+            name: VoxelBox.from_mask(np.array(case.labels) == value)
+            for name, value in task.labels.items()
+        }
+        for case in cached_cases
     ]
     cases = [
         replace(case, label_boxes={name: box for name, box in found.items() if box is not None})
         for case, found in zip(cached_cases, boxes, strict=True)
     ]
     no_regions = replace(task, regions=())
-    samples = coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4), boundary_share=1.0)
+    samples = coarse(
+        cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4), boundary_share=1.0
+    )
     met = [set(samples[n]["target"].unique().tolist()) for n in range(60)]
     assert all(samples[n]["target"].shape == (4, 6, 4) for n in range(5))
     assert all(one & {1, 2} for one in met)
     assert 15 < sum(1 in one for one in met) < 45
     assert not all(
-        coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4))[n]["target"].any() for n in range(30)
+        coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4))[n]["target"].any()
+        for n in range(30)
     ), "elsewhere without"
 
 
-def test_patches_of_a_slab_see_nothing_beyond_it(cached_cases: list[CachedCase], task: Task) -> None:
+def test_patches_of_a_slab_see_nothing_beyond_it(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     options: dict[str, Any] = {"augmentation": None, "patch_size": (8, 6, 6), "boundary_share": 0.0}
-    cut, uncut = (coarse(cached_cases[:1], replace(task, regions=()), slab_share=share, **options) for share in (1.0, 0.0))
+    cut, uncut = (
+        coarse(cached_cases[:1], replace(task, regions=()), slab_share=share, **options)
+        for share in (1.0, 0.0)
+    )
     scanned = [[int(samples[n]["inside"][0].diff()) for n in range(40)] for samples in (cut, uncut)]
     assert set(scanned[1]) == {8}
     assert min(scanned[0]) < 8
 
 
 def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], task: Task) -> None:
-    trust = [{"left_lung": "reference", "right_lung": "approximate"}, {"left_lung": "reference", "right_lung": "absent"}, {}]
+    trust = [
+        {"left_lung": "reference", "right_lung": "approximate"},
+        {"left_lung": "reference", "right_lung": "absent"},
+        {},
+    ]
     cases = [replace(case, trust=one) for case, one in zip(cached_cases, trust, strict=True)]
     samples = fine(cases, task, augmentation=None, train_trust=["reference"])
-    assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [("case_0", 0), ("case_1", 0)]
-    assert [samples_case.name for samples_case, _ in coarse(cases, task, train_trust=["reference"]).items] == ["case_1"]
+    assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [
+        ("case_0", 0),
+        ("case_1", 0),
+    ]
+    assert [
+        samples_case.name
+        for samples_case, _ in coarse(cases, task, train_trust=["reference"]).items
+    ] == ["case_1"]
     both = coarse(cases, task, train_trust=["reference", "approximate"])
     assert [samples_case.name for samples_case, _ in both.items] == ["case_0", "case_1"]
     half_known = [replace(cases[0], trust={"left_lung": "reference"}), *cases[1:]]
-    assert [samples_case.name for samples_case, _ in coarse(half_known, task, train_trust=["reference"]).items] == ["case_1"]
-    empty = [*cases[1:], replace(cases[0], trust=dict.fromkeys(("left_lung", "right_lung"), "absent"))]
+    assert [
+        samples_case.name
+        for samples_case, _ in coarse(half_known, task, train_trust=["reference"]).items
+    ] == ["case_1"]
+    empty = [
+        *cases[1:],
+        replace(cases[0], trust=dict.fromkeys(("left_lung", "right_lung"), "absent")),
+    ]
     found = coarse(empty, task, train_trust=["reference"]).items
     assert [samples_case.name for samples_case, _ in found] == ["case_1", "case_0"], (
         "a scan that is known to have no region is known"
     )
-    with pytest.raises(UserError, match=r"data\.train_trust=sure or certain: no training case has a region with this trust"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.train_trust=sure or certain: no training case has a region with this trust",
+    ):
         fine(cases, task, train_trust=["sure", "certain"])
 
 
@@ -483,22 +620,36 @@ def test_a_window_that_the_augmentation_moves_is_that_of_the_sample(
     moved = replace(task, channels=(replace(task.channels[0], window_hu=moved_hu),))
     expected = coarse(cached_cases[:1], moved, augmentation=None)[0]
     torch.testing.assert_close(sample["image"], expected["image"], rtol=0, atol=1e-6)
-    assert not torch.equal(sample["image"], coarse(cached_cases[:1], task, augmentation=None)[0]["image"])
+    assert not torch.equal(
+        sample["image"], coarse(cached_cases[:1], task, augmentation=None)[0]["image"]
+    )
 
 
-def test_the_spacing_of_a_validation_case_is_not_drawn(cached_cases: list[CachedCase], task: Task) -> None:
+def test_the_spacing_of_a_validation_case_is_not_drawn(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     crops = StageCrops(GridRule(range_mm=(1.0, 6.0)), divisor=(8, 8, 8))
     drawn, fixed = (
-        {coarse(cached_cases[:1], task, crops=crops, augmentation=None, jitter=jitter)[n]["spacing_mm"] for n in range(6)}
+        {
+            coarse(cached_cases[:1], task, crops=crops, augmentation=None, jitter=jitter)[n][
+                "spacing_mm"
+            ]
+            for n in range(6)
+        }
         for jitter in (True, False)
     )
     assert len(drawn) > 1
     assert len(fixed) == 1
 
 
-def test_a_range_of_a_cube_lies_in_the_body_where_that_is_long_enough(cached_cases: list[CachedCase], task: Task) -> None:
+def test_a_range_of_a_cube_lies_in_the_body_where_that_is_long_enough(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
     """The cube of 41 voxels a side, 48 when it is filled, is longer than the scan of 22 slices."""
-    options: dict[str, Any] = {"augmentation": None, "crops": StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8))}
+    options: dict[str, Any] = {
+        "augmentation": None,
+        "crops": StageCrops(GridRule(is_cube=True), divisor=(8, 8, 8)),
+    }
     assert coarse(cached_cases[:1], task, **options)[0]["target"].shape == (41, 41, 41)
     samples = coarse(cached_cases[:1], task, **options, max_voxels=16 * 48 * 48)
     for n in range(25):
@@ -510,6 +661,10 @@ def test_a_range_of_a_cube_lies_in_the_body_where_that_is_long_enough(cached_cas
 
 
 def test_targets_are_bytes_and_images_floats(cached_cases: list[CachedCase], task: Task) -> None:
-    for samples in (coarse(cached_cases, task), fine(cached_cases, task), fine(cached_cases, task, augmentation=None)):
+    for samples in (
+        coarse(cached_cases, task),
+        fine(cached_cases, task),
+        fine(cached_cases, task, augmentation=None),
+    ):
         assert samples[0]["target"].dtype == torch.uint8
         assert samples[0]["image"].dtype == torch.float32

@@ -31,7 +31,10 @@ def test_the_typical_spacing_of_the_cases_that_are_trained_on_is_written_into_th
     run_dir = open_run(compose(*given, f"run_dir='{tmp_path / 'run'}'"))
     # The first two cases are trained on, at 6 x 4 x 4.5 and 6 x 4.1 x 4.5 mm.
     assert load_config(run_dir).spacing.target_spacing_mm == (6.0, 4.05, 4.5)
-    assert f"spacing.target_spacing_mm=[6,4.05,4.5]: the {average} of 2 cases" in capsys.readouterr().err
+    assert (
+        f"spacing.target_spacing_mm=[6,4.05,4.5]: the {average} of 2 cases"
+        in capsys.readouterr().err
+    )
     assert open_run(compose(*given, f"resume='{run_dir}'")) == run_dir, "the same command goes on"
     assert capsys.readouterr().err.count(f"the {average} of 2 cases") == 1
     with pytest.raises(UserError, match=r"spacing\.target_spacing_mm: "):
@@ -41,17 +44,29 @@ def test_the_typical_spacing_of_the_cases_that_are_trained_on_is_written_into_th
 def test_a_cube_of_fixed_resolution_is_filled_or_widened() -> None:
     assert make_grid_rule(compose("spacing=fixed_resolution", "spacing.fill=pad").spacing).is_padded
     assert not make_grid_rule(compose("spacing=fixed_resolution").spacing).is_padded
-    with pytest.raises(UserError, match=r"spacing\.fill=pad: only spacing\.strategy=fixed_resolution makes cubes"):
+    with pytest.raises(
+        UserError, match=r"spacing\.fill=pad: only spacing\.strategy=fixed_resolution makes cubes"
+    ):
         compose("spacing=isotropic_1mm", "spacing.fill=pad")
 
 
 def test_a_plan_counts_what_the_strategy_asks_for() -> None:
-    thick = compose("stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan")
+    thick = compose(
+        "stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan"
+    )
     assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]
-    cube = compose("stage=fine", "spacing=fixed_resolution", "extent_mm.fine=[100.0,80.0,190.0]", root="plan")
+    cube = compose(
+        "stage=fine", "spacing=fixed_resolution", "extent_mm.fine=[100.0,80.0,190.0]", root="plan"
+    )
     assert input_shape(cube) == (96, 96, 96)  # type: ignore[arg-type]
-    scales = ["spacing=multi_scale", "spacing.range_mm=[2.0,8.0]", "extent_mm.fine=[100.0,80.0,190.0]"]
+    scales = [
+        "spacing=multi_scale",
+        "spacing.range_mm=[2.0,8.0]",
+        "extent_mm.fine=[100.0,80.0,190.0]",
+    ]
     assert input_shape(compose("stage=fine", *scales, root="plan")) == (64, 48, 96)  # type: ignore[arg-type]
     assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"):
+    with pytest.raises(
+        UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"
+    ):
         input_shape(compose("spacing=native", root="plan"))  # type: ignore[arg-type]

@@ -53,20 +53,32 @@ def test_draws_by_the_tail_meet_each_scan_as_often_as_training_does() -> None:
     met = Counter(map(tuple, drawn(4000, ScanSpacings(own, shares))))
     expected = [(1.0, 1.0, 1.0), (1.5, 1.2, 1.3), (4.0, 1.0, 1.0)]
     assert set(met) == set(expected)
-    np.testing.assert_allclose([met[spacing_mm] / 4000 for spacing_mm in expected], shares, atol=0.02)
+    np.testing.assert_allclose(
+        [met[spacing_mm] / 4000 for spacing_mm in expected], shares, atol=0.02
+    )
 
 
 @pytest.fixture
-def set_up(write_case: Callable[..., Case], tmp_path: Path, task: Task) -> Callable[..., tuple[CasesDataModule, dict[str, Case]]]:
+def set_up(
+    write_case: Callable[..., Case], tmp_path: Path, task: Task
+) -> Callable[..., tuple[CasesDataModule, dict[str, Case]]]:
     """A data module over three scans of different sizes and spacings, and the scans by name."""
     cases = []
     for number, (shape, spacing_mm) in enumerate(
-        [((22, 30, 41), (4.0, 1.5, 2.0)), ((34, 26, 33), (1.25, 2.0, 1.75)), ((17, 41, 37), (6.0, 1.5, 1.5))]
+        [
+            ((22, 30, 41), (4.0, 1.5, 2.0)),
+            ((34, 26, 33), (1.25, 2.0, 1.75)),
+            ((17, 41, 37), (6.0, 1.5, 1.5)),
+        ]
     ):
         case = write_case(f"case_{number}", *two_blocks(shape, number), spacing_mm=spacing_mm)
-        cases.append(replace(case, ignore_findings=frozenset({"hu_range", "side_density", "sides"})))
+        cases.append(
+            replace(case, ignore_findings=frozenset({"hu_range", "side_density", "sides"}))
+        )
 
-    def make(name: str = "fine", draw: SpacingDraw = SpacingDraw.even, **changes: Any) -> tuple[CasesDataModule, dict[str, Case]]:
+    def make(
+        name: str = "fine", draw: SpacingDraw = SpacingDraw.even, **changes: Any
+    ) -> tuple[CasesDataModule, dict[str, Case]]:
         source = CaseSource(Split(tuple(cases), tuple(cases), ()), LABEL_VALUES, 1.0)
         base = train_config(f"stage={name}", "data.num_workers=0")
         keys = {"batch_size": 2, "boundary_share": 1.0, "region_margin_mm": 5.0} | changes
@@ -114,11 +126,15 @@ def test_a_sample_is_its_scan_resampled_to_the_spacing_that_was_drawn(
             assert torch.equal(sample["target"], labels)
         else:
             assert torch.equal(as_stored(sample["image"][0], region), expected)
-            assert torch.equal(as_stored(sample["target"], region), (labels == value).to(torch.uint8))
+            assert torch.equal(
+                as_stored(sample["target"], region), (labels == value).to(torch.uint8)
+            )
     assert len(spacings_mm) == 8
 
 
-def test_a_patch_is_cut_at_the_spacing_that_was_drawn(set_up: Callable[..., Any], task: Task) -> None:
+def test_a_patch_is_cut_at_the_spacing_that_was_drawn(
+    set_up: Callable[..., Any], task: Task
+) -> None:
     whole, _ = set_up()
     patches, _ = set_up(patch_size=(6, 8, 7))
     for n in range(6):
@@ -127,12 +143,17 @@ def test_a_patch_is_cut_at_the_spacing_that_was_drawn(set_up: Callable[..., Any]
         assert sample["target"].shape == (6, 8, 7)
         assert sample["target"].any(), "the boundary is met on every grid"
         windows = np.lib.stride_tricks.sliding_window_view(crop["image"][0].numpy(), (6, 8, 7))
-        # A place: the crop of whole samples grows to multiples of the divisor, which patches may leave.
-        matches = np.argwhere(np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-4).all((3, 4, 5)))
+        # A place: the crop of whole samples grows to multiples of the divisor, which patches may
+        # leave.
+        matches = np.argwhere(
+            np.isclose(windows, sample["image"][0].numpy(), rtol=0, atol=1e-4).all((3, 4, 5))
+        )
         assert len(matches) == 1
 
 
-def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_prediction_does(set_up: Callable[..., Any]) -> None:
+def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_prediction_does(
+    set_up: Callable[..., Any],
+) -> None:
     data, _ = set_up(draw=SpacingDraw.tail)
     own = {case.name: case.audit.grid.spacing_mm for case in data.train_cases}
     possible = {clamp_spacing(RANGE_MM, spacing_mm) for spacing_mm in own.values()}
@@ -144,7 +165,9 @@ def test_the_tail_is_that_of_the_training_scans_and_validation_sees_what_predict
 
 
 @pytest.mark.parametrize("slab_share", [0.0, 1.0])
-def test_coarse_samples_at_drawn_spacings_obey_the_bound(slab_share: float, set_up: Callable[..., Any]) -> None:
+def test_coarse_samples_at_drawn_spacings_obey_the_bound(
+    slab_share: float, set_up: Callable[..., Any]
+) -> None:
     data, _ = set_up("coarse", max_voxels=32 * 48 * 48, slab_share=slab_share)
     samples = data.train_samples()
     for n in range(12):
@@ -164,12 +187,18 @@ def test_a_coarse_axis_gets_its_tenth_percentile_but_none_finer_than_the_others(
     for average, of in AVERAGES.items():
         assert of([z for z, _, _ in spacings]) > 3 * 0.7
         assert typical_spacing_mm(spacings, average) == (2.0, 0.7, 0.8)
-    assert typical_spacing_mm([(0.5, 1.0, 1.1), *[(5.0, 1.0, 1.1)] * 8])[0] == round(np.percentile([0.5, *[5.0] * 8], 10), 3)
+    assert typical_spacing_mm([(0.5, 1.0, 1.1), *[(5.0, 1.0, 1.1)] * 8])[0] == round(
+        np.percentile([0.5, *[5.0] * 8], 10), 3
+    )
     assert typical_spacing_mm([*[(0.5, 1.0, 1.1)] * 4, *[(5.0, 1.0, 1.1)] * 5]) == (1.1, 1.0, 1.1)
 
 
 def test_three_times_is_not_above_three() -> None:
-    assert typical_spacing_mm([(3.0, 1.0, 1.0), (2.75, 1.0, 1.0), (3.25, 1.0, 1.0)]) == (3.0, 1.0, 1.0)
+    assert typical_spacing_mm([(3.0, 1.0, 1.0), (2.75, 1.0, 1.0), (3.25, 1.0, 1.0)]) == (
+        3.0,
+        1.0,
+        1.0,
+    )
     one_differs = [(3.0, 1.0, 1.0), (2.75, 1.0, 1.0), (3.5, 0.7, 1.0)]
     assert typical_spacing_mm(one_differs) == (3.0, 1.0, 1.0)
     assert typical_spacing_mm(one_differs, "mean") == (2.8, 0.9, 1.0)

@@ -25,8 +25,12 @@ def names(split: Split) -> list[set[str]]:
     return [{case.name for case in side} for side in (split.train, split.val, split.test)]
 
 
-@pytest.mark.parametrize(("num_folds", "test_patients"), [(2, ["p4"]), (3, []), (5, ["p0", "p4"]), (11, [])])
-def test_folds_validate_each_patient_once_and_leak_none(num_folds: int, test_patients: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("num_folds", "test_patients"), [(2, ["p4"]), (3, []), (5, ["p0", "p4"]), (11, [])]
+)
+def test_folds_validate_each_patient_once_and_leak_none(
+    num_folds: int, test_patients: list[str]
+) -> None:
     validated: list[str] = []
     sizes = set()
     for fold in range(num_folds):
@@ -43,14 +47,27 @@ def test_folds_validate_each_patient_once_and_leak_none(num_folds: int, test_pat
 def test_row_order_is_irrelevant_and_no_fold_is_fold_zero() -> None:
     shuffled = random.Random(3).sample(CASES, len(CASES))
     assert names(split_cases(CASES, fold=2)) == names(split_cases(shuffled, fold=2))
-    assert names(split_cases(CASES)) == names(split_cases(CASES, fold=0)) != names(split_cases(CASES, fold=1))
+    assert (
+        names(split_cases(CASES))
+        == names(split_cases(CASES, fold=0))
+        != names(split_cases(CASES, fold=1))
+    )
 
 
 def test_explicit_patients_win_over_the_table() -> None:
-    cases = [case("a", "pa", "train"), case("b", "pb", "val"), case("c", "pc", "test"), case("d", "pd")]
+    cases = [
+        case("a", "pa", "train"),
+        case("b", "pb", "val"),
+        case("c", "pc", "test"),
+        case("d", "pd"),
+    ]
     assert names(split_cases(cases)) == [{"a", "d"}, {"b"}, {"c"}]
     assert names(split_cases(cases, val_patients=["pa"])) == [{"b", "d"}, {"a"}, {"c"}]
-    assert names(split_cases(cases, test_patients=["pb"], val_patients=["pa"])) == [{"d"}, {"a"}, {"b", "c"}]
+    assert names(split_cases(cases, test_patients=["pb"], val_patients=["pa"])) == [
+        {"d"},
+        {"a"},
+        {"b", "c"},
+    ]
 
 
 def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
@@ -63,7 +80,13 @@ def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
 
 
 def test_folds_of_the_table_are_validated_one_at_a_time() -> None:
-    cases = [case("a", "pa", fold=0), case("b", "pb", fold=1), case("b2", "pb"), case("c", "pc"), case("d", "pd", "test", 1)]
+    cases = [
+        case("a", "pa", fold=0),
+        case("b", "pb", fold=1),
+        case("b2", "pb"),
+        case("c", "pc"),
+        case("d", "pd", "test", 1),
+    ]
     assert names(split_cases(cases)) == [{"b", "b2", "c"}, {"a"}, {"d"}]
     assert names(split_cases(cases, fold=1)) == [{"a", "c"}, {"b", "b2"}, {"d"}]
     assert names(split_cases(cases, fold="all")) == [{"a", "b", "b2", "c"}, set(), {"d"}]
@@ -75,7 +98,11 @@ def test_folds_of_the_table_are_validated_one_at_a_time() -> None:
     [
         (CASES, {"val_patients": ["p_4"]}, "did you mean p4"),
         (CASES, {"test_patients": ["zz"]}, "data.test_patients names the patient 'zz'"),
-        (CASES, {"val_patients": ["p1"], "test_patients": ["p1"]}, "'p1' is in data.val_patients and"),
+        (
+            CASES,
+            {"val_patients": ["p1"], "test_patients": ["p1"]},
+            "'p1' is in data.val_patients and",
+        ),
         (CASES, {"val_patients": ["p1"], "fold": 0}, "data.fold=0 has no effect"),
         (CASES, {"fold": 5}, "choose 0 to 4"),
         (CASES, {"num_folds": 12, "fold": 0}, "from 2 to 11"),
@@ -116,7 +143,9 @@ def test_fold_all_trains_on_everybody_but_the_test_patients() -> None:
     assert patients(split.train) == {"marked", *(f"p{n}" for n in range(11) if n != 3)}
     assert not split.val
     assert patients(split.test) == {"tested", "p3"}
-    with pytest.raises(UserError, match=r"data\.fold=all trains on everybody, but data\.val_patients"):
+    with pytest.raises(
+        UserError, match=r"data\.fold=all trains on everybody, but data\.val_patients"
+    ):
         split_cases(marked, fold="all", val_patients=["p1"])
 
 
@@ -124,7 +153,9 @@ def test_names_in_turns_do_not_end_in_one_fold() -> None:
     """Every fifth patient is of one hospital, and the names are sorted by patient."""
     in_turns = [case(f"c{n}", f"p{n:02d} of hospital {n % 5}") for n in range(40)]
     for fold in range(5):
-        hospitals = {patient[-1] for patient in patients(split_cases(in_turns, fold=fold, num_folds=5).val)}
+        hospitals = {
+            patient[-1] for patient in patients(split_cases(in_turns, fold=fold, num_folds=5).val)
+        }
         assert len(hospitals) > 1
 
 
@@ -141,12 +172,17 @@ def test_columns_that_name_both_sides_of_each_fold_are_obeyed() -> None:
         listed("e", None, None, split="test"),
         listed("a2", None, None, patient="a"),
     ]
-    assert names(split_cases(cases)) == names(split_cases(cases, fold=0)) == [{"a", "c"}, {"b"}, {"e"}]
+    assert (
+        names(split_cases(cases)) == names(split_cases(cases, fold=0)) == [{"a", "c"}, {"b"}, {"e"}]
+    )
     assert names(split_cases(cases, fold=1)) == [{"b"}, {"a"}, {"e"}]
     assert names(split_cases(cases, fold="all")) == [{"a", "b", "c"}, set(), {"e"}]
     assert names(split_cases(cases, val_patients=["b"])) == [{"a", "c"}, {"b"}, {"e"}]
     assert names(split_cases(cases, test_patients=["c"])) == [{"a"}, {"b"}, {"c", "e"}]
-    with pytest.raises(UserError, match=r"data\.fold=2: the case table has the columns fold_0 to fold_1; choose one"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.fold=2: the case table has the columns fold_0 to fold_1; choose one",
+    ):
         split_cases(cases, fold=2)
     with pytest.raises(UserError, match=r"marks none as train; give another data\.fold"):
         split_cases(cases[1:2] + cases[3:])
@@ -155,5 +191,7 @@ def test_columns_that_name_both_sides_of_each_fold_are_obeyed() -> None:
 
 
 def test_a_fold_that_validates_all_cases_names_its_column() -> None:
-    with pytest.raises(UserError, match=r"name fewer in the column fold, or give another data\.fold"):
+    with pytest.raises(
+        UserError, match=r"name fewer in the column fold, or give another data\.fold"
+    ):
         split_cases([case("a", "a", fold=0), case("b", "b", fold=0)])

@@ -17,12 +17,16 @@ from medseg.task import Channel, Region, Task
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig
 
-TWO_CHANNELS = "task.channels=[{modality: ct, window_hu: [-1000, 400]}, {modality: mr, normalise: zscore}]"
+TWO_CHANNELS = (
+    "task.channels=[{modality: ct, window_hu: [-1000, 400]}, {modality: mr, normalise: zscore}]"
+)
 
 
 def config(*overrides: str, root: str = "train", schema: type = TrainConfig) -> Any:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose(root, [*overrides, *(["run_dir=x"] if root == "train" else [])]), schema)
+        return to_config(
+            hydra.compose(root, [*overrides, *(["run_dir=x"] if root == "train" else [])]), schema
+        )
 
 
 def test_window_hu_is_short_for_one_ct_channel() -> None:
@@ -30,15 +34,24 @@ def test_window_hu_is_short_for_one_ct_channel() -> None:
     assert task.channels == (Channel("ct", (-1000.0, 400.0), "window"),)
     assert task.is_ct
     older = task.to_dict()
-    older["window_hu"] = list(older.pop("channels")[0]["window_hu"])  # as weights and checkpoints of 0.1 hold it
+    older["window_hu"] = list(
+        older.pop("channels")[0]["window_hu"]
+    )  # as weights and checkpoints of 0.1 hold it
     del older["volume_ml"], older["ignore_label"], older["codes"], older["colours"]
     assert Task.from_dict(older).channels == task.channels
     assert Task.from_dict(task.to_dict()) == task
 
 
 def test_codes_and_colours_of_labels() -> None:
-    task = make_task(config("task.codes.left_lung=[39607008,Lung,left]", "task.colours={right_lung: '#fb923c'}").task)
-    assert task.codes == {"left_lung": ("39607008", "Lung", "left"), "right_lung": ("39607008", "Lung", "right")}
+    task = make_task(
+        config(
+            "task.codes.left_lung=[39607008,Lung,left]", "task.colours={right_lung: '#fb923c'}"
+        ).task
+    )
+    assert task.codes == {
+        "left_lung": ("39607008", "Lung", "left"),
+        "right_lung": ("39607008", "Lung", "right"),
+    }
     assert task.colours == {"right_lung": "#fb923c"}
     assert Task.from_dict(json.loads(json.dumps(task.to_dict()))) == task
 
@@ -55,7 +68,10 @@ def test_codes_are_those_of_the_standard(name: str) -> None:
 
 def test_several_channels_in_their_order() -> None:
     task = make_task(config("task.window_hu=null", TWO_CHANNELS).task)
-    assert task.channels == (Channel("ct", (-1000.0, 400.0), "window"), Channel("mr", None, "zscore"))
+    assert task.channels == (
+        Channel("ct", (-1000.0, 400.0), "window"),
+        Channel("mr", None, "zscore"),
+    )
     assert Task.from_dict(task.to_dict()) == task
 
 
@@ -81,11 +97,21 @@ def test_sides_come_from_regions_or_from_words_of_labels(
     assert Task("t", labels, regions, (Channel(),)).has_sides == has_sides
 
 
-@pytest.mark.parametrize(("root", "schema"), [("train", TrainConfig), ("prepare", PrepareConfig), ("evaluate", EvaluateConfig)])
+@pytest.mark.parametrize(
+    ("root", "schema"),
+    [("train", TrainConfig), ("prepare", PrepareConfig), ("evaluate", EvaluateConfig)],
+)
 def test_label_values_are_those_of_the_task_unless_given(root: str, schema: type) -> None:
     given = ["pred=a", "ref=b", "output=c"] if root == "evaluate" else []
     heart = config("task=heart", *given, root=root, schema=schema)
     assert file_values(heart.data.label_values) == {1: "heart"}
-    ignoring = config("task=heart", "task.ignore_label=255", "+data.label_values={heart: 7}", *given, root=root, schema=schema)
+    ignoring = config(
+        "task=heart",
+        "task.ignore_label=255",
+        "+data.label_values={heart: 7}",
+        *given,
+        root=root,
+        schema=schema,
+    )
     assert file_values(ignoring.data.label_values) == {7: "heart", 255: "ignore"}
     assert make_task(ignoring.task).values == {"heart": 1, "ignore": 255}

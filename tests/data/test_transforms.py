@@ -38,7 +38,9 @@ def test_a_mixed_list_depends_on_the_number_of_the_sample_alone() -> None:
     forward = {n: sample(n) for n in range(8)}
     torch.manual_seed(99)
     for n in reversed(range(8)):
-        assert all(torch.equal(one, other) for one, other in zip(sample(n), forward[n], strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(sample(n), forward[n], strict=True)
+        )
         assert type(forward[n][0]) is torch.Tensor
         assert (forward[n][0].dtype, forward[n][1].dtype) == (torch.float32, torch.uint8)
     assert len({float(image.sum()) for image, _ in forward.values()}) > 4
@@ -54,7 +56,9 @@ def test_a_mixed_list_depends_on_the_number_of_the_sample_alone() -> None:
         (Noise, {}, {}),
     ],
 )
-def test_keys_and_modes_of_monai_where_nothing_is_said(target: type, given: dict[str, Any], added: dict[str, Any]) -> None:
+def test_keys_and_modes_of_monai_where_nothing_is_said(
+    target: type, given: dict[str, Any], added: dict[str, Any]
+) -> None:
     assert default_arguments(target, inspect.signature(target).parameters, given) == added
 
 
@@ -74,7 +78,10 @@ def test_what_keeps_labels_and_sides_is_accepted(transform: Any, is_coarse: bool
     check_transform(transform, has_sides=True, is_coarse=is_coarse)
 
 
-FLIP_X, FLIP_Z = made(monai.RandFlipd, prob=0.1, spatial_axis=2), made(monai.RandFlipd, prob=0.1, spatial_axis=0)
+FLIP_X, FLIP_Z = (
+    made(monai.RandFlipd, prob=0.1, spatial_axis=2),
+    made(monai.RandFlipd, prob=0.1, spatial_axis=0),
+)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,9 @@ FLIP_X, FLIP_Z = made(monai.RandFlipd, prob=0.1, spatial_axis=2), made(monai.Ran
         (made(monai.NormalizeIntensityd, keys=["ct"]), False, False, "cannot be applied to a sample (KeyError"),
     ],
 )  # fmt: skip
-def test_what_breaks_labels_or_sides_is_refused(transform: Any, has_sides: bool, is_coarse: bool, said: str | None) -> None:
+def test_what_breaks_labels_or_sides_is_refused(
+    transform: Any, has_sides: bool, is_coarse: bool, said: str | None
+) -> None:
     if said is None:
         check_transform(transform, has_sides=has_sides, is_coarse=is_coarse)
         return

@@ -16,7 +16,14 @@ from omegaconf import DictConfig
 from medseg.commands.entry import COMMANDS
 from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
-from medseg.config.overrides import HYDRA_OPTIONS, PATH_KEYS, POSITIONAL_KEYS, check_arguments, expand_options, quote_paths
+from medseg.config.overrides import (
+    HYDRA_OPTIONS,
+    PATH_KEYS,
+    POSITIONAL_KEYS,
+    check_arguments,
+    expand_options,
+    quote_paths,
+)
 from medseg.errors import UserError
 from medseg.runs.folder import changed_config, open_run
 from medseg.targets import targets_first
@@ -26,7 +33,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     path
     for path in sorted(
-        [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("medseg/**/README.md"), *ROOT.glob("examples/*.py")]
+        [
+            *ROOT.glob("*.md"),
+            *ROOT.glob("docs/**/*.md"),
+            *ROOT.glob("medseg/**/README.md"),
+            *ROOT.glob("examples/*.py"),
+        ]
     )
     if path.name != "CHANGELOG.md"  # its commands are those of their version
 ]
@@ -42,10 +54,17 @@ def code_lines(page: Path) -> list[str]:
     """Lines of the indented, fenced and inline code of a page, and of comments of a script, without trailing comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if re.match(r"    ", line)]
-    lines += [line for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for line in block.splitlines()]
+    lines += [
+        line
+        for block in re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
     lines += [line.removeprefix("# ") for line in text.splitlines() if line.startswith("#     ")]
     lines += [inline for line in text.splitlines() for inline in re.findall(r"`([^`]+)`", line)]
-    return [re.split(r"\s#(?:\s|$)", line.strip().removeprefix("$ ").removeprefix("srun "))[0].strip() for line in lines]
+    return [
+        re.split(r"\s#(?:\s|$)", line.strip().removeprefix("$ ").removeprefix("srun "))[0].strip()
+        for line in lines
+    ]
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
@@ -60,7 +79,8 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
         kept = [
             one
             for one in arguments
-            if ("…" not in one or one.partition("=")[0] in PATH_KEYS) and (one != "given" or name in POSITIONAL_KEYS)
+            if ("…" not in one or one.partition("=")[0] in PATH_KEYS)
+            and (one != "given" or name in POSITIONAL_KEYS)
         ]
         if name in COMMANDS and any("=" in one or not one.startswith("-") for one in kept):
             found[name, str(kept)] = kept
@@ -73,7 +93,10 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
     """Arguments as Hydra gets them, with an existing case table, the first value of each sweep, and without options of Hydra itself."""
     given = expand_options(name, arguments)
     check_arguments(given)
-    given = [f"{key}={table}" if (key := one.partition("=")[0]) in ("cases", "data.cases") else one for one in given]
+    given = [
+        f"{key}={table}" if (key := one.partition("=")[0]) in ("cases", "data.cases") else one
+        for one in given
+    ]
     given = targets_first(quote_paths(given))
     overrides = []
     for before, one in zip(["", *given], given, strict=False):
@@ -105,18 +128,26 @@ def test_the_pages_have_commands_to_check() -> None:
 
 
 def test_every_file_and_target_that_a_command_names_exists() -> None:
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(
+        r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+    )
     for page in PAGES:
         for line in code_lines(page):
-            if (match := re.match(r"python (\S+\.py)", line)) and not match[1].startswith("src/"):  # of another framework
-                assert any((ROOT / place / match[1]).is_file() for place in ("", "examples")), f"{page.name}: {line}"
+            if (match := re.match(r"python (\S+\.py)", line)) and not match[1].startswith(
+                "src/"
+            ):  # of another framework
+                assert any((ROOT / place / match[1]).is_file() for place in ("", "examples")), (
+                    f"{page.name}: {line}"
+                )
             if match := re.match(r"make ([a-z-]+)$", line):
                 assert match[1] in targets, f"{page.name}: {line}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_command_passes_the_checks_of_its_configuration(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_command_passes_the_checks_of_its_configuration(
+    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_project"))
     table = tmp_path / "cases.csv"
     table.write_text("case,image,labels\n", encoding="utf-8")
@@ -124,10 +155,14 @@ def test_each_command_passes_the_checks_of_its_configuration(page: Path, monkeyp
         if "--config-dir" in arguments:  # a folder of the reader
             continue
         message = refusal(name, arguments, table)
-        assert bool(message) == bool(REFUSED & set(arguments)), f"{name} {' '.join(arguments)}: {message}"
+        assert bool(message) == bool(REFUSED & set(arguments)), (
+            f"{name} {' '.join(arguments)}: {message}"
+        )
 
 
-def test_each_resumed_run_of_a_page_takes_what_is_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_resumed_run_of_a_page_takes_what_is_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The run of an earlier command of the page is opened, and resumed with the arguments that the page shows."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_project"))
     table = tmp_path / "cases.csv"
@@ -147,7 +182,9 @@ def test_each_resumed_run_of_a_page_takes_what_is_changed(monkeypatch: pytest.Mo
             changes = [argument for argument in arguments if not argument.startswith("resume=")]
             resumed, overrides = composed("train", [*changes, f"resume={run_dir}"], table, run_dir)
             default, _ = composed("train", [], table, run_dir)
-            changed = changed_config(str(run_dir), resolved(resumed), resolved(default), overrides, TrainConfig)
+            changed = changed_config(
+                str(run_dir), resolved(resumed), resolved(default), overrides, TrainConfig
+            )
             open_run(changed)
             num_resumed += 1
     assert num_resumed
@@ -168,9 +205,15 @@ def test_each_checkpoint_of_a_page_is_that_of_a_run_of_the_page() -> None:
             assert set(used) <= run_dirs, f"{page.name}: {name} {' '.join(arguments)}"
 
 
-def composed(name: str, arguments: list[str], table: Path, run_dir: Path) -> tuple[DictConfig, list[str]]:
+def composed(
+    name: str, arguments: list[str], table: Path, run_dir: Path
+) -> tuple[DictConfig, list[str]]:
     """Compose a command of a page for a run folder; returns the overrides too."""
-    kept = [override for override in overrides_of(name, arguments, table) if not override.startswith("hydra.run.dir=")]
+    kept = [
+        override
+        for override in overrides_of(name, arguments, table)
+        if not override.startswith("hydra.run.dir=")
+    ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return hydra.compose(name, [*kept, f"run_dir='{run_dir}'"]), kept
@@ -181,11 +224,22 @@ def test_each_key_for_those_who_come_from_elsewhere_is_accepted(tmp_path: Path) 
     table = tmp_path / "cases.csv"
     table.write_text("case,image,labels\n", encoding="utf-8")
     page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
-    cells = [line.rstrip(" |").rpartition(" | ")[2] for line in page.splitlines() if line.startswith("| ")]
-    codes = [
-        re.sub(r"<[^<>]*>", str(table), code) for cell in cells for code in re.findall(r"`([^`]+)`", cell) if "…" not in code
+    cells = [
+        line.rstrip(" |").rpartition(" | ")[2]
+        for line in page.splitlines()
+        if line.startswith("| ")
     ]
-    given = [arguments for code in codes if (arguments := shlex.split(code)) and all("=" in one for one in arguments)]
+    codes = [
+        re.sub(r"<[^<>]*>", str(table), code)
+        for cell in cells
+        for code in re.findall(r"`([^`]+)`", cell)
+        if "…" not in code
+    ]
+    given = [
+        arguments
+        for code in codes
+        if (arguments := shlex.split(code)) and all("=" in one for one in arguments)
+    ]
     assert len(given) > 20
     for arguments in given:
         refused = [

@@ -19,9 +19,15 @@ def codes_in_use() -> Iterator[str]:
     """Codes that are given to the functions that make findings."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in MAKERS:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in MAKERS
+            ):
                 code = node.args[0]
-                assert isinstance(code, ast.Constant), f"{path}: a code is written out, so that it can be found"
+                assert isinstance(code, ast.Constant), (
+                    f"{path}: a code is written out, so that it can be found"
+                )
                 yield str(code.value)
 
 

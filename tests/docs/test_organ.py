@@ -46,7 +46,10 @@ def test_a_data_set_leads_to_labels_of_another_organ(tmp_path: Path) -> None:
     commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert [command[0] for command in commands] == ["import", "prepare", "train", "predict"]
     for command in commands:
-        done = forked.run([sys.executable, "-m", "medseg.commands.cli", *command, *SMALL.get(command[0], [])], cwd=tmp_path)
+        done = forked.run(
+            [sys.executable, "-m", "medseg.commands.cli", *command, *SMALL.get(command[0], [])],
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
     assert read_labels(tmp_path / "spleen" / "out" / names[3]).array.shape == blocks(3)[0].shape
 

@@ -17,7 +17,14 @@ from medseg.training.options import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # Attributes that a browser follows by itself.
-LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
+LOADED = {
+    ("script", "src"),
+    ("link", "href"),
+    ("img", "src"),
+    ("iframe", "src"),
+    ("source", "src"),
+    ("video", "src"),
+}
 
 
 class Links(HTMLParser):
@@ -43,7 +50,16 @@ class Links(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the extra medseg[docs] is not installed")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -66,9 +82,13 @@ def test_every_link_leads_to_a_page_and_nothing_is_loaded_from_other_hosts(site:
             target = target / "index.html" if target.is_dir() else target
             assert target.is_file(), f"{path.relative_to(site)}: {link}"
             if parts.fragment and target in pages:
-                assert unquote(parts.fragment) in pages[target].anchors, f"{path.relative_to(site)}: {link}"
+                assert unquote(parts.fragment) in pages[target].anchors, (
+                    f"{path.relative_to(site)}: {link}"
+                )
     for style in site.rglob("*.css"):
-        assert not re.search(r"url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+        assert not re.search(r"url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), (
+            style.name
+        )
 
 
 @pytest.mark.slow
@@ -78,7 +98,9 @@ def test_no_markdown_is_left_in_the_pages(site: Path) -> None:
         assert html.count("<code") == html.count("</code>"), path.name
         body = re.sub(r"<(pre|code|script|style)\b.*?</\1>", "", html, flags=re.DOTALL)
         text = re.sub(r"<[^>]+>", "", body)
-        left = re.findall(r"^\s*\|.*\|\s*$|^\s*\* .*|\]\([^)]*\)|\*\*\w[^*]*\*\*|`[^`\n]+`", text, re.MULTILINE)
+        left = re.findall(
+            r"^\s*\|.*\|\s*$|^\s*\* .*|\]\([^)]*\)|\*\*\w[^*]*\*\*|`[^`\n]+`", text, re.MULTILINE
+        )
         assert not left, f"{path.relative_to(site)}: {left[:3]}"
 
 

@@ -30,17 +30,33 @@ def folder(tmp_path: Path) -> Path:
     target = np.zeros(GRID.shape, np.uint8)
     target[3:9, 2:12, 6:18] = 1
     for name, shift in SHIFTS.items():
-        write_image(tmp_path / "ct" / f"{name}.nii.gz", np.where(target > 0, 60, -100).astype(np.int16), GRID)
+        write_image(
+            tmp_path / "ct" / f"{name}.nii.gz",
+            np.where(target > 0, 60, -100).astype(np.int16),
+            GRID,
+        )
         write_labels(tmp_path / "ref" / f"{name}.nii.gz", target, GRID)
         write_labels(tmp_path / "pred" / f"{name}.nii.gz", np.roll(target, shift, axis=1), GRID)
     write_csv(
-        tmp_path / "cases.csv", [{"case": name, "image": f"ct/{name}.nii.gz", "labels": f"ref/{name}.nii.gz"} for name in SHIFTS]
+        tmp_path / "cases.csv",
+        [
+            {"case": name, "image": f"ct/{name}.nii.gz", "labels": f"ref/{name}.nii.gz"}
+            for name in SHIFTS
+        ],
     )
     return tmp_path
 
 
 def evaluated(folder: Path, ref: str, **given: Any) -> str:
-    evaluate_folder(folder / "pred", folder / ref, folder / "out", TASK, {1: "organ"}, progress=lambda line: None, **given)
+    evaluate_folder(
+        folder / "pred",
+        folder / ref,
+        folder / "out",
+        TASK,
+        {1: "organ"},
+        progress=lambda line: None,
+        **given,
+    )
     return (folder / "out" / "report.html").read_text(encoding="utf-8")
 
 
@@ -62,7 +78,9 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
         "agreements": {"organ": 0.71},
         "dice_at_least": {"organ": {"value": 0.648, "level": 0.95, "patients": 31}},
     }
-    (folder / "pred" / "bad.json").write_text(json.dumps({**report, "most_disputed_xyz_mm": [0, 25, 9]}))
+    (folder / "pred" / "bad.json").write_text(
+        json.dumps({**report, "most_disputed_xyz_mm": [0, 25, 9]})
+    )
     (folder / "pred" / "worse.json").write_text('{"status": 1, "warnings": [], "agreements": []}')
     older = report | {"dice_at_least": {"organ": 0.91}, "most_disputed_xyz_mm": None}
     (folder / "pred" / "good.json").write_text(json.dumps(older))
@@ -72,7 +90,11 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
     for name, shift in SHIFTS.items():
         if name != "good":
             kinds = differences(folder / "out" / "viewers" / f"{name}.html")
-            assert [int((kinds == kind).sum()) for kind in (1, 2, 3)] == [6 * shift * 12, 6 * shift * 12, 0], "missed, extra"
+            assert [int((kinds == kind).sum()) for kind in (1, 2, 3)] == [
+                6 * shift * 12,
+                6 * shift * 12,
+                0,
+            ], "missed, extra"
     viewer = (folder / "out" / "viewers" / "bad.html").read_text(encoding="utf-8")
     assert "the bed was taken for a lung" in viewer
     assert "0.710" in viewer, "agreement of the stages"
@@ -81,23 +103,29 @@ def test_the_worst_cases_get_viewers_with_their_reference(folder: Path) -> None:
     assert page.count(f"(expected {bound})") == 1
     assert page.count("(expected") == 1, "the bare number of an older report is no bound"
     assert "0.700" in viewer, "Dice"
-    assert 'class="status' not in (folder / "out" / "viewers" / "worse.html").read_text(encoding="utf-8"), (
-        "report of another program"
-    )
+    assert 'class="status' not in (folder / "out" / "viewers" / "worse.html").read_text(
+        encoding="utf-8"
+    ), "report of another program"
     evaluated(folder, "cases.csv", num_viewers=1)
     assert viewers(folder) == {"worse.html"}, "no viewer of an earlier evaluation"
     evaluated(folder, "cases.csv", pictures=False)
     assert viewers(folder) == set()
 
 
-def test_with_a_folder_of_references_the_report_of_the_prediction_names_the_scan(folder: Path) -> None:
+def test_with_a_folder_of_references_the_report_of_the_prediction_names_the_scan(
+    folder: Path,
+) -> None:
     for name, image in (("good", "good"), ("bad", "not there")):
         reading = {"series": None, "hu": {"slope": 1.0, "offset": -40.0}}
-        (folder / "pred" / f"{name}.json").write_text(json.dumps({"input": str(folder / "ct" / f"{image}.nii.gz"), **reading}))
+        (folder / "pred" / f"{name}.json").write_text(
+            json.dumps({"input": str(folder / "ct" / f"{image}.nii.gz"), **reading})
+        )
     evaluated(folder, "ref")
     assert {path.name for path in (folder / "out" / "overlays").glob("*")} == {"good.png"}
     assert viewers(folder) == {"good.html"}
-    assert '<td class="number">20</td>' in (folder / "out" / "viewers" / "good.html").read_text(encoding="utf-8"), "mean HU"
+    assert '<td class="number">20</td>' in (folder / "out" / "viewers" / "good.html").read_text(
+        encoding="utf-8"
+    ), "mean HU"
     assert not (differences(folder / "out" / "viewers" / "good.html") > 0).any()
 
 
@@ -106,9 +134,18 @@ def test_the_first_of_several_channels_of_a_4d_file_is_drawn(folder: Path) -> No
     for name in SHIFTS:
         path = folder / "ct" / f"{name}.nii.gz"
         image = nibabel.load(path)
-        nibabel.save(nibabel.Nifti1Image(np.stack([np.asarray(image.dataobj)] * 2, axis=-1), image.affine), path)
+        nibabel.save(
+            nibabel.Nifti1Image(np.stack([np.asarray(image.dataobj)] * 2, axis=-1), image.affine),
+            path,
+        )
     summary = evaluate_folder(
-        folder / "pred", folder / "cases.csv", folder / "out", task, {1: "organ"}, progress=lambda line: None, num_viewers=1
+        folder / "pred",
+        folder / "cases.csv",
+        folder / "out",
+        task,
+        {1: "organ"},
+        progress=lambda line: None,
+        num_viewers=1,
     )
     assert summary.warnings == []
     assert viewers(folder) == {"worse.html"}

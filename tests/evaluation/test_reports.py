@@ -15,7 +15,12 @@ from medseg.evaluation.reports import check_labels, scan_of
 from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Task
 
-TASK = Task("thorax", {"heart": 1, "left_lung": 2, "right_lung": 3}, (), (Channel(window_hu=(-1000.0, 400.0)),))
+TASK = Task(
+    "thorax",
+    {"heart": 1, "left_lung": 2, "right_lung": 3},
+    (),
+    (Channel(window_hu=(-1000.0, 400.0)),),
+)
 
 
 @pytest.mark.parametrize(
@@ -29,13 +34,18 @@ TASK = Task("thorax", {"heart": 1, "left_lung": 2, "right_lung": 3}, (), (Channe
         (["cor", "pulmo_sinister", "pulmo_dexter"], False),
     ],
 )
-def test_a_label_at_another_value_is_refused(tmp_path: Path, names: list[str], is_refused: bool) -> None:
-    (tmp_path / "a.json").write_text(json.dumps({"volume_ml": dict.fromkeys(names, 1.0)}), encoding="utf-8")
+def test_a_label_at_another_value_is_refused(
+    tmp_path: Path, names: list[str], is_refused: bool
+) -> None:
+    (tmp_path / "a.json").write_text(
+        json.dumps({"volume_ml": dict.fromkeys(names, 1.0)}), encoding="utf-8"
+    )
     if not is_refused:
         check_labels(tmp_path / "a.nii.gz", TASK)
         return
     with pytest.raises(
-        UserError, match=rf"has the labels {', '.join(names)}, but the task thorax has heart, left_lung, right_lung; give"
+        UserError,
+        match=rf"has the labels {', '.join(names)}, but the task thorax has heart, left_lung, right_lung; give",
     ):
         check_labels(tmp_path / "a.nii.gz", TASK)
 
@@ -47,7 +57,9 @@ def test_a_report_of_another_program_says_nothing(tmp_path: Path, text: str) -> 
     check_labels(tmp_path / "no report.nii.gz", TASK)
 
 
-def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_say_it(tmp_path: Path) -> None:
+def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_say_it(
+    tmp_path: Path,
+) -> None:
     scan = tmp_path / "scan.nii.gz"
     scan.touch()
     report = {"input": str(scan), "series": "1.2", "hu": {"slope": 2.0, "offset": -1.0}}
@@ -56,7 +68,12 @@ def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_
     alone = Reference("a", tmp_path / "ref.nii.gz")
     found = scan_of(alone, prediction, TASK)
     assert found is not None
-    assert (found.name, found.image, found.series, found.hu) == ("a", scan, "1.2", HuScale(2.0, -1.0))
+    assert (found.name, found.image, found.series, found.hu) == (
+        "a",
+        scan,
+        "1.2",
+        HuScale(2.0, -1.0),
+    )
     two = replace(TASK, channels=TASK.channels * 2)
     assert scan_of(alone, prediction, two) is None, "the report names one file"
     row = Case("a", tmp_path / "other.nii.gz", None, "p")

@@ -97,14 +97,22 @@ def world(tmp_path: Path) -> World:
 
 
 def test_scores_of_awkward_names(world: World) -> None:
-    for shift, (name, suffix) in enumerate(zip(NAMES, (".nii.gz", ".nrrd", ".mha", ".nii"), strict=True)):
-        world.add(name, _labels(shift), _labels(), suffix=suffix, trust=("reference", "approximate"))
+    for shift, (name, suffix) in enumerate(
+        zip(NAMES, (".nii.gz", ".nrrd", ".mha", ".nii"), strict=True)
+    ):
+        world.add(
+            name, _labels(shift), _labels(), suffix=suffix, trust=("reference", "approximate")
+        )
     lines: list[str] = []
-    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=lines.append)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=lines.append
+    )
     header = (world.output / "metrics.csv").read_text(encoding="utf-8").splitlines()[0]
     assert header == "case,region,trust,dice,nsd_1mm,nsd_2mm,hd95_mm,volume_pred_ml,volume_ref_ml"
     metrics = world.metrics()
-    assert list(metrics) == [(name, region) for name in NAMES for region in ("left_lung", "right_lung")]
+    assert list(metrics) == [
+        (name, region) for name in NAMES for region in ("left_lung", "right_lung")
+    ]
     for shift, name in enumerate(NAMES):
         left, right = metrics[name, "left_lung"], metrics[name, "right_lung"]
         assert float(left["dice"]) == pytest.approx(1 - shift / 10)
@@ -116,7 +124,9 @@ def test_scores_of_awkward_names(world: World) -> None:
     assert (world.output / "scores.png").stat().st_size > 5000
     assert not summary.failed
     assert not summary.warnings
-    assert any("left_lung" in line and "Thorax (1).x" in line and "0.8500" in line for line in lines)
+    assert any(
+        "left_lung" in line and "Thorax (1).x" in line and "0.8500" in line for line in lines
+    )
     assert not list(world.output.rglob(".*"))
 
 
@@ -124,18 +134,33 @@ def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
     world.add("a", _labels(), _labels())
     table = world.pred / "summary.csv"
     table.write_text("case,status,label,ml,warnings\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"summary\.csv holds the volumes of a prediction; give another output than"):
+    with pytest.raises(
+        UserError, match=r"summary\.csv holds the volumes of a prediction; give another output than"
+    ):
         evaluate_folder(world.pred, world.table, world.pred, TASK, VALUES, progress=_say_nothing)
     assert table.read_text(encoding="utf-8") == "case,status,label,ml,warnings\n"
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
 
 
 def test_costs_of_predictions_are_reported(world: World) -> None:
     said: list[str] = []
-    for name, seconds in (("a", 2.0), ("b", 4.0), ("without a report", 0.0), ("another report", 0.0)):
+    for name, seconds in (
+        ("a", 2.0),
+        ("b", 4.0),
+        ("without a report", 0.0),
+        ("another report", 0.0),
+    ):
         world.add(name, _labels(), _labels(), trust=("reference", "reference"))
-        report = {"durations_s": {"total": seconds}, "memory_gb_s": 3 * seconds, "peak_resident_bytes": 1.5e9}
+        report = {
+            "durations_s": {"total": seconds},
+            "memory_gb_s": 3 * seconds,
+            "peak_resident_bytes": 1.5e9,
+        }
         if seconds:
             (world.pred / f"{name}.json").write_text(json.dumps(report))
     (world.pred / "another report.json").write_text('["of another program"]')
@@ -153,18 +178,25 @@ def test_costs_of_predictions_are_reported(world: World) -> None:
     ]
     costs = json.loads((world.output / "summary.json").read_text(encoding="utf-8"))["costs"]
     assert costs["b"] == {"total_s": 4.0, "memory_gb_s": 12.0, "peak_gb": 1.5}
-    assert "a case took 3.0 s (at most 4.0), 9.0 GB·s of memory (at most 12.0), 1.50 GB at the peak" in said
+    assert (
+        "a case took 3.0 s (at most 4.0), 9.0 GB·s of memory (at most 12.0), 1.50 GB at the peak"
+        in said
+    )
 
 
 def test_summary_has_regions_trusts_and_all(world: World) -> None:
     world.add("a", _labels(), _labels(), trust=("reference", "reference"))
     world.add("b", _labels(2), _labels(), trust=("approximate", "reference"))
     world.add("c", _labels(4), _labels(), trust=("reference", "reference"))
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
     rows = {(row["region"], row["trust"], row["metric"]): row for row in world.read("summary.csv")}
     left = rows["left_lung", "all", "dice"]
     assert int(left["number"]) == 3
-    assert [float(left[key]) for key in ("mean", "median", "min", "max")] == pytest.approx([0.8, 0.8, 0.6, 1.0])
+    assert [float(left[key]) for key in ("mean", "median", "min", "max")] == pytest.approx(
+        [0.8, 0.8, 0.6, 1.0]
+    )
     assert float(left["std"]) == pytest.approx(np.std([1.0, 0.8, 0.6]), abs=1e-6)
     assert left["worst_case"] == "c"
     assert float(rows["left_lung", "approximate", "dice"]["mean"]) == pytest.approx(0.8)
@@ -189,14 +221,21 @@ def test_infinite_distances_are_counted_apart(world: World) -> None:
     missed = metrics["nothing found", "left_lung"]
     assert (missed["hd95_mm"], float(missed["dice"]), float(missed["nsd_2mm"])) == ("inf", 0.0, 0.0)
     agreed = metrics["nothing there", "left_lung"]
-    assert [float(agreed[key]) for key in ("dice", "nsd_1mm", "hd95_mm", "volume_ref_ml")] == [1.0, 1.0, 0.0, 0.0]
+    assert [float(agreed[key]) for key in ("dice", "nsd_1mm", "hd95_mm", "volume_ref_ml")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     rows = {(row["region"], row["trust"], row["metric"]): row for row in world.read("summary.csv")}
     hd95 = rows["left_lung", "all", "hd95_mm"]
     assert (hd95["number"], hd95["infinite"], hd95["worst_case"]) == ("3", "1", "nothing found")
     assert float(hd95["mean"]) == pytest.approx(1.5)
     assert rows["left_lung", "reference", "hd95_mm"]["mean"] == ""
     assert math.isinf(float(missed["hd95_mm"]))
-    json.loads((world.output / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    json.loads(
+        (world.output / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
+    )
     assert (world.output / "overlays" / "nothing there.png").exists()
 
 
@@ -212,8 +251,17 @@ def test_a_failing_case_does_not_affect_the_others(world: World) -> None:
     world.add("lost", _labels(), _labels())
     (world.folder / "ref" / "lost.nii.gz").unlink()
     world.add("good", _labels(), _labels())
-    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
-    assert list(summary.failed) == ["moved", "wrong values", "unknown values", "damaged", "twice", "lost"]
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing
+    )
+    assert list(summary.failed) == [
+        "moved",
+        "wrong values",
+        "unknown values",
+        "damaged",
+        "twice",
+        "lost",
+    ]
     assert "grid" in summary.failed["moved"]
     assert "expected 0 to 2" in summary.failed["wrong values"]
     assert "value 9" in summary.failed["unknown values"]
@@ -226,7 +274,9 @@ def test_a_failing_case_does_not_affect_the_others(world: World) -> None:
 def test_a_header_with_noise_below_a_tenth_of_a_millimetre_is_the_same_grid(world: World) -> None:
     noisy = VoxelGrid(GRID.shape, (3.0, 1.501, 2.0), (-10.02, 20.03, 7.0))
     world.add("a", _labels(), _labels(), pred_grid=noisy)
-    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing
+    )
     assert [row["dice"] for row in summary.rows] == [1.0, 1.0]
     assert not summary.warnings
     assert (world.output / "overlays" / "a.png").is_file()
@@ -241,7 +291,14 @@ def test_cases_without_partner_are_named(world: World) -> None:
     (world.pred / "both.json").write_text("{}")
     lines: list[str] = []
     summary = evaluate_folder(
-        world.pred, world.table, world.output, TASK, VALUES, split="test", pictures=False, progress=lines.append
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        split="test",
+        pictures=False,
+        progress=lines.append,
     )
     assert summary.without_prediction == ["only ref"]
     assert set(summary.without_reference) == {"no labels", "stranger"}
@@ -259,7 +316,9 @@ def test_a_folder_serves_as_reference_and_voxel_order_does_not_matter(world: Wor
     world.add("a", np.ascontiguousarray(stored), _labels(), pred_grid=flipped)
     world.add("u\u0308", _labels(), None)  # ü as some systems store it in a file's name
     write_labels(world.folder / "ref" / "ü.nii.gz", _labels(), GRID)
-    summary = evaluate_folder(world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing)
+    summary = evaluate_folder(
+        world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing
+    )
     assert [row["case"] for row in summary.rows] == ["a", "a", "ü", "ü"]
     assert all(row["dice"] == 1.0 for row in summary.rows)
     assert all(row["trust"] == "" for row in summary.rows)
@@ -273,7 +332,9 @@ def test_references_are_mapped_by_name(world: World) -> None:
     target[0, 0, 0] = 7
     world.add("a", _labels(), target)
     values = {10: "left_lung", 300: "left_lung", 12: "right_lung", 7: "heart"}
-    summary = evaluate_folder(world.pred, world.table, world.output, TASK, values, progress=_say_nothing, pictures=False)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, values, progress=_say_nothing, pictures=False
+    )
     assert [row["dice"] for row in summary.rows] == [1.0, 1.0]
 
 
@@ -281,14 +342,22 @@ def test_a_region_is_the_union_of_its_labels(world: World) -> None:
     task = Task("lungs", TASK.labels, (Region("both", ("left_lung", "right_lung")),), TASK.channels)
     swapped = np.array([0, 2, 1], dtype=np.uint8)[_labels()]
     world.add("a", swapped, _labels())
-    summary = evaluate_folder(world.pred, world.table, world.output, task, VALUES, progress=_say_nothing, pictures=False)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, task, VALUES, progress=_say_nothing, pictures=False
+    )
     assert [(row["region"], row["dice"]) for row in summary.rows] == [("both", 1.0)]
 
 
 def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> None:
     world.add("a", _labels(), np.where(_labels() == 1, 1, 0).astype(np.uint8))
     summary = evaluate_folder(
-        world.pred, world.table, world.output, TASK, {1: "left_lung"}, progress=_say_nothing, pictures=False
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        {1: "left_lung"},
+        progress=_say_nothing,
+        pictures=False,
     )
     assert [row["region"] for row in summary.rows] == ["left_lung"]
     assert "right_lung" in summary.warnings[0]
@@ -297,7 +366,9 @@ def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> N
 def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> None:
     world.add("a", _labels(), _labels())
     (world.folder / "ct" / "1.nii.gz").unlink()
-    summary = evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing
+    )
     assert len(summary.rows) == 2
     assert not summary.failed
     assert summary.warnings[0].startswith("a: no picture")
@@ -342,7 +413,15 @@ def test_ignored_voxels_count_nowhere(world: World) -> None:
         target[3:7, 4:14, 15:23] = 9
         pred[3:7, 4:14, 15:23] = fill
         world.add(name, pred, target)
-    evaluate_folder(world.pred, world.table, world.output, task, {**VALUES, 9: "ignore"}, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        task,
+        {**VALUES, 9: "ignore"},
+        progress=_say_nothing,
+        pictures=False,
+    )
     rows = [row | {"case": ""} for row in world.read("metrics.csv")]
     assert rows[:2] == rows[2:4] == rows[4:]
     assert [float(rows[0][key]) for key in ("dice", "hd95_mm")] == [1.0, 0.0]
@@ -352,12 +431,20 @@ def test_ignored_voxels_count_nowhere(world: World) -> None:
 def test_a_task_without_regions_is_scored_by_label(world: World) -> None:
     task = replace(TASK, regions=(), channels=(Channel("mr", None, "zscore"),))
     world.add("a", _labels(2), _labels())
-    summary = evaluate_folder(world.pred, world.table, world.output, task, VALUES, progress=_say_nothing)
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, task, VALUES, progress=_say_nothing
+    )
     assert list(world.metrics()) == [("a", "left_lung"), ("a", "right_lung")]
     assert (world.output / "overlays" / "a.png").stat().st_size > 5000
     assert not summary.warnings
     evaluate_folder(
-        world.pred, world.table, world.output, task, {1: "left_lung", 2: "other"}, progress=_say_nothing, pictures=False
+        world.pred,
+        world.table,
+        world.output,
+        task,
+        {1: "left_lung", 2: "other"},
+        progress=_say_nothing,
+        pictures=False,
     )
     assert list(world.metrics()) == [("a", "left_lung")]
 
@@ -369,18 +456,33 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
     nodes: dict[str, object] = {
         "monai_dice": {"_target_": "monai.metrics.DiceMetric", "include_background": False},
         "tm_dice": {"_target_": "torchmetrics.segmentation.DiceScore", "include_background": False},
-        "hausdorff_mm": {"_target_": "monai.metrics.HausdorffDistanceMetric", "include_background": False},
+        "hausdorff_mm": {
+            "_target_": "monai.metrics.HausdorffDistanceMetric",
+            "include_background": False,
+        },
     }
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", "pictures=false"]
-        given += [f"metrics.{name}={json.dumps(node).replace(chr(34), '')}" for name, node in nodes.items()]
+        given = [
+            f"pred='{world.pred}'",
+            f"ref='{world.table}'",
+            f"output='{world.output}'",
+            "pictures=false",
+        ]
+        given += [
+            f"metrics.{name}={json.dumps(node).replace(chr(34), '')}"
+            for name, node in nodes.items()
+        ]
         config = to_config(hydra.compose("evaluate", given), EvaluateConfig)
     assert evaluate(config) == 0
     for (_, region), row in world.metrics().items():
         assert float(row["monai_dice"]) == pytest.approx(float(row["dice"]), abs=1e-6)
         assert float(row["tm_dice"]) == pytest.approx(float(row["dice"]), abs=1e-6)
         assert float(row["hausdorff_mm"]) == pytest.approx(float(row["hd95_mm"]), abs=1e-6), region
-    (row,) = (row for row in world.read("summary.csv") if (row["region"], row["metric"]) == ("left_lung", "monai_dice"))
+    (row,) = (
+        row
+        for row in world.read("summary.csv")
+        if (row["region"], row["metric"]) == ("left_lung", "monai_dice")
+    )
     assert float(row["mean"]) == pytest.approx(0.9)
     assert row["worst_case"] == "", "nobody has said which way is worse"
 
@@ -390,7 +492,10 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
     [
         ("metrics.x._target_=os.system", "metrics.x"),
         ("metrics.x._target_=monai.metrics.DiceMetrik", "DiceMetric"),
-        ("metrics.dice={_target_: monai.metrics.DiceMetric}", "metrics.dice: a column of metrics.csv has this name already"),
+        (
+            "metrics.dice={_target_: monai.metrics.DiceMetric}",
+            "metrics.dice: a column of metrics.csv has this name already",
+        ),
     ],
 )
 def test_metrics_that_are_refused(world: World, node: str, says: str) -> None:
@@ -408,14 +513,20 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     world.add("good", _labels(), _labels())
     world.add("bad", _labels(4), _labels())
     (world.pred / "bad.html").write_text("<p>viewer")
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, num_pictures=1)
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, num_pictures=1
+    )
     page = (world.output / "report.html").read_text(encoding="utf-8")
-    assert page.index('<figure id="case-0" data-case="bad">') < page.index('<figure id="case-1" data-case="good">')
+    assert page.index('<figure id="case-0" data-case="bad">') < page.index(
+        '<figure id="case-1" data-case="good">'
+    )
     assert page.count('<img src="data:') == 1
     assert 'href="../pred%2C%20out/bad.html"' in page
     assert 'href="overlays/good.png"' in page
     assert not (world.output / "differences.csv").exists()
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
     assert '<img src="data:' not in (world.output / "report.html").read_text(encoding="utf-8"), (
         "pictures of an earlier evaluation"
     )
@@ -427,28 +538,66 @@ def test_differences_to_a_baseline_are_those_of_scipy(world: World) -> None:
         write_labels(world.folder / "older" / f"{name}.nii.gz", _labels(number + 1), GRID)
     write_labels(world.folder / "older" / "b.nii.gz", np.zeros(GRID.shape, np.uint8), GRID)
     older = world.folder / "older scores"
-    evaluate_folder(world.folder / "older", world.table, older, TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.folder / "older",
+        world.table,
+        older,
+        TASK,
+        VALUES,
+        progress=_say_nothing,
+        pictures=False,
+    )
     said: list[str] = []
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=said.append, baseline=older)
+    evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=said.append,
+        baseline=older,
+    )
     table = {(row["region"], row["metric"]): row for row in world.read("differences.csv")}
-    before = {(row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")}
+    before = {
+        (row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")
+    }
     after = {case: float(row["dice"]) for case, row in world.metrics().items()}
     for region in ("left_lung", "right_lung"):
-        new, old = ([scores[case, region] for case in ("a", "b", "c")] for scores in (after, before))
+        new, old = (
+            [scores[case, region] for case in ("a", "b", "c")] for scores in (after, before)
+        )
         interval = stats.ttest_rel(new, old).confidence_interval(0.95)
         row = table[region, "dice"]
-        assert [float(row["ci95_low"]), float(row["ci95_high"])] == pytest.approx([interval.low, interval.high], abs=2e-6)
-    means = [np.mean([after[case, region] - before[case, region] for region in ("left_lung", "right_lung")]) for case in "abc"]
+        assert [float(row["ci95_low"]), float(row["ci95_high"])] == pytest.approx(
+            [interval.low, interval.high], abs=2e-6
+        )
+    means = [
+        np.mean(
+            [after[case, region] - before[case, region] for region in ("left_lung", "right_lung")]
+        )
+        for case in "abc"
+    ]
     assert float(table["all", "dice"]["difference"]) == pytest.approx(np.mean(means), abs=2e-6)
-    assert (table["left_lung", "dice"]["cases"], table["left_lung", "hd95_mm"]["cases"]) == ("3", "2"), (
-        "an infinite distance has no pair"
-    )
+    assert (table["left_lung", "dice"]["cases"], table["left_lung", "hd95_mm"]["cases"]) == (
+        "3",
+        "2",
+    ), "an infinite distance has no pair"
     assert any(line.startswith("left_lung: Dice +") and "3 cases" in line for line in said)
     evaluate_folder(
-        world.pred, world.table, world.folder / "same", TASK, VALUES, pictures=False, progress=_say_nothing, baseline=world.output
+        world.pred,
+        world.table,
+        world.folder / "same",
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=_say_nothing,
+        baseline=world.output,
     )
     same = read_csv(world.folder / "same" / "differences.csv")
-    assert {(float(row["difference"]), row["better"], row["worse"]) for row in same} == {(0.0, "0", "0")}
+    assert {(float(row["difference"]), row["better"], row["worse"]) for row in same} == {
+        (0.0, "0", "0")
+    }
 
 
 def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world: World) -> None:
@@ -459,16 +608,43 @@ def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world
     older = world.folder / "older scores"
     (world.folder / "older" / "new.nii.gz").rename(world.folder / "older" / "gone.nii.gz")
     (world.pred / "gone.nii.gz").unlink()
-    evaluate_folder(world.folder / "older", world.table, older, TASK, VALUES, pictures=False, progress=_say_nothing)
+    evaluate_folder(
+        world.folder / "older",
+        world.table,
+        older,
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=_say_nothing,
+    )
     rows = read_csv(world.table)
     write_csv(world.table, [row | {"patient": row["case"][0]} for row in rows])
     said: list[str] = []
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=said.append, baseline=older)
-    before = {(row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")}
-    gains = {key: float(row["dice"]) - before[key] for key, row in world.metrics().items() if key in before}
+    evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=said.append,
+        baseline=older,
+    )
+    before = {
+        (row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")
+    }
+    gains = {
+        key: float(row["dice"]) - before[key]
+        for key, row in world.metrics().items()
+        if key in before
+    }
     left = {case: gain for (case, region), gain in gains.items() if region == "left_lung"}
     by_patient = [(left["a1"] + left["a2"]) / 2, left["b"]]
-    (row,) = [row for row in world.read("differences.csv") if (row["region"], row["metric"]) == ("left_lung", "dice")]
+    (row,) = [
+        row
+        for row in world.read("differences.csv")
+        if (row["region"], row["metric"]) == ("left_lung", "dice")
+    ]
     assert (row["cases"], row["patients"]) == ("3", "2")
     assert float(row["difference"]) == pytest.approx(np.mean(by_patient), abs=2e-6)
     interval = stats.ttest_1samp(by_patient, 0.0).confidence_interval(0.95)
@@ -491,7 +667,15 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
     references = world.folder / "references"
     for name in "ab":
         write_labels(references / f"{name}.nii.gz", _labels(), GRID)
-    evaluate_folder(world.pred, references, world.folder / "older", TASK, VALUES, progress=_say_nothing, pictures=False)
+    evaluate_folder(
+        world.pred,
+        references,
+        world.folder / "older",
+        TASK,
+        VALUES,
+        progress=_say_nothing,
+        pictures=False,
+    )
     said: list[str] = []
     evaluate_folder(
         world.pred,
@@ -513,7 +697,14 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
 def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None:
     def rows(left: float, right: float) -> list[dict[str, Any]]:
         return [
-            {"case": "a", "region": region, "dice": 0.9, "nsd_1mm": 0.9, "nsd_2mm": 0.9, "hd95_mm": distance}
+            {
+                "case": "a",
+                "region": region,
+                "dice": 0.9,
+                "nsd_1mm": 0.9,
+                "nsd_2mm": 0.9,
+                "hd95_mm": distance,
+            }
             for region, distance in (("left", left), ("right", right))
         ]
 
@@ -528,10 +719,15 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
     [
         (None, "there is no metrics.csv"),
         ("case,region\na,left_lung\n", "it is damaged"),
-        ("case,region,dice,nsd_1mm,nsd_2mm,hd95_mm\nz,left_lung,1,1,1,0\n", "none of the scored cases"),
+        (
+            "case,region,dice,nsd_1mm,nsd_2mm,hd95_mm\nz,left_lung,1,1,1,0\n",
+            "none of the scored cases",
+        ),
     ],
 )
-def test_a_baseline_that_cannot_be_compared_is_refused(world: World, table: str | None, says: str) -> None:
+def test_a_baseline_that_cannot_be_compared_is_refused(
+    world: World, table: str | None, says: str
+) -> None:
     world.add("a", _labels(), _labels())
     baseline = world.folder / "older"
     baseline.mkdir()
@@ -539,5 +735,12 @@ def test_a_baseline_that_cannot_be_compared_is_refused(world: World, table: str 
         (baseline / "metrics.csv").write_text(table)
     with pytest.raises(UserError, match=says):
         evaluate_folder(
-            world.pred, world.table, world.output, TASK, VALUES, pictures=False, progress=_say_nothing, baseline=baseline
+            world.pred,
+            world.table,
+            world.output,
+            TASK,
+            VALUES,
+            pictures=False,
+            progress=_say_nothing,
+            baseline=baseline,
         )

@@ -84,12 +84,16 @@ def test_crop_keeps_world_positions_also_outside() -> None:
     crop = grid.crop(box)
     assert crop.shape == box.shape
     index = np.array([[0, 0, 0], [5, 16, 3], [2, 7, 1]])
-    assert np.allclose(crop.index_to_world_xyz_mm(index), grid.index_to_world_xyz_mm(index + box.start), atol=1e-9)
+    assert np.allclose(
+        crop.index_to_world_xyz_mm(index), grid.index_to_world_xyz_mm(index + box.start), atol=1e-9
+    )
     with pytest.raises(ValueError, match="shape must be at least 1"):
         grid.crop(VoxelBox((0, 0, 0), (0, 3, 3)))
 
 
-@pytest.mark.parametrize("target", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.1, 0.4, 7.7), (100.0, 0.8, 0.6)])
+@pytest.mark.parametrize(
+    "target", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.1, 0.4, 7.7), (100.0, 0.8, 0.6)]
+)
 def test_resampled_keeps_centre_axes_and_field_of_view(target: tuple[float, float, float]) -> None:
     grid = make_grid()
     new = grid.resampled(target)
@@ -108,22 +112,31 @@ def test_resampled_to_its_own_spacing_is_the_same_grid() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("flips", list(itertools.product([False, True], repeat=3)))
-def test_reoriented_keeps_every_world_point(order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> None:
+def test_reoriented_keeps_every_world_point(
+    order: tuple[int, int, int], flips: tuple[bool, bool, bool]
+) -> None:
     grid = make_grid(shape=(3, 4, 5))
     points = grid.index_to_world_xyz_mm(np.moveaxis(np.indices(grid.shape), 0, -1))
     moved = points.transpose(*order, 3)
     moved = np.flip(moved, [axis for axis in range(3) if flips[axis]])
     new = grid.reoriented(order, flips)
     assert new.shape == moved.shape[:3]
-    assert np.allclose(new.index_to_world_xyz_mm(np.moveaxis(np.indices(new.shape), 0, -1)), moved, atol=1e-9)
+    assert np.allclose(
+        new.index_to_world_xyz_mm(np.moveaxis(np.indices(new.shape), 0, -1)), moved, atol=1e-9
+    )
 
 
 def test_axis_map_and_same_axes() -> None:
     fine = make_grid()
     coarse = fine.resampled((2.0, 2.0, 2.0)).crop(VoxelBox((1, -2, 3), (5, 5, 5)))
     index = np.array([1.5, -2.0, 7.25])
-    mapped = [scale * i + offset for i, (scale, offset) in zip(index, fine.axis_map_to(coarse), strict=True)]
-    assert np.allclose(coarse.index_to_world_xyz_mm(mapped), fine.index_to_world_xyz_mm(index), atol=1e-9)
+    mapped = [
+        scale * i + offset
+        for i, (scale, offset) in zip(index, fine.axis_map_to(coarse), strict=True)
+    ]
+    assert np.allclose(
+        coarse.index_to_world_xyz_mm(mapped), fine.index_to_world_xyz_mm(index), atol=1e-9
+    )
     other = make_grid(flip=True)
     with pytest.raises(ValueError, match="same axes"):
         fine.axis_map_to(other)
@@ -137,8 +150,12 @@ def test_box_from_covers_and_is_smallest(target: tuple[float, float, float]) -> 
         low = rng.integers(-5, 10, 3)
         box = VoxelBox(tuple(low), tuple(low + rng.integers(1, 12, 3)))
         cover = grid.box_from(source, box)
-        faces_low = grid.world_to_index_zyx(source.index_to_world_xyz_mm(np.array(box.start) - 0.5)) + 0.5
-        faces_high = grid.world_to_index_zyx(source.index_to_world_xyz_mm(np.array(box.stop) - 0.5)) + 0.5
+        faces_low = (
+            grid.world_to_index_zyx(source.index_to_world_xyz_mm(np.array(box.start) - 0.5)) + 0.5
+        )
+        faces_high = (
+            grid.world_to_index_zyx(source.index_to_world_xyz_mm(np.array(box.stop) - 0.5)) + 0.5
+        )
         assert (np.array(cover.start) <= faces_low + 1e-5).all()
         assert (np.array(cover.stop) >= faces_high - 1e-5).all()
         assert (np.array(cover.start) + 1 > faces_low).all()
@@ -203,19 +220,29 @@ def test_another_shape_keeps_the_field_of_view(shape: tuple[int, int, int]) -> N
     assert resized.shape == shape
     for corner in itertools.product((0, 1), repeat=3):
         ends = [np.array(corner) * one.shape - 0.5 for one in (grid, resized)]
-        points = [one.index_to_world_xyz_mm(end) for one, end in zip((grid, resized), ends, strict=True)]
+        points = [
+            one.index_to_world_xyz_mm(end) for one, end in zip((grid, resized), ends, strict=True)
+        ]
         assert np.allclose(*points, atol=1e-9)
     assert grid.resized(grid.shape).is_close(grid, 1e-9)
 
 
 def test_centres_within_another_grid_are_found_one_by_one() -> None:
     grid = make_grid()
-    for other in (grid, grid.resampled((1.1, 1.3, 0.7)), grid.crop(VoxelBox((-3, 4, 20), (4, 9, 40))).resized((9, 2, 31))):
+    for other in (
+        grid,
+        grid.resampled((1.1, 1.3, 0.7)),
+        grid.crop(VoxelBox((-3, 4, 20), (4, 9, 40))).resized((9, 2, 31)),
+    ):
         box = other.centres_within(grid)
         around = box.expanded((2, 2, 2))
         index = np.stack(np.meshgrid(*map(np.arange, around.start, around.stop), indexing="ij"), -1)
         place = grid.world_to_index_zyx(other.index_to_world_xyz_mm(index))
         is_in = ((place > -0.5 - 1e-6) & (place < np.array(grid.shape) - 0.5 + 1e-6)).all(-1)
         assert VoxelBox.from_mask(is_in).shifted(around.start) == box  # type: ignore[union-attr]
-    between = make_grid(shape=(1, 1, 1), spacing_mm=(0.1, 0.1, 0.1), origin_xyz_mm=grid.index_to_world_xyz_mm((0.5, 2, 3)))
+    between = make_grid(
+        shape=(1, 1, 1),
+        spacing_mm=(0.1, 0.1, 0.1),
+        origin_xyz_mm=grid.index_to_world_xyz_mm((0.5, 2, 3)),
+    )
     assert grid.centres_within(between).is_empty

@@ -25,12 +25,16 @@ def test_expanded_keeps_the_centre_and_can_be_undone() -> None:
 
 
 @pytest.mark.parametrize("min_shape", [(7, 5, 21), (8, 6, 22), (9, 7, 23), (1, 40, 2)])
-def test_at_least_keeps_the_centre_and_gives_the_odd_voxel_to_the_high_end(min_shape: tuple[int, int, int]) -> None:
+def test_at_least_keeps_the_centre_and_gives_the_odd_voxel_to_the_high_end(
+    min_shape: tuple[int, int, int],
+) -> None:
     grown = BOX.at_least(min_shape)
     assert grown.shape == tuple(max(pair) for pair in zip(BOX.shape, min_shape, strict=True))
     assert grown.contains(BOX)
     odd = [(new - old) % 2 for new, old in zip(grown.shape, BOX.shape, strict=True)]
-    shift = [new - old for new, old in zip(_centres_doubled(grown), _centres_doubled(BOX), strict=True)]
+    shift = [
+        new - old for new, old in zip(_centres_doubled(grown), _centres_doubled(BOX), strict=True)
+    ]
     assert shift == odd
 
 

@@ -30,13 +30,17 @@ def test_a_crop_of_fixed_size_has_that_size_and_measures_what_the_region_does() 
     rule = GridRule(size=(32, 48, 40))
     for tight in random_boxes(30):
         crop = region_crop(tight, COARSE, LATTICE, 6.0, (96, 96, 96), (16, 16, 16), rule)
-        assert crop.grid.shape == crop.box.shape == (32, 48, 40), "neither the patch nor the divisor is asked"
+        assert crop.grid.shape == crop.box.shape == (32, 48, 40), (
+            "neither the patch nor the divisor is asked"
+        )
         same = region_crop(tight, COARSE, LATTICE, 6.0, None, (1, 1, 1), PLAIN)
         np.testing.assert_allclose(faces_xyz_mm(*crop[:2]), faces_xyz_mm(*same[:2]), atol=1e-9)
         extent_mm = np.multiply(same.box.shape, LATTICE.spacing_mm)
         spacing_mm = extent_mm / (32, 48, 40)
         np.testing.assert_allclose(crop.grid.spacing_mm, spacing_mm, rtol=1e-12)
-        assert distortion(crop.grid.spacing_mm) == pytest.approx(spacing_mm.max() / spacing_mm.min())
+        assert distortion(crop.grid.spacing_mm) == pytest.approx(
+            spacing_mm.max() / spacing_mm.min()
+        )
 
 
 def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middle() -> None:
@@ -48,8 +52,14 @@ def test_a_cube_is_as_long_as_the_longest_axis_and_holds_the_region_in_its_middl
         assert crop.lattice == lattice
         assert crop.box.shape == (edge, edge, edge)
         assert crop.box.contains(needed)
-        assert np.abs(np.add(crop.box.start, crop.box.stop) - np.add(needed.start, needed.stop)).max() <= 2, "half a voxel, twice"
-        assert region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape == (max(needed.shape),) * 3
+        assert (
+            np.abs(np.add(crop.box.start, crop.box.stop) - np.add(needed.start, needed.stop)).max()
+            <= 2
+        ), "half a voxel, twice"
+        assert (
+            region_crop(tight, COARSE, lattice, 6.0, (1, 1, 1), (8, 8, 8), rule).box.shape
+            == (max(needed.shape),) * 3
+        )
 
 
 def test_a_whole_crop_is_at_least_as_large_as_the_patches_that_its_network_knows() -> None:
@@ -57,18 +67,28 @@ def test_a_whole_crop_is_at_least_as_large_as_the_patches_that_its_network_knows
         plain = region_crop(tight, COARSE, LATTICE, 6.0, (1, 1, 1), (1, 1, 1)).box
         crop = region_crop(tight, COARSE, LATTICE, 6.0, None, (8, 8, 8), PLAIN, (20, 40, 30)).box
         assert crop.contains(plain)
-        assert crop.shape == tuple(-(-max(pair) // 8) * 8 for pair in zip(plain.shape, (20, 40, 30), strict=True))
-        assert np.abs(np.add(crop.start, crop.stop) - np.add(plain.start, plain.stop)).max() <= 2, "half a voxel, twice"
+        assert crop.shape == tuple(
+            -(-max(pair) // 8) * 8 for pair in zip(plain.shape, (20, 40, 30), strict=True)
+        )
+        assert np.abs(np.add(crop.start, crop.stop) - np.add(plain.start, plain.stop)).max() <= 2, (
+            "half a voxel, twice"
+        )
         fixed = GridRule(size=(32, 48, 40))
         args = (tight, COARSE, LATTICE, 6.0, None, (8, 8, 8), fixed)
-        assert region_crop(*args, (64, 64, 64)) == region_crop(*args), "a crop of fixed size measures what the region does"
+        assert region_crop(*args, (64, 64, 64)) == region_crop(*args), (
+            "a crop of fixed size measures what the region does"
+        )
 
 
 @pytest.mark.parametrize("rule", [PLAIN, GridRule(is_cube=True)])
 def test_a_crop_is_never_a_single_voxel_at_the_deepest_level(rule: GridRule) -> None:
     lattice = VoxelGrid((40, 40, 40), (6.0, 6.0, 6.0))
     small, long = VoxelBox((9, 10, 11), (16, 17, 18)), VoxelBox((9, 10, 11), (16, 17, 30))
-    assert region_crop(small, lattice, lattice, 6.0, None, (16, 16, 16), rule).box.shape == (32, 32, 32)
+    assert region_crop(small, lattice, lattice, 6.0, None, (16, 16, 16), rule).box.shape == (
+        32,
+        32,
+        32,
+    )
     edges = (32, 32, 32) if rule.is_cube else (16, 16, 32)
     assert region_crop(long, lattice, lattice, 6.0, None, (16, 16, 16), rule).box.shape == edges
 
@@ -80,6 +100,9 @@ def test_a_scan_is_seen_at_the_spacing_of_the_range_that_is_nearest_to_its_own()
     assert PLAIN.spacing_mm((5.0, 0.7, 0.75)) is None
 
 
-@pytest.mark.parametrize("rule", [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True), GridRule(range_mm=(0.8, 3.0))])
+@pytest.mark.parametrize(
+    "rule",
+    [PLAIN, GridRule(size=(32, 48, 40)), GridRule(is_cube=True), GridRule(range_mm=(0.8, 3.0))],
+)
 def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
     assert GridRule(**asdict(rule)) == rule

@@ -17,7 +17,10 @@ def test_a_size_grows_to_the_least_one_that_a_network_takes(divisor: Shape) -> N
         size = network_size(shape, divisor)
         assert all(voxels % step == 0 for voxels, step in zip(size, divisor, strict=True))
         is_single = all(voxels <= step for voxels, step in zip(shape, divisor, strict=True))
-        least = tuple(2 * step if is_single else -(-voxels // step) * step for voxels, step in zip(shape, divisor, strict=True))
+        least = tuple(
+            2 * step if is_single else -(-voxels // step) * step
+            for voxels, step in zip(shape, divisor, strict=True)
+        )
         assert size == least, "a single voxel at the deepest level has no variance"
         assert network_size(size, divisor) == size
 

@@ -22,12 +22,18 @@ class OneSize(UNet):
     """Reads its input size in Python, which a trace turns into constants."""
 
     def forward(self, image: Tensor) -> Tensor:
-        return super().forward(image) + torch.zeros([1, 1, *(int(size) for size in image.shape[2:])]).cumsum(2)
+        return super().forward(image) + torch.zeros(
+            [1, 1, *(int(size) for size in image.shape[2:])]
+        ).cumsum(2)
 
 
 def make(norm: str = "instance", kind: type[UNet] = UNet) -> StageNetwork:
     torch.manual_seed(0)
-    network = StageNetwork(lambda channels: kind(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm))
+    network = StageNetwork(
+        lambda channels: kind(
+            channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm
+        )
+    )
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -48,7 +54,9 @@ def convert(network: StageNetwork, suffix: str, fixed: Any = None) -> export.Exp
 
 
 @pytest.mark.parametrize("norm", ["instance", "affine", "channel"])
-def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(norm: str, tmp_path: Path) -> None:
+def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(
+    norm: str, tmp_path: Path
+) -> None:
     network, image = make(norm), torch.randn(1, 1, 24, 8, 16)
     exported = convert(network, ".xml")
     for part, content in exported.files.items():
@@ -65,7 +73,10 @@ def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(norm: str,
 def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
     network = make(kind=OneSize)
     assert convert(network, ".xml", fixed=(16, 16, 24)).fixed_size == (16, 16, 24)
-    with pytest.raises(UserError, match=r"OneSize cannot be converted to OpenVINO.*; choose the other format: model\.onnx"):
+    with pytest.raises(
+        UserError,
+        match=r"OneSize cannot be converted to OpenVINO.*; choose the other format: model\.onnx",
+    ):
         convert(network, ".xml")
 
 
@@ -77,13 +88,17 @@ def test_other_logits_than_those_of_torch_are_refused(monkeypatch: pytest.Monkey
         return lambda image: run(image) * 1.01
 
     monkeypatch.setitem(FORMATS, ".xml", FORMATS[".xml"]._replace(load=load_wrong))
-    with pytest.raises(UserError, match=r"its logits differ from those of torch by 0\.01 of the largest logit"):
+    with pytest.raises(
+        UserError, match=r"its logits differ from those of torch by 0\.01 of the largest logit"
+    ):
         convert(make(), ".xml")
 
 
 def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, ".onnx", FORMATS[".onnx"]._replace(modules=("no_such_library",)))
-    with pytest.raises(UserError, match=r"ONNX needs no_such_library: run pip install 'medseg\[export\]'"):
+    with pytest.raises(
+        UserError, match=r"ONNX needs no_such_library: run pip install 'medseg\[export\]'"
+    ):
         convert(make(), ".onnx")
 
 
@@ -112,4 +127,6 @@ def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) 
     for shape in ((8, 12, 16), (20, 12, 12)):
         image = torch.randn(1, 1, *shape)
         with torch.inference_mode():
-            torch.testing.assert_close(torch.from_numpy(run(image.numpy())), network(image), rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(
+                torch.from_numpy(run(image.numpy())), network(image), rtol=1e-3, atol=1e-4
+            )

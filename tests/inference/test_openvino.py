@@ -21,12 +21,18 @@ from medseg.io.calibration import Circumstances
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
-needs_openvino = pytest.mark.skipif(not backend.has_openvino(), reason="the extra openvino is not installed")
+needs_openvino = pytest.mark.skipif(
+    not backend.has_openvino(), reason="the extra openvino is not installed"
+)
 
 
 def make(norm: str = "instance") -> StageNetwork:
     torch.manual_seed(0)
-    network = StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm))
+    network = StageNetwork(
+        lambda channels: UNet(
+            channels, 2, width=4, depth=1, blocks_per_level=1, refine=2, norm=norm
+        )
+    )
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
@@ -44,7 +50,10 @@ def test_openvino_holds_the_bytes_of_the_weights_twice() -> None:
 def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
     network = make(norm)
     # The second pass of a size must not write into the result of the first.
-    images = [torch.randn(1, 1, *shape) for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32), (16, 24, 32))]
+    images = [
+        torch.randn(1, 1, *shape)
+        for shape in ((16, 24, 32), (32, 16, 16), (16, 24, 32), (16, 24, 32))
+    ]
     with torch.inference_mode():
         expected = [network(image) for image in images]
         use_openvino(network, "fp32")
@@ -54,14 +63,19 @@ def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
 
 
 @needs_openvino
-def test_a_converted_network_is_kept_for_its_checkpoint_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converted_network_is_kept_for_its_checkpoint_and_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from openvino import Model, PartialShape, opset13
 
     factors = [2.0, 3.0, 4.0, 5.0]
 
     def convert(*_: Any) -> Any:
         image = opset13.parameter(PartialShape([1, 1, -1, -1, -1]), dtype=np.float32)
-        return Model([opset13.multiply(image, opset13.constant([factors.pop(0)] * 16, dtype=np.float32))], [image])
+        return Model(
+            [opset13.multiply(image, opset13.constant([factors.pop(0)] * 16, dtype=np.float32))],
+            [image],
+        )
 
     def run(checksum: str) -> float:
         network = make()
@@ -104,7 +118,9 @@ print(kept[1] - kept[0], 4 * size**3)
 @needs_openvino
 @pytest.mark.slow
 def test_feature_maps_of_a_pass_are_given_back() -> None:
-    result = subprocess.run([sys.executable, "-c", KEPT_AFTER_A_PASS], capture_output=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", KEPT_AFTER_A_PASS], capture_output=True, check=True
+    )
     kept, image = map(int, result.stdout.split())
     # The feature maps of this pass take more than forty times its image.
     assert kept < 10 * image
@@ -142,17 +158,22 @@ class Other(UNet):
 
 
 @needs_openvino
-def test_networks_of_other_packages_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_of_other_packages_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert backend._kept_path(make().networks[0], "a") is not None
     assert backend._kept_path(Other(1, 2, width=4, depth=1), "a") is None
 
 
 @needs_openvino
-def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     with pytest.raises(
-        UserError, match="crashes in bf16 under ONEDNN_MAX_CPU_ISA=AVX2; give precision=fp32, or unset ONEDNN_MAX_CPU_ISA"
+        UserError,
+        match="crashes in bf16 under ONEDNN_MAX_CPU_ISA=AVX2; give precision=fp32, or unset ONEDNN_MAX_CPU_ISA",
     ):
         use_openvino(make(), "bf16")
     use_openvino(make(), "fp32")
@@ -164,10 +185,13 @@ def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
         def forward(self, image: torch.Tensor) -> torch.Tensor:
             return super().forward(torch.special.bessel_j0(image))
 
-    network = StageNetwork(lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)).eval()
+    network = StageNetwork(
+        lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)
+    ).eval()
     use_openvino(network, "fp32")
     with pytest.raises(
-        UserError, match=r"inference\.backend=openvino: Odd cannot be converted .*; choose inference\.backend=torch"
+        UserError,
+        match=r"inference\.backend=openvino: Odd cannot be converted .*; choose inference\.backend=torch",
     ):
         network(torch.zeros(1, 1, 16, 16, 16))
 
@@ -175,7 +199,8 @@ def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
 def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "has_openvino", lambda: False)
     with pytest.raises(
-        UserError, match=r"OpenVINO is not installed; run pip install 'medseg\[openvino\]', or choose inference\.backend=torch"
+        UserError,
+        match=r"OpenVINO is not installed; run pip install 'medseg\[openvino\]', or choose inference\.backend=torch",
     ):
         use_openvino(make(), "fp32")
 
@@ -191,14 +216,22 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backend, "_seconds", seconds)
     monkeypatch.setattr(backend.importlib.metadata, "version", lambda _: "1.0")
-    monkeypatch.setattr(calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.0, time.time()))
+    monkeypatch.setattr(
+        calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.0, time.time())
+    )
     monkeypatch.setattr(calibration, "present_load", lambda: 0.0)
     return pairs
 
 
-@pytest.mark.parametrize(("torch_s", "openvino_s", "chosen"), [(1.0, 2.0, "torch"), (2.0, 1.0, "openvino")])
+@pytest.mark.parametrize(
+    ("torch_s", "openvino_s", "chosen"), [(1.0, 2.0, "torch"), (2.0, 1.0, "openvino")]
+)
 def test_the_quicker_one_is_measured_once_per_machine(
-    torch_s: float, openvino_s: float, chosen: str, tmp_path: Path, timings: list[tuple[float, float]]
+    torch_s: float,
+    openvino_s: float,
+    chosen: str,
+    tmp_path: Path,
+    timings: list[tuple[float, float]],
 ) -> None:
     timings += [(torch_s, openvino_s)] * 4
     assert [quickest_backend(make()) for _ in range(2)] == [chosen, chosen]
@@ -209,7 +242,9 @@ def test_the_quicker_one_is_measured_once_per_machine(
     assert timings == []
 
 
-def test_durations_that_differ_are_measured_again_and_the_shorter_ones_count(timings: list[tuple[float, float]]) -> None:
+def test_durations_that_differ_are_measured_again_and_the_shorter_ones_count(
+    timings: list[tuple[float, float]],
+) -> None:
     # Another program lengthens the first pass in OpenVINO, and the last one in torch a little.
     timings += [(2.0, 9.0), (2.0, 1.0), (2.3, 1.0)]
     assert quickest_backend(make()) == "openvino"
@@ -219,7 +254,9 @@ def test_durations_that_differ_are_measured_again_and_the_shorter_ones_count(tim
 def test_a_choice_made_under_load_is_made_anew_on_a_quiet_machine(
     timings: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.8, time.time()))
+    monkeypatch.setattr(
+        calibration.LoadMeter, "circumstances", lambda _: Circumstances(0.8, time.time())
+    )
     monkeypatch.setattr(calibration, "present_load", lambda: 0.8)
     timings += [(1.0, 2.0)] * 2
     assert [quickest_backend(make()) for _ in range(2)] == ["torch", "torch"]
@@ -228,7 +265,9 @@ def test_a_choice_made_under_load_is_made_anew_on_a_quiet_machine(
     assert quickest_backend(make()) == "openvino"
 
 
-def test_durations_that_never_agree_are_not_kept_for_a_quiet_machine(timings: list[tuple[float, float]]) -> None:
+def test_durations_that_never_agree_are_not_kept_for_a_quiet_machine(
+    timings: list[tuple[float, float]],
+) -> None:
     timings += [(number, 2.0 * number) for number in (1.0, 2.0, 4.0, 8.0, 16.0)]
     assert quickest_backend(make()) == "torch"
     timings += [(2.0, 1.0)] * 2
@@ -236,7 +275,9 @@ def test_durations_that_never_agree_are_not_kept_for_a_quiet_machine(timings: li
     assert timings == []
 
 
-def test_a_choice_expires(timings: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_expires(
+    timings: list[tuple[float, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     timings += [(1.0, 2.0)] * 2
     assert quickest_backend(make()) == "torch"
     later_s = time.time() + calibration.MAX_AGE_S + 60
@@ -267,5 +308,7 @@ signal.raise_signal(signal.SIGUSR1)
 @needs_openvino
 @pytest.mark.slow
 def test_a_signal_after_the_last_network_went_in_another_thread_ends_nothing() -> None:
-    result = subprocess.run([sys.executable, "-c", SIGNAL_AFTER_THE_LAST_NETWORK], capture_output=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", SIGNAL_AFTER_THE_LAST_NETWORK], capture_output=True, check=False
+    )
     assert result.returncode == 0, result.stderr

@@ -33,7 +33,9 @@ def make(**arguments: Any) -> UNet:
     network = UNet(1, 3, **{"width": 8, **arguments})
     for name, parameter in network.named_parameters():
         if parameter.ndim == 1:  # scales and shifts: a zero scale would hide what a branch does
-            nn.init.uniform_(parameter, 0.5 if "bias" not in name else -0.5, 1.5 if "bias" not in name else 0.5)
+            nn.init.uniform_(
+                parameter, 0.5 if "bias" not in name else -0.5, 1.5 if "bias" not in name else 0.5
+            )
     for buffer in network.buffers():
         if buffer.ndim:
             nn.init.uniform_(buffer, 0.5, 1.5)
@@ -58,7 +60,10 @@ def least(network: UNet, shape: tuple[int, int, int] = SHAPE) -> float:
 
 
 CASES = [
-    *({"norm": norm, "stem": stem, "refine": 4 * (stem != "conv")} for norm, stem in itertools.product(NORMS, STEMS)),
+    *(
+        {"norm": norm, "stem": stem, "refine": 4 * (stem != "conv")}
+        for norm, stem in itertools.product(NORMS, STEMS)
+    ),
     *({"norm": "instance", "block": block, "blocks_per_level": 2} for block in BLOCKS),
     {"norm": "group", "width": 16, "refine": 2, "strides": COARSE_Z},
     {"norm": "channel", "stem": "strided", "strides": COARSE_Z},
@@ -109,7 +114,9 @@ class Convolved(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("refine", "most"), [(0, 1.0), (4, 1.1)])
-def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_head(refine: int, most: float) -> None:
+def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_head(
+    refine: int, most: float
+) -> None:
     network, inputs = make(refine=refine), image(torch.float32, (128, 16, 32))
     with torch.no_grad(), Convolved() as whole:  # inference mode hides convolutions from the count
         network(inputs)
@@ -134,7 +141,9 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
-def test_feature_maps_stay_below_half_of_the_budget_and_go_to_files_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feature_maps_stay_below_half_of_the_budget_and_go_to_files_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     network = make()
     for budget in (least(network), 2**30):
         held = stored(monkeypatch)

@@ -48,7 +48,9 @@ with process_group():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_restarts", [0, 1])
-def test_tile_workers_answer_rank_0_in_order_and_errors_reach_it(tmp_path: Path, num_restarts: int) -> None:
+def test_tile_workers_answer_rank_0_in_order_and_errors_reach_it(
+    tmp_path: Path, num_restarts: int
+) -> None:
     (tmp_path / "workers.py").write_text(SCRIPT)
     launch = [
         sys.executable,
@@ -61,6 +63,15 @@ def test_tile_workers_answer_rank_0_in_order_and_errors_reach_it(tmp_path: Path,
     torchrun = [*launch, str(tmp_path / "workers.py"), str(num_restarts)]
     paths = [str(Path(medseg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    result = subprocess.run(torchrun, env=environment, capture_output=True, encoding="utf-8", check=False, timeout=180)
+    result = subprocess.run(
+        torchrun, env=environment, capture_output=True, encoding="utf-8", check=False, timeout=180
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines() == ["[11.0, 112.0, 213.0]", "[14.0]", "[15.0, 116.0]", "full", "full", "100.0"]
+    assert result.stdout.splitlines() == [
+        "[11.0, 112.0, 213.0]",
+        "[14.0]",
+        "[15.0, 116.0]",
+        "full",
+        "full",
+        "100.0",
+    ]

@@ -20,7 +20,11 @@ class Group:
     """Stands for `torch.distributed`: the ranks are threads that meet at barriers."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.rank_of = size, threading.Barrier(size, timeout=20), threading.local()
+        self.size, self.barrier, self.rank_of = (
+            size,
+            threading.Barrier(size, timeout=20),
+            threading.local(),
+        )
         self.slots: list[Any] = [None] * size
 
     def get_world_size(self) -> int:
@@ -46,7 +50,9 @@ class Group:
         self.barrier.wait()
 
 
-def on_ranks(monkeypatch: pytest.MonkeyPatch, use: Callable[[TileWorkers], None], seen: list[Any]) -> None:
+def on_ranks(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[TileWorkers], None], seen: list[Any]
+) -> None:
     """Run rank 0 here and two workers beside it; `seen` gets what each worker was asked."""
     group = Group(3)
     monkeypatch.setattr(tile_workers, "dist", group)
@@ -74,7 +80,9 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch, use: Callable[[TileWorkers], None]
         assert not thread.is_alive()
 
 
-def test_each_rank_takes_its_batch_and_answers_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_takes_its_batch_and_answers_come_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     job = ("fine", 1, 2, 3.0)
     volume = torch.arange(6.0).reshape(3, 2)
@@ -89,12 +97,18 @@ def test_each_rank_takes_its_batch_and_answers_come_in_order(monkeypatch: pytest
 
     on_ranks(monkeypatch, use, seen)
     asked = sorted((rank, images.tolist()) for rank, _, images, _ in seen)
-    assert asked == [(1, [2.0, 3.0]), (1, [2.0, 3.0]), (2, [4.0, 5.0])], "a rank without a batch is not asked"
+    assert asked == [(1, [2.0, 3.0]), (1, [2.0, 3.0]), (2, [4.0, 5.0])], (
+        "a rank without a batch is not asked"
+    )
     assert all(given == job and is_inference for _, given, _, is_inference in seen)
-    assert all(images.untyped_storage().nbytes() == 8 for _, _, images, _ in seen), "not the volume that the tile is a view of"
+    assert all(images.untyped_storage().nbytes() == 8 for _, _, images, _ in seen), (
+        "not the volume that the tile is a view of"
+    )
 
 
-def test_an_error_of_any_rank_reaches_rank_0_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_rank_reaches_rank_0_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     good, bad = torch.ones(1), -torch.ones(1)
 
     def fail(images: Tensor) -> Tensor:
@@ -112,7 +126,9 @@ def test_an_error_of_any_rank_reaches_rank_0_and_the_others_go_on(monkeypatch: p
 
 
 @pytest.mark.parametrize("is_one_machine", [True, False])
-def test_the_group_waits_for_a_week_and_is_left_in_any_case(monkeypatch: pytest.MonkeyPatch, is_one_machine: bool) -> None:
+def test_the_group_waits_for_a_week_and_is_left_in_any_case(
+    monkeypatch: pytest.MonkeyPatch, is_one_machine: bool
+) -> None:
     calls: list[Any] = []
 
     def note(name: str, result: Any = None) -> Callable[..., Any]:
@@ -147,6 +163,15 @@ def test_the_group_waits_for_a_week_and_is_left_in_any_case(monkeypatch: pytest.
     assert calls == [
         ("rendezvous", ("env://",), {"timeout": week}),
         *prefix,
-        ("init", ("gloo",), {"store": "own store" if is_one_machine else "store", "rank": 2, "world_size": 4, "timeout": week}),
+        (
+            "init",
+            ("gloo",),
+            {
+                "store": "own store" if is_one_machine else "store",
+                "rank": 2,
+                "world_size": 4,
+                "timeout": week,
+            },
+        ),
         ("destroy", (), {}),
     ]

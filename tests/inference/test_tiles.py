@@ -30,7 +30,9 @@ def noise(shape: tuple[int, int, int]) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tile_size", TILES)
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.6])
-def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_size: tuple[int, int, int], overlap: float) -> None:
+def test_tiles_equal_the_whole(
+    shape: tuple[int, int, int], tile_size: tuple[int, int, int], overlap: float
+) -> None:
     image = noise(shape)
     expected = torch.softmax(pointwise(image)[0], 0)
     probs = predict_probs(pointwise, image, tile_size=tile_size, overlap=overlap, divisor=(2, 4, 8))
@@ -41,7 +43,9 @@ def test_tiles_equal_the_whole(shape: tuple[int, int, int], tile_size: tuple[int
 
 
 @pytest.mark.parametrize("slab_voxels", [1, 300])
-def test_slabs_of_a_whole_crop_change_nothing(slab_voxels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_of_a_whole_crop_change_nothing(
+    slab_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"tile_size": None, "overlap": 0.5, "divisor": (2, 4, 8)}
     at_once = predict_probs(pointwise, noise((9, 13, 15)), **options)
     monkeypatch.setattr(tiles_module, "SLAB_VOXELS", slab_voxels)
@@ -49,7 +53,9 @@ def test_slabs_of_a_whole_crop_change_nothing(slab_voxels: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("tile_size", [None, (6, 12, 16), (40, 40, 40)])
-def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile_size: tuple[int, int, int] | None) -> None:
+def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(
+    tile_size: tuple[int, int, int] | None,
+) -> None:
     divisor, shape = (4, 8, 8), (5, 17, 20)
     seen: list[Tensor] = []
 
@@ -57,7 +63,9 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile
         seen.append(image.clone())
         return pointwise(image)
 
-    predict_probs(watched, torch.full((1, 1, *shape), 0.5), tile_size=tile_size, overlap=0.5, divisor=divisor)
+    predict_probs(
+        watched, torch.full((1, 1, *shape), 0.5), tile_size=tile_size, overlap=0.5, divisor=divisor
+    )
     for image in seen:
         assert all(size % step == 0 for size, step in zip(image.shape[2:], divisor, strict=True))
         assert set(image.unique().tolist()) <= {0.5, -1.0}
@@ -72,7 +80,9 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(tile
 
 
 @pytest.mark.parametrize("tile_size", [None, (4, 4, 4)])
-def test_sums_are_those_of_float32_whatever_the_logits(tile_size: tuple[int, int, int] | None) -> None:
+def test_sums_are_those_of_float32_whatever_the_logits(
+    tile_size: tuple[int, int, int] | None,
+) -> None:
     """Rounded once, at the end: half precision in between would lose more than a rounding."""
     image = noise((8, 8, 8))
 
@@ -94,7 +104,9 @@ def test_the_middle_of_a_tile_weighs_more_than_its_border() -> None:
         logits[0, 1, 2:-2, 2:-2, 2:-2] = 20.0
         return logits
 
-    probs = predict_probs(is_middle, noise((8, 8, 64)), tile_size=(8, 8, 16), overlap=0.5, divisor=(1, 1, 1))
+    probs = predict_probs(
+        is_middle, noise((8, 8, 64)), tile_size=(8, 8, 16), overlap=0.5, divisor=(1, 1, 1)
+    )
     assert probs[1, 4, 4, 4:-4].min() > 0.9
 
 
@@ -118,7 +130,9 @@ def test_batches_of_tiles_change_nothing(batch_size: int) -> None:
         return pointwise(tiles)
 
     one = predict_probs(pointwise, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8))
-    probs = predict_probs(watched, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size)
+    probs = predict_probs(
+        watched, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size
+    )
     assert torch.equal(probs, one)
     assert max(sizes) == min(batch_size, sum(sizes))
     assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
@@ -137,9 +151,13 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     assert sum(num_seen) == 2
     assert (probs[1, ..., :16] > 0.99).all()
     assert (probs[1, ..., 16:] == 0).all()
-    torch.testing.assert_close(probs.float().sum(0), torch.ones(8, 8, 32), rtol=0, atol=2 * ROUNDING)
+    torch.testing.assert_close(
+        probs.float().sum(0), torch.ones(8, 8, 32), rtol=0, atol=2 * ROUNDING
+    )
     # Nothing but air: one tile says how many classes there are.
-    assert predict_probs(always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
+    assert predict_probs(
+        always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options
+    ).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
 
 
 def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() -> None:
@@ -162,20 +180,26 @@ def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None
     class Reads(TorchDispatchMode):
         number = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.number += func is torch.ops.aten._local_scalar_dense.default
             return func(*args, **(kwargs or {}))
 
     class Methods(TorchFunctionMode):
         number = 0
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.number += func in (Tensor.tolist, Tensor.numpy, Tensor.cpu)
             return func(*args, **(kwargs or {}))
 
     def num_reads(width: int) -> int:
         with Reads() as reads, Methods() as methods:
-            predict_probs(pointwise, noise((8, 8, width)), tile_size=(8, 8, 8), overlap=0.0, divisor=(1, 1, 1))
+            predict_probs(
+                pointwise, noise((8, 8, width)), tile_size=(8, 8, 8), overlap=0.0, divisor=(1, 1, 1)
+            )
         return reads.number + methods.number
 
     assert num_reads(16) == num_reads(160) > 0
@@ -184,7 +208,12 @@ def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None
 @pytest.mark.parametrize("num_parallel", [1, 2, 3, 50])
 def test_who_runs_the_tiles_changes_no_bit(num_parallel: int) -> None:
     image = noise((12, 20, 28))
-    options: dict[str, Any] = {"tile_size": (8, 8, 8), "overlap": 0.5, "divisor": (2, 4, 8), "batch_size": 2}
+    options: dict[str, Any] = {
+        "tile_size": (8, 8, 8),
+        "overlap": 0.5,
+        "divisor": (2, 4, 8),
+        "batch_size": 2,
+    }
     groups: list[int] = []
 
     def together(batches: list[Tensor]) -> list[Tensor]:

@@ -25,7 +25,9 @@ def test_whole_where_it_fits_to_the_byte_and_else_refused() -> None:
 @pytest.mark.parametrize(("budget_tiles", "batch_size"), [(1.0, 1), (3.95, 3), (1e6, 8)])
 def test_a_wanted_tile_is_kept_and_batched(budget_tiles: float, batch_size: int) -> None:
     budget_bytes = math.ceil(2.0 * TILE_VOXELS * budget_tiles)
-    assert plan_tiling(CROP, DIVISOR, 2.0, budget_bytes, TILE, max_batch=8) == TilingPlan((128, 160, 160), batch_size)
+    assert plan_tiling(CROP, DIVISOR, 2.0, budget_bytes, TILE, max_batch=8) == TilingPlan(
+        (128, 160, 160), batch_size
+    )
     assert plan_tiling(CROP, DIVISOR, 2.0, budget_bytes, TILE) == TilingPlan((128, 160, 160), 1)
 
 
@@ -37,8 +39,12 @@ def test_a_small_budget_never_cuts_the_tile(share: float) -> None:
 
 def test_slabs_where_one_pass_does_not_fit_and_they_do() -> None:
     budget_bytes = 10.0 * WHOLE - 1
-    assert plan_tiling(CROP, DIVISOR, 10.0, budget_bytes, least_slab_bytes=budget_bytes) == TilingPlan(None, 1, budget_bytes)
-    assert plan_tiling(CROP, DIVISOR, 9.0, budget_bytes, least_slab_bytes=budget_bytes) == TilingPlan(None), "one pass fits"
+    assert plan_tiling(
+        CROP, DIVISOR, 10.0, budget_bytes, least_slab_bytes=budget_bytes
+    ) == TilingPlan(None, 1, budget_bytes)
+    assert plan_tiling(
+        CROP, DIVISOR, 9.0, budget_bytes, least_slab_bytes=budget_bytes
+    ) == TilingPlan(None), "one pass fits"
     one_tile = 10.0 * TILE_VOXELS
     tiles = plan_tiling(CROP, DIVISOR, 10.0, one_tile / 2, TILE, max_batch=8, least_slab_bytes=1.0)
     assert tiles == TilingPlan((128, 160, 160), 1, one_tile / 2)

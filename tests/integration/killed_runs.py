@@ -1,7 +1,8 @@
 """A script: train a run whose worker is killed at random moments, each time in a fresh process, until it has been killed often enough.
 
-`python killed_runs.py <run folder> <kills> <seed>`; the folder holds a `config.yaml`. All workers are forked from this process, which has
-imported everything and computed nothing, so that a start takes a moment.
+`python killed_runs.py <run folder> <kills> <seed>`; the folder holds a `config.yaml`. All workers
+are forked from this process, which has imported everything and computed nothing, so that a start
+takes a moment.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main() -> None:
         assert os.WIFSIGNALED(status), "the run ended before it was killed often enough"
         os.close(reader)
         last = run_dir / "checkpoints" / "last.ckpt"
-        moments.append(torch.load(last, weights_only=True, mmap=True)["global_step"] if last.is_file() else 0)
+        moments.append(
+            torch.load(last, weights_only=True, mmap=True)["global_step"] if last.is_file() else 0
+        )
     process, reader = start(run_dir)
     while os.read(reader, 4096):
         pass

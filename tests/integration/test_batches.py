@@ -22,7 +22,15 @@ from medseg.io.nifti import new_header
 from medseg.io.read import read_labels
 from medseg.prediction.case import checksums
 
-COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "medseg.commands.cli",
+    "predict",
+    "input=scans",
+    "output=out",
+    "accelerator=cpu",
+]
 
 
 def start(folder: Path) -> forked.Popen:
@@ -66,7 +74,9 @@ def assert_whole(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_and_then_killed_batch_is_finished_by_the_next(tiny_table: Path, tmp_path: Path) -> None:
+def test_an_interrupted_and_then_killed_batch_is_finished_by_the_next(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     make_scans(tmp_path, tiny_table, 12)
     process = start(tmp_path)
     wait_for(lambda: num_reports(tmp_path) >= 2, process)
@@ -98,7 +108,10 @@ def test_two_predictions_may_write_into_one_folder(tiny_table: Path, tmp_path: P
     make_scans(tmp_path, tiny_table, 6)
     for code, _, said in map(ended, [start(tmp_path), start(tmp_path)]):
         assert code == 0, said
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".csv"] + [".gz"] * 6 + [".json"] * 6
+    assert (
+        sorted(path.suffix for path in (tmp_path / "out").iterdir())
+        == [".csv"] + [".gz"] * 6 + [".json"] * 6
+    )
     assert_whole(tmp_path)
 
 
@@ -108,11 +121,16 @@ def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_p
     make_scans(tmp_path, tiny_table, 2)
     # A new process: what a forked one prints goes to files.
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # noqa: E731
-    done = subprocess.run(COMMAND, cwd=tmp_path, preexec_fn=limit, capture_output=True, encoding="utf-8")
+    done = subprocess.run(
+        COMMAND, cwd=tmp_path, preexec_fn=limit, capture_output=True, encoding="utf-8"
+    )
     said = done.stderr
     assert (done.returncode, done.stdout) == (1, ""), said
     for name in ("00", "01"):
-        assert f"medseg: {name}: out/{name}.nii.gz: cannot be written (File too large); check the folder" in said
+        assert (
+            f"medseg: {name}: out/{name}.nii.gz: cannot be written (File too large); check the folder"
+            in said
+        )
     assert said.splitlines()[-1] == "medseg: 2 of 2 cases failed"
     assert not list((tmp_path / "out").iterdir())
     code, _, said = ended(start(tmp_path))
@@ -149,7 +167,9 @@ run_command("predict")
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps to such limits")
-def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Path, tmp_path: Path) -> None:
+def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     """`b` cannot even be read, `c` can but not resampled; neither is read ahead of its turn, so that the limit is its own."""
     make_scans(tmp_path, tiny_table, 0)
     for name in ("a", "d"):
@@ -163,9 +183,20 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(tiny_table: Pat
             file.write(header)
             file.write(np.full((80, 512, 512), -1000, np.int16).tobytes())
             file.truncate(len(header) + 2 * num_slices * 512 * 512)
-    command = [sys.executable, "-c", LIMITED, *COMMAND[4:], "inference.budget_gib=0.2", "precision=bf16"]
+    command = [
+        sys.executable,
+        "-c",
+        LIMITED,
+        *COMMAND[4:],
+        "inference.budget_gib=0.2",
+        "precision=bf16",
+    ]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, encoding="utf-8", env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 1, done.stderr
     for name in ("b", "c"):

@@ -24,7 +24,11 @@ from .conftest import COARSE, FINE, train
 
 MR = "{modality: mr, normalise: zscore}"
 TWO = ["task.window_hu=null", f"task.channels=[{{modality: ct, window_hu: [-1000, 400]}},{MR}]"]
-FOUR = ["task.window_hu=null", "task.least_hu=null", f"task.channels=[{MR},{{modality: mr, normalise: percentile}},{MR},{MR}]"]
+FOUR = [
+    "task.window_hu=null",
+    "task.least_hu=null",
+    f"task.channels=[{MR},{{modality: mr, normalise: percentile}},{MR},{MR}]",
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +41,19 @@ def table(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         volume = read_labels(labels)
         grid: VoxelGrid = volume.grid.resampled((3.0, 4.0, 4.0))
         nearest = np.round(
-            volume.grid.world_to_index_zyx(grid.index_to_world_xyz_mm(np.moveaxis(np.indices(grid.shape), 0, -1).reshape(-1, 3)))
+            volume.grid.world_to_index_zyx(
+                grid.index_to_world_xyz_mm(
+                    np.moveaxis(np.indices(grid.shape), 0, -1).reshape(-1, 3)
+                )
+            )
         )
         places = tuple(np.clip(nearest.astype(int), 0, np.array(volume.grid.shape) - 1).T)
         inside = volume.array[places].reshape(grid.shape)
         names = []
         for number in range(3):
-            values = np.where(inside > 0, 300.0 * (number + 1), 100.0) + rng.normal(0, 5, grid.shape)
+            values = np.where(inside > 0, 300.0 * (number + 1), 100.0) + rng.normal(
+                0, 5, grid.shape
+            )
             write_image(folder / f"m{index}_{number}.nii.gz", values.astype(np.float32), grid)
             names.append(f"m{index}_{number}.nii.gz")
         lines.append(f"case {index},{image},{','.join(names)},{labels},p{index},{split}")
@@ -52,16 +62,22 @@ def table(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(name: str, *overrides: str) -> int:
-    schema, run = {"predict": (PredictConfig, predict_command.predict), "evaluate": (EvaluateConfig, evaluate)}[name]
+    schema, run = {
+        "predict": (PredictConfig, predict_command.predict),
+        "evaluate": (EvaluateConfig, evaluate),
+    }[name]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return run(to_config(hydra.compose(name, list(overrides)), schema))  # type: ignore[operator]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("channels", "stages"), [(TWO, "two stages"), (FOUR, "two stages"), (TWO, "one stage"), (FOUR, "one stage on patches")]
+    ("channels", "stages"),
+    [(TWO, "two stages"), (FOUR, "two stages"), (TWO, "one stage"), (FOUR, "one stage on patches")],
 )
-def test_channels_train_predict_and_evaluate(channels: list[str], stages: str, table: Path, tmp_path: Path) -> None:
+def test_channels_train_predict_and_evaluate(
+    channels: list[str], stages: str, table: Path, tmp_path: Path
+) -> None:
     common = [*channels, "steps=40"]
     if stages == "two stages":
         coarse = train(tmp_path / "coarse", table, *COARSE, *common)
@@ -87,11 +103,17 @@ def test_channels_train_predict_and_evaluate(channels: list[str], stages: str, t
         (f"case {index}", name) for index in range(4) for name in ("left_lung", "right_lung")
     ]
     assert np.mean([float(row["dice"]) for row in rows]) > 0.5
-    assert {row["case"] for row in read_csv(tmp_path / "out" / "summary.csv")} == {f"case {index}" for index in range(4)}
+    assert {row["case"] for row in read_csv(tmp_path / "out" / "summary.csv")} == {
+        f"case {index}" for index in range(4)
+    }
 
     row = read_csv(table)[3]
-    paths = [str(table.parent / row[name]) for name in ("image", "image_1", "image_2", "image_3")][: 2 if channels is TWO else 4]
+    paths = [str(table.parent / row[name]) for name in ("image", "image_1", "image_2", "image_3")][
+        : 2 if channels is TWO else 4
+    ]
     alone = tmp_path / "alone.nii.gz"
     assert command("predict", f"input={json.dumps(paths)}", f"output='{alone}'", *given) == 0
-    assert np.array_equal(read_labels(alone).array, read_labels(tmp_path / "out" / "case 3.nii.gz").array)
+    assert np.array_equal(
+        read_labels(alone).array, read_labels(tmp_path / "out" / "case 3.nii.gz").array
+    )
     assert read_grid(alone).is_close(read_grid(Path(paths[0])))

@@ -46,7 +46,9 @@ def test_several_channels_from_training_to_scores(task: str, tmp_path: Path) -> 
     ]  # fmt: skip
 
     def train(name: str, *overrides: str) -> Path:
-        config = compose("train", TrainConfig, *settings, f"run_dir='{tmp_path / name}'", *overrides)
+        config = compose(
+            "train", TrainConfig, *settings, f"run_dir='{tmp_path / name}'", *overrides
+        )
         run_dir = open_run(config)
         train_run(config)
         return run_dir / "checkpoints" / "last.ckpt"
@@ -59,18 +61,32 @@ def test_several_channels_from_training_to_scores(task: str, tmp_path: Path) -> 
     (table,) = tmp_path.glob("*/table.csv")
     out = tmp_path / "out"
     given = [f"coarse='{whole}'", "accelerator=cpu", "threads=1"]
-    assert predict(compose("predict", PredictConfig, f"input='{table}'", f"output='{out}'", *given)) == 0
+    assert (
+        predict(compose("predict", PredictConfig, f"input='{table}'", f"output='{out}'", *given))
+        == 0
+    )
     scored = compose(
-        "evaluate", EvaluateConfig, *TASKS[task], f"pred='{out}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'"
+        "evaluate",
+        EvaluateConfig,
+        *TASKS[task],
+        f"pred='{out}'",
+        f"ref='{table}'",
+        f"output='{tmp_path / 'scores'}'",
     )
     assert evaluate(scored) == 0
     with (tmp_path / "scores" / "metrics.csv").open() as file:
-        assert {row["case"] for row in csv.DictReader(file)} == {"phantom_000", "phantom_001", "phantom_002"}
+        assert {row["case"] for row in csv.DictReader(file)} == {
+            "phantom_000",
+            "phantom_001",
+            "phantom_002",
+        }
 
     lines = table.read_text().splitlines()
     column = lines[0].split(",").index("image_1")
     cells = [line.split(",") for line in lines]
     cells[1][column] = ""
     table.write_text("\n".join(map(",".join, cells)) + "\n")
-    with pytest.raises(UserError, match=r"The case 'phantom_000' has no image_1, but the task has [24] channels"):
+    with pytest.raises(
+        UserError, match=r"The case 'phantom_000' has no image_1, but the task has [24] channels"
+    ):
         train("lacking", "steps=1", f"data.cases='{table}'")

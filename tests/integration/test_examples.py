@@ -33,7 +33,13 @@ def test_the_script_runs(name: str, tmp_path: Path) -> None:
         assert old in text
         text = text.replace(old, new)
     (tmp_path / name).write_text(text, encoding="utf-8")
-    environment = {**os.environ, "MPLBACKEND": "Agg", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run([sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
+    environment = {
+        **os.environ,
+        "MPLBACKEND": "Agg",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert all((tmp_path / result).is_file() for result in results)

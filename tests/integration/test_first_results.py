@@ -11,15 +11,30 @@ from pathlib import Path
 
 import forked
 import pytest
-from layouts import make_dicom, make_luna16, make_msd, make_nnunet, make_slicer, make_totalsegmentator
+from layouts import (
+    make_dicom,
+    make_luna16,
+    make_msd,
+    make_nnunet,
+    make_slicer,
+    make_totalsegmentator,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "first_results.md"
 # Section of the page: its data set, and files that its commands leave.
 STARTS: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
     "nnU-Net": ("nnUNet_raw/Dataset001_Chest", make_nnunet, ["chest/out/chest_003.nii.gz"]),
-    "Medical Segmentation Decathlon": ("Task01_BrainTumour", make_msd, ["brain/out/BRATS_003.nii.gz"]),
-    "TotalSegmentator": ("Totalsegmentator_dataset", make_totalsegmentator, ["lungs/coarse/checkpoints/last.ckpt"]),
+    "Medical Segmentation Decathlon": (
+        "Task01_BrainTumour",
+        make_msd,
+        ["brain/out/BRATS_003.nii.gz"],
+    ),
+    "TotalSegmentator": (
+        "Totalsegmentator_dataset",
+        make_totalsegmentator,
+        ["lungs/coarse/checkpoints/last.ckpt"],
+    ),
     "LUNA16": ("LUNA16", make_luna16, ["luna/coarse/checkpoints/last.ckpt"]),
     "DICOM": (
         "LCTSC",
@@ -54,9 +69,15 @@ def test_each_start_leads_to_a_first_result(tmp_path: Path, section: str) -> Non
     place, make, results = STARTS[section]
     make(tmp_path / place)
     for command in commands(section):
-        small = {"train": SMALL, "predict": ["accelerator=cpu"], "evaluate": ["pictures=false"]}.get(command[0], [])
+        small = {
+            "train": SMALL,
+            "predict": ["accelerator=cpu"],
+            "evaluate": ["pictures=false"],
+        }.get(command[0], [])
         if "stage=single" in command:
             small = [*small, "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"]
-        done = forked.run([sys.executable, "-m", "medseg.commands.cli", *command, *small], cwd=tmp_path)
+        done = forked.run(
+            [sys.executable, "-m", "medseg.commands.cli", *command, *small], cwd=tmp_path
+        )
         assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
     assert all((tmp_path / result).is_file() for result in results)

@@ -26,17 +26,38 @@ def medseg(tmp_path_factory: pytest.TempPathFactory) -> Medseg:
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(ROOT / "examples" / "my_project", folder / "source")
     for source in (ROOT, folder / "source"):
-        build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+        build = [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(folder / "dist"),
+            str(source),
+        ]
         subprocess.run(build, check=True, capture_output=True)
     wheels = list(map(str, (folder / "dist").glob("*.whl")))
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder / "site"), *wheels]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(folder / "site"),
+        *wheels,
+    ]
     subprocess.run(install, check=True, capture_output=True)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         # Before the site-packages, where the checkout is linked.
         environment = {**os.environ, "PYTHONPATH": str(folder / "site")}
         command = [sys.executable, str(folder / "site" / "bin" / "medseg"), *arguments]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
+        return subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, encoding="utf-8"
+        )
 
     return run
 
@@ -50,7 +71,9 @@ def small(table: Path) -> list[str]:
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    state: dict[str, torch.Tensor] = torch.load(
+        run_dir / "checkpoints" / "last.ckpt", weights_only=True
+    )["state_dict"]
     return state
 
 
@@ -90,8 +113,12 @@ def test_the_plugin_works_from_outside_the_repository(
 
 
 @pytest.mark.slow
-def test_the_plugin_is_refused_where_nobody_trusts_it(medseg: Medseg, tiny_table: Path, tmp_path: Path) -> None:
-    result = medseg("train", *small(tiny_table), "trusted_targets=[]", f"hydra.run.dir={tmp_path / 'run'}")
+def test_the_plugin_is_refused_where_nobody_trusts_it(
+    medseg: Medseg, tiny_table: Path, tmp_path: Path
+) -> None:
+    result = medseg(
+        "train", *small(tiny_table), "trusted_targets=[]", f"hydra.run.dir={tmp_path / 'run'}"
+    )
     assert result.returncode == 2
     assert "my_project.parts.TwoScales is not on the white list" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

@@ -20,7 +20,8 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 COMMAND = [sys.executable, "-m", "medseg.commands.cli"]
-# The coarse stage finds both sides everywhere, and the fine weights are noise: about every second voxel is lung, in very many parts.
+# The coarse stage finds both sides everywhere, and the fine weights are noise: about every second
+# voxel is lung, in very many parts.
 ABSURD = """
 import dataclasses, sys, torch
 from medseg.commands.entry import run_command
@@ -59,7 +60,9 @@ def peak_bytes(command: Sequence[str], folder: Path) -> int:
     """Run a command to its end; the most memory that it held resident."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     starter = [sys.executable, "-c", STARTER, *command]
-    result = subprocess.run(starter, cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    result = subprocess.run(
+        starter, cwd=folder, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
+    )
     return int(result.stdout.split()[-1]) * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -78,7 +81,10 @@ def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: 
     made = make_phantom(spec)
     image_hu = made.image_hu.repeat(repeats, 0).repeat(4, 1).repeat(4, 2)
     grid = VoxelGrid(
-        (image_hu.shape[0], 512, 512), (slice_mm, 0.8, 0.8), made.grid.origin_xyz_mm, np.asarray(made.grid.direction).tolist()
+        (image_hu.shape[0], 512, 512),
+        (slice_mm, 0.8, 0.8),
+        made.grid.origin_xyz_mm,
+        np.asarray(made.grid.direction).tolist(),
     )
     write_image(path, image_hu, grid)
 
@@ -86,21 +92,34 @@ def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: 
 @pytest.mark.slow
 def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> None:
     make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 4)
-    peak = peak_bytes([*COMMAND, "predict", "input=trunk.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"], tmp_path)
+    peak = peak_bytes(
+        [*COMMAND, "predict", "input=trunk.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"],
+        tmp_path,
+    )
     assert peak < 3.0e9
     labels = read_labels(tmp_path / "lungs.nii.gz").array
     assert labels.shape == (1200, 512, 512)
-    assert json.loads((tmp_path / "lungs.json").read_text())["volume_ml"].keys() == {"left_lung", "right_lung"}
-    assert all(np.count_nonzero(labels[::4] == value) * 4 * 0.64e-3 > 1000 for value in (1, 2)), "a litre a side at least"
+    assert json.loads((tmp_path / "lungs.json").read_text())["volume_ml"].keys() == {
+        "left_lung",
+        "right_lung",
+    }
+    assert all(np.count_nonzero(labels[::4] == value) * 4 * 0.64e-3 > 1000 for value in (1, 2)), (
+        "a litre a side at least"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_slices", "slice_mm", "repeats"), [(1, 5.0, 1), (132, 2.5, 2), (520, 0.6, 4)])
+@pytest.mark.parametrize(
+    ("num_slices", "slice_mm", "repeats"), [(1, 5.0, 1), (132, 2.5, 2), (520, 0.6, 4)]
+)
 def test_the_expected_peak_is_within_a_tenth_of_the_measured_one(
     num_slices: int, slice_mm: float, repeats: int, tmp_path: Path
 ) -> None:
     make_scan(tmp_path / "thorax.nii.gz", "whole", num_slices, slice_mm, repeats)
-    peak = peak_bytes([*COMMAND, "predict", "input=thorax.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"], tmp_path)
+    peak = peak_bytes(
+        [*COMMAND, "predict", "input=thorax.nii.gz", "output=lungs.nii.gz", "accelerator=cpu"],
+        tmp_path,
+    )
     expected = json.loads((tmp_path / "lungs.json").read_text())["expected"]["peak_resident_bytes"]
     assert 0.9 < expected / peak < 1.1
 
@@ -113,11 +132,17 @@ def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
     peak = peak_bytes([*command, "output=small.nii.gz", "inference.max_ram_gib=1"], tmp_path)
     assert peak < 2**30
     assert peak_bytes([*command, "output=large.nii.gz"], tmp_path) > 1.1 * 2**30
-    assert peak_bytes([*command, "output=slabs.nii.gz", "inference.max_ram_gib=0.9"], tmp_path) < 2**30
+    assert (
+        peak_bytes([*command, "output=slabs.nii.gz", "inference.max_ram_gib=0.9"], tmp_path) < 2**30
+    )
     large = read_labels(tmp_path / "large.nii.gz").array
     for name, value in itertools.product(("small", "slabs"), (1, 2)):
         other = read_labels(tmp_path / f"{name}.nii.gz").array
-        dice = 2 * np.count_nonzero((other == value) & (large == value)) / np.count_nonzero([other == value, large == value])
+        dice = (
+            2
+            * np.count_nonzero((other == value) & (large == value))
+            / np.count_nonzero([other == value, large == value])
+        )
         assert dice >= 0.9995
     passes = json.loads((tmp_path / "slabs.json").read_text())["passes"]
     assert all("in slabs" in passes[f"refine_{side}_lung"] for side in ("left", "right"))
@@ -138,4 +163,7 @@ def test_boxes_that_hold_everything_stay_below_three_gigabytes(tmp_path: Path) -
     ]
     assert peak_bytes(command, tmp_path) < 3.0e9
     report = json.loads((tmp_path / "lungs.json").read_text())
-    assert all(np.prod(np.subtract(box["voxels"]["stop"], box["voxels"]["start"])) > 50e6 for box in report["boxes"].values())
+    assert all(
+        np.prod(np.subtract(box["voxels"]["stop"], box["voxels"]["start"])) > 50e6
+        for box in report["boxes"].values()
+    )

@@ -71,7 +71,9 @@ def padded(image: np.ndarray, value: int, radius: float) -> np.ndarray:
 
 
 def write_table(folder: Path, scans: dict[str, Scan]) -> Path:
-    rows = ["case,image,labels,patient,hu_slope,hu_offset,ignore_findings,trust_left_lung,trust_right_lung"]
+    rows = [
+        "case,image,labels,patient,hu_slope,hu_offset,ignore_findings,trust_left_lung,trust_right_lung"
+    ]
     for name, scan in scans.items():
         write_image(folder / f"{name}.nii.gz", scan.image, scan.image_grid)
         write_labels(folder / f"{name}_l.nii.gz", scan.labels, scan.label_grid or scan.image_grid)
@@ -86,7 +88,9 @@ def bad_scans() -> dict[str, Scan]:
     wide = labels.copy()
     wide[4:18, 12:30, 22:28] = 2
     wide[4:18, 12:30, 28:36] = 1
-    sevens = np.where(np.arange(SHAPE[0])[:, None, None] > 14, 7 * (labels > 0), labels).astype(np.uint8)
+    sevens = np.where(np.arange(SHAPE[0])[:, None, None] > 14, 7 * (labels > 0), labels).astype(
+        np.uint8
+    )
     upside_down = VoxelGrid(SHAPE, SPACING_MM, (0.0, 0.0, 0.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1)))
     airless = np.where(chest(5)[0] < -500, chest(5)[0] + 900, chest(5)[0])
     return {
@@ -106,8 +110,16 @@ def bad_scans() -> dict[str, Scan]:
         "near": Scan(chest(11)[0], labels, label_grid=moved(0.04, turn=1e-4)),
         "far": Scan(chest(12)[0], labels, label_grid=moved(3.0)),
         "turned": Scan(chest(13)[0], labels, label_grid=moved(0.0, turn=0.02)),
-        "finer": Scan(chest(13)[0] + 1, labels, label_grid=VoxelGrid(SHAPE, (8.0, 3.0, 3.25), (-180.0, -130.0, 40.0))),
-        "short": Scan(chest(14)[0], labels[:-1], label_grid=VoxelGrid((19, 44, 56), SPACING_MM, (-180.0, -130.0, 40.0))),
+        "finer": Scan(
+            chest(13)[0] + 1,
+            labels,
+            label_grid=VoxelGrid(SHAPE, (8.0, 3.0, 3.25), (-180.0, -130.0, 40.0)),
+        ),
+        "short": Scan(
+            chest(14)[0],
+            labels[:-1],
+            label_grid=VoxelGrid((19, 44, 56), SPACING_MM, (-180.0, -130.0, 40.0)),
+        ),
         "unknown": Scan(chest(15)[0], sevens),
         "empty": Scan(chest(16)[0], 0 * labels),
         "negative": Scan(chest(26)[0], 0 * labels, trust="absent,absent"),
@@ -146,8 +158,13 @@ SEEN = {
         "refused (hu_offset): the values run from -3048 to -265, and soft tissue lies at about -979: "
         + OFFSET.format("low", 1024, 1024)
     ],
-    "windowed": ["refused (hu_range): the values run from 38 to 255: " + WINDOW.format("5.88235", "-1250")],
-    "normalised": ["refused (hu_range): the values run from -2.56 to 1.8575: " + WINDOW.format("339.559", "-380.73")],
+    "windowed": [
+        "refused (hu_range): the values run from 38 to 255: " + WINDOW.format("5.88235", "-1250")
+    ],
+    "normalised": [
+        "refused (hu_range): the values run from -2.56 to 1.8575: "
+        + WINDOW.format("339.559", "-380.73")
+    ],
     "magnetic": [
         "refused (hu_range): the values run from 88 to 974, and almost no voxel has the values of fat or air: this is "
         "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)"
@@ -172,8 +189,16 @@ SEEN = {
     ],
     "near": [],
     "far": [ELSEWHERE + "its corners lie up to 3.00 mm off" + BY_VOXEL],
-    "turned": [ELSEWHERE + "its axes are turned by 1.1 degrees, its corners lie up to 7.15 mm off" + BY_VOXEL],
-    "finer": [ELSEWHERE + "its spacing is 8×3×3.25 mm, the image's 8×6×6.5 mm, its corners lie up to 178.75 mm off" + BY_VOXEL],
+    "turned": [
+        ELSEWHERE
+        + "its axes are turned by 1.1 degrees, its corners lie up to 7.15 mm off"
+        + BY_VOXEL
+    ],
+    "finer": [
+        ELSEWHERE
+        + "its spacing is 8×3×3.25 mm, the image's 8×6×6.5 mm, its corners lie up to 178.75 mm off"
+        + BY_VOXEL
+    ],
     "short": [
         "refused (label_shape): the label map has 19×44×56 voxels, the image 20×44×56 (z, y, x); resample the label map to the "
         "grid of the image with nearest neighbours"
@@ -205,7 +230,10 @@ SEEN = {
         "warning (touching_regions): left_lung and right_lung touch over 121.0 cm²; look at the picture: the border between them may "
         "be an artefact of automatic segmentation"
     ],
-    "cut": ["warning (cut_region): the scan cuts left_lung (lower end, 48.8 cm²) and right_lung (lower end, 82.3 cm²)" + CUT],
+    "cut": [
+        "warning (cut_region): the scan cuts left_lung (lower end, 48.8 cm²) and right_lung (lower end, 82.3 cm²)"
+        + CUT
+    ],
     "field": [
         "warning (cut_region): the scan cuts left_lung (edge of the field of view) and right_lung (edge of the field of view)"
         + CUT
@@ -231,9 +259,7 @@ SEEN = {
         "{folder}/unreadable.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again."
     ],
 }
-PADDING = (
-    "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing to do: it is read as air, -1024 HU"
-)
+PADDING = "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing to do: it is read as air, -1024 HU"
 NOTED = {
     "ge": PADDING.format("30.1%", -2048),
     "ge2": PADDING.format("30.1%", -3024),
@@ -265,12 +291,16 @@ class Run:
 def run(table: Path, *overrides: str) -> Run:
     # The chests differ in their noise alone, and their lungs are small.
     fixed = (
-        ["data.ignore_findings=[near_copy,implausible_volume]"] if not any("ignore_findings" in one for one in overrides) else []
+        ["data.ignore_findings=[near_copy,implausible_volume]"]
+        if not any("ignore_findings" in one for one in overrides)
+        else []
     )
     common = [f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", *fixed]
     spacings = ["spacing@spacings.coarse=isotropic_4mm", "spacing@spacings.fine=isotropic_3mm"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("prepare", [*common, *spacings, *overrides]), PrepareConfig)
+        config = to_config(
+            hydra.compose("prepare", [*common, *spacings, *overrides]), PrepareConfig
+        )
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = prepare(config)
@@ -294,14 +324,20 @@ def is_bad(name: str) -> bool:
 
 @pytest.mark.parametrize("name", SEEN)
 def test_what_a_person_is_told(seen: Run, name: str) -> None:
-    assert seen.told(name) == [line.format(folder=seen.folder) if name == "unreadable" else line for line in SEEN[name]]
-    assert any(line.startswith(f"{name}: ") for line in seen.out) == (not is_bad(name) or name == "copy2")
+    assert seen.told(name) == [
+        line.format(folder=seen.folder) if name == "unreadable" else line for line in SEEN[name]
+    ]
+    assert any(line.startswith(f"{name}: ") for line in seen.out) == (
+        not is_bad(name) or name == "copy2"
+    )
 
 
 def test_the_end_of_the_run(seen: Run) -> None:
     assert seen.code == 1
     bad = [name for name in SEEN if is_bad(name)]
-    assert seen.err[-1] == f"medseg: {len(bad)} of {len(SEEN)} cases cannot be used: {', '.join(bad)}"
+    assert (
+        seen.err[-1] == f"medseg: {len(bad)} of {len(SEEN)} cases cannot be used: {', '.join(bad)}"
+    )
     assert seen.out[0] == "good: 20×44×56 at 8×6×6.5 mm, left_lung 453 ml, right_lung 778 ml"
     assert seen.out[-1] == (
         "32 cases: 16 ready, 15 refused, 1 failed; 11 warnings (clipped 2, cut_region 2, no_air 1, padding 1, doubtful_side 1, "
@@ -313,10 +349,15 @@ def test_the_end_of_the_run(seen: Run) -> None:
 def test_the_table_holds_a_line_for_each_case(seen: Run) -> None:
     rows = seen.table()
     assert list(rows) == list(SEEN)
-    assert [name for name, row in rows.items() if row["status"] != "ready"] == [name for name in SEEN if is_bad(name)]
+    assert [name for name, row in rows.items() if row["status"] != "ready"] == [
+        name for name in SEEN if is_bad(name)
+    ]
     for name, sentence in NOTED.items():
         assert rows[name]["details"] == sentence
-        assert (rows[name]["notes"], rows[name]["warnings"]) == ("clipped" if name == "clipped" else "padding", "")
+        assert (rows[name]["notes"], rows[name]["warnings"]) == (
+            "clipped" if name == "clipped" else "padding",
+            "",
+        )
     good, image = rows["good"], chest()[0]
     assert [good[f"size_{axis}"] for axis in "zyx"] == ["20", "44", "56"]
     assert [good[f"spacing_{axis}_mm"] for axis in "zyx"] == ["8", "6", "6.5"]
@@ -335,7 +376,9 @@ def test_the_pictures_show_all_cases(seen: Run) -> None:
     assert sizes[0][1] > 2 * sizes[1][1], "24 cases on the first, 8 on the second"
 
 
-def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(seen: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(
+    seen: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = {name for name in SEEN if not is_bad(name) or name == "copy2"}
     read = []
     read_source = cache.read_source
@@ -354,10 +397,14 @@ def test_warnings_are_kept_with_the_case_and_nothing_is_read_again(seen: Run, mo
 
 
 @pytest.mark.parametrize("axes", ["zyx", "xzy"])
-def test_sides_are_those_of_the_world_whatever_the_order_in_the_file(axes: str, tmp_path: Path) -> None:
+def test_sides_are_those_of_the_world_whatever_the_order_in_the_file(
+    axes: str, tmp_path: Path
+) -> None:
     image, labels = chest()
     order = tuple("zyx".index(axis) for axis in axes)
-    turned = GRID.reoriented(order, (False, True, True))  # from the patient's left to right, and from back to front
+    turned = GRID.reoriented(
+        order, (False, True, True)
+    )  # from the patient's left to right, and from back to front
 
     def stored(array: np.ndarray) -> np.ndarray:
         return np.flip(array.transpose(order), (1, 2))
@@ -368,12 +415,19 @@ def test_sides_are_those_of_the_world_whatever_the_order_in_the_file(axes: str, 
         "mixed": Scan(stored(chest(18)[0]), labels, turned, label_grid=GRID),
     }
     out = run(write_table(tmp_path, scans))
-    assert {name: out.told(name) for name in scans} == {"good": [], "swapped": SEEN["swapped"], "mixed": []}
+    assert {name: out.told(name) for name in scans} == {
+        "good": [],
+        "swapped": SEEN["swapped"],
+        "mixed": [],
+    }
     assert out.out[0] == "good: 20×44×56 at 8×6×6.5 mm, left_lung 453 ml, right_lung 778 ml"
 
 
 def test_a_key_is_the_way_out_for_all_cases(tmp_path: Path) -> None:
-    out = run(write_table(tmp_path, {"offset": Scan(chest()[0] + 1024, chest()[1])}), "data.hu_offset=-1024")
+    out = run(
+        write_table(tmp_path, {"offset": Scan(chest()[0] + 1024, chest()[1])}),
+        "data.hu_offset=-1024",
+    )
     assert (out.code, out.err) == (0, [])
     (cached,) = tmp_path.glob("cache/4x4x4-*/*/image.npy")
     right = run(write_table(tmp_path / "right", {"good": Scan(*chest())}))
@@ -397,9 +451,14 @@ def test_every_case_has_a_way_out(tmp_path: Path) -> None:
         "magnetic": replace(bad["magnetic"], cells=",,,hu_range"),
         "good": Scan(image, labels, cells=",,,"),
     }
-    out = run(write_table(tmp_path, ways), "data.ignore_findings=[duplicate_image,near_copy,implausible_volume]")
+    out = run(
+        write_table(tmp_path, ways),
+        "data.ignore_findings=[duplicate_image,near_copy,implausible_volume]",
+    )
     assert out.code == 0
-    assert [line.split(" of ")[0] for line in out.err] == ["medseg: windowed: warning (clipped): 0.3%"], "beyond 250 HU"
+    assert [line.split(" of ")[0] for line in out.err] == [
+        "medseg: windowed: warning (clipped): 0.3%"
+    ], "beyond 250 HU"
     array = {
         (sidecar.parent.name.rpartition("-")[0], kind): np.load(sidecar.parent / f"{kind}.npy")
         for sidecar in tmp_path.glob("cache/4x4x4-*/*/case.json")
@@ -409,7 +468,9 @@ def test_every_case_has_a_way_out(tmp_path: Path) -> None:
         assert np.array_equal(array[name, "image"], array["good", "image"]), name
         assert np.array_equal(array[name, "labels"], array["good", "labels"]), name
     is_lung = array["good", "labels"] > 0
-    assert np.abs(array["windowed", "image"] - array["good", "image"])[is_lung].max() <= 4, "the step of 8 bits is 5.9 HU"
+    assert np.abs(array["windowed", "image"] - array["good", "image"])[is_lung].max() <= 4, (
+        "the step of 8 bits is 5.9 HU"
+    )
     assert set(np.unique(array["unknown", "labels"])) == {0, 1, 2}
     assert not array["empty", "labels"].any()
 
@@ -417,8 +478,14 @@ def test_every_case_has_a_way_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("data.ignore_findings=[swaped_sides]", "there is no finding 'swaped_sides'; did you mean swapped_sides?"),
-        ("data.ignore_findings=[label_shape]", "label_shape cannot be ignored, since the label map has another number of voxels"),
+        (
+            "data.ignore_findings=[swaped_sides]",
+            "there is no finding 'swaped_sides'; did you mean swapped_sides?",
+        ),
+        (
+            "data.ignore_findings=[label_shape]",
+            "label_shape cannot be ignored, since the label map has another number of voxels",
+        ),
         ("data.hu_slope=0", "data.hu_slope: must lie in (0, inf), but got 0"),
     ],
 )

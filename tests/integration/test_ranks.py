@@ -20,8 +20,22 @@ from medseg.training.module import RAW_WEIGHTS
 from .conftest import train
 from .test_runs import SMALL, assert_equal, command, history, weights
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m"]
-SETTINGS = ["steps=5", "stage.batch_size=2", "data.num_workers=0", "checkpoint_every=2", "ema_decay=0.5"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "--max-restarts=1",
+    "-m",
+]
+SETTINGS = [
+    "steps=5",
+    "stage.batch_size=2",
+    "data.num_workers=0",
+    "checkpoint_every=2",
+    "ema_decay=0.5",
+]
 
 
 def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -49,7 +63,9 @@ def assert_alike(one: Path, two: Path) -> None:
         assert row["step"] == other["step"]
         for column, tolerance in (("loss", 1e-5), ("lr", 1e-12), ("val_dice", 0.01)):
             assert bool(row[column]) == bool(other[column])
-            assert not row[column] or float(row[column]) == pytest.approx(float(other[column]), abs=tolerance)
+            assert not row[column] or float(row[column]) == pytest.approx(
+                float(other[column]), abs=tolerance
+            )
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +85,13 @@ def test_two_ranks_equal_one_rank_that_accumulates(one_rank: Path, two_ranks: Pa
 
 @pytest.mark.slow
 @pytest.mark.gpu
-def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(tiny_table: Path, tmp_path: Path) -> None:
+def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("two GPUs are needed")
-    # Patches: volumes of different shapes would be filled to a common one where they are a batch. SGD: Adam divides rounding errors by themselves.
+    # Patches: volumes of different shapes would be filled to a common one where they are a batch.
+    # SGD: Adam divides rounding errors by themselves.
     settings = [
         "stage=fine",
         "stage.patch_size=[32,32,32]",
@@ -89,8 +108,8 @@ def test_batch_norms_that_look_at_all_ranks_see_the_whole_batch(tiny_table: Path
     assert_alike(tmp_path / "one", tmp_path / "two")
 
 
-# Loaded by every Python that is started with its folder on the path: the first rank dies as it is about to put its second
-# checkpoint in its place, before torchrun has started it again.
+# Loaded by every Python that is started with its folder on the path: the first rank dies as it is
+# about to put its second checkpoint in its place, before torchrun has started it again.
 DIES_ONCE = """
 import os, signal, sys
 
@@ -108,10 +127,16 @@ if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_after_a_rank_was_killed(two_ranks: Path, tiny_table: Path, tmp_path: Path) -> None:
+def test_torchrun_goes_on_after_a_rank_was_killed(
+    two_ranks: Path, tiny_table: Path, tmp_path: Path
+) -> None:
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(DIES_ONCE)
-    paths = [str(tmp_path / "hook"), str(Path(medseg.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(tmp_path / "hook"),
+        str(Path(medseg.__file__).parents[1]),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     _, _, *arguments = command(tiny_table, tmp_path / "run", *SETTINGS, "trainer=ddp")
     result = subprocess.run(
         [*TORCHRUN, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
@@ -121,7 +146,8 @@ def test_torchrun_goes_on_after_a_rank_was_killed(two_ranks: Path, tiny_table: P
     starts = json.loads((tmp_path / "run" / "versions.json").read_text())
     assert len(starts) == 2, "it was killed, and went on in the same folder"
     whole, killed = (
-        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (two_ranks, tmp_path / "run")
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for folder in (two_ranks, tmp_path / "run")
     )
     for key in ("state_dict", RAW_WEIGHTS, "optimizer_states", "lr_schedulers"):
         assert_equal(whole[key], killed[key])
@@ -139,11 +165,15 @@ def test_a_volume_that_two_processes_share_gets_the_labels_of_one(
         "accelerator=cpu", "threads=1", "inference.tile_size=[32,32,32]", "inference.tta=true",
     ]  # fmt: skip
     run([sys.executable, "-m", *arguments, f"output={tmp_path / 'one.nii.gz'}"], tmp_path)
-    subprocess.run([*TORCHRUN, *arguments, f"output={tmp_path / 'two.nii.gz'}"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [*TORCHRUN, *arguments, f"output={tmp_path / 'two.nii.gz'}"], cwd=tmp_path, check=True
+    )
     one, two = (read_image(tmp_path / f"{name}.nii.gz").array for name in ("one", "two"))
     assert set(np.unique(one)) == {0, 1, 2}
     assert np.array_equal(one, two)
-    spreads = [read_image(tmp_path / "uncertainty" / f"{name}.nii.gz").array for name in ("one", "two")]
+    spreads = [
+        read_image(tmp_path / "uncertainty" / f"{name}.nii.gz").array for name in ("one", "two")
+    ]
     assert np.array_equal(*spreads)
     passes = json.loads((tmp_path / "two.json").read_text())["passes"]
     assert passes["refine_left_lung"] == "tiles of 32×32×32"

@@ -13,11 +13,16 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PrepareConfig
 
-# Sentence begins of each finding; the padding, the cuts and the sizes are those of the notes beside the scans.
+# Sentence begins of each finding; the padding, the cuts and the sizes are those of the notes beside
+# the scans.
 KNOWN = {
     "lidc_0001": ["21.3% of the voxels hold -2048, which is padding"],
-    "lungdx_a0002_b40f": ["the scan cuts left_lung (lower end, 0.3 cm²) and right_lung (lower end, 4.9 cm²)"],
-    "lungdx_a0002_b70f": ["the scan cuts left_lung (lower end, 0.3 cm²) and right_lung (lower end, 4.9 cm²)"],
+    "lungdx_a0002_b40f": [
+        "the scan cuts left_lung (lower end, 0.3 cm²) and right_lung (lower end, 4.9 cm²)"
+    ],
+    "lungdx_a0002_b70f": [
+        "the scan cuts left_lung (lower end, 0.3 cm²) and right_lung (lower end, 4.9 cm²)"
+    ],
     "cip_ct64": ["its pixels are 4.17 mm apart where the median of all cases is 0.938 mm"],
     "elastix_right_lung": [
         "4.8% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled in",
@@ -27,7 +32,9 @@ KNOWN = {
         "the scan cuts left_lung (lower end, 5.5 cm²) and right_lung (lower end, 38.6 cm²)",
         "21.3% of the voxels hold -3024, which is padding",
     ],
-    "acrin_013": ["the scan cuts left_lung (upper end, 65.7 cm²) and right_lung (upper end, 69.0 cm²)"],
+    "acrin_013": [
+        "the scan cuts left_lung (upper end, 65.7 cm²) and right_lung (upper end, 69.0 cm²)"
+    ],
     "acrin_001_tp1": [
         "the scan cuts left_lung (lower end, 83.8 cm²) and right_lung (lower end, 116.4 cm²)",
         "21.3% of the voxels hold -3024, which is padding",

@@ -27,9 +27,14 @@ SPACINGS_MM = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("patch", [[], ["stage.patch_size=[16,32,32]", "inference=tiles", "inference.tile_size=[16,32,32]"]])
+@pytest.mark.parametrize(
+    "patch",
+    [[], ["stage.patch_size=[16,32,32]", "inference=tiles", "inference.tile_size=[16,32,32]"]],
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[str], tiny_table: Path, tmp_path: Path) -> None:
+def test_a_strategy_trains_and_predicts_both_stages(
+    strategy: str, patch: list[str], tiny_table: Path, tmp_path: Path
+) -> None:
     few = ["steps=2", "model.width=4", *STRATEGIES[strategy]]
     coarse = train(tmp_path / "coarse", tiny_table, "stage=coarse", *few)
     fine = train(tmp_path / "fine", tiny_table, "stage=fine", *few, *patch)
@@ -43,7 +48,9 @@ def test_a_strategy_trains_and_predicts_both_stages(strategy: str, patch: list[s
         if strategy == "fixed_size":
             assert box.grid.shape == (32, 48, 32)
         elif strategy == "multi_scale":
-            assert box.grid.spacing_mm == (5.0, 4.4, 4.5), "of 6 x 4.3 x 4.5 mm what the range has nearest"
+            assert box.grid.spacing_mm == (5.0, 4.4, 4.5), (
+                "of 6 x 4.3 x 4.5 mm what the range has nearest"
+            )
         elif strategy == "fixed_resolution" and not patch:
             assert len(set(box.grid.shape)) == 1
         else:

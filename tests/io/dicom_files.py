@@ -29,7 +29,9 @@ def header(stored: np.ndarray, *, uid: str = "1.2.3.4", **fields: Any) -> Datase
     """What every CT object has: an identity, a series, pixels (…, H, W) of 16 bits, HU + 1024 unless told otherwise."""
     dataset = Dataset()
     dataset.SOPClassUID = CTImageStorage
-    dataset.SOPInstanceUID = generate_uid(entropy_srcs=[uid, stored.tobytes().hex()])  # the same in each run
+    dataset.SOPInstanceUID = generate_uid(
+        entropy_srcs=[uid, stored.tobytes().hex()]
+    )  # the same in each run
     dataset.StudyInstanceUID = "1.2.3"
     dataset.SeriesInstanceUID = uid
     dataset.Modality = "CT"
@@ -61,7 +63,12 @@ def save(dataset: Dataset, path: Path, syntax: str = ExplicitVRLittleEndian) -> 
     return path
 
 
-def place(dataset: Dataset, position_xyz_mm: Sequence[float], axes: Any = ALONG_Z, spacing_mm: Any = SPACING_MM) -> None:
+def place(
+    dataset: Dataset,
+    position_xyz_mm: Sequence[float],
+    axes: Any = ALONG_Z,
+    spacing_mm: Any = SPACING_MM,
+) -> None:
     """Give a slice its place; numbers are rounded to 16 characters, as DICOM stores them."""
     dataset.ImagePositionPatient = [f"{value:.9g}" for value in position_xyz_mm]
     dataset.ImageOrientationPatient = [f"{value:.9g}" for value in np.ravel(axes)]
@@ -83,7 +90,11 @@ def save_slice(
 
 
 def save_stack(
-    folder: Path, image_hu: np.ndarray, heights_mm: Sequence[float], slant: Sequence[float] = (0.0, 0.0), **fields: Any
+    folder: Path,
+    image_hu: np.ndarray,
+    heights_mm: Sequence[float],
+    slant: Sequence[float] = (0.0, 0.0),
+    **fields: Any,
 ) -> list[Path]:
     """Write slices (D, H, W) at heights along z, names in no order of place; the stack drifts by `slant` (x, y) mm per mm.
 
@@ -96,17 +107,25 @@ def save_stack(
     """
     paths = []
     for index, (pixels, height_mm) in enumerate(zip(image_hu, heights_mm, strict=True)):
-        own = {keyword: value[index] if isinstance(value, list) else value for keyword, value in fields.items()}
+        own = {
+            keyword: value[index] if isinstance(value, list) else value
+            for keyword, value in fields.items()
+        }
         name = f"{(index * 7) % len(image_hu):03d}_{own.get('uid', '')}_{index}.dcm"
         position = (-120.25 + slant[0] * height_mm, 33.5 + slant[1] * height_mm, height_mm)
         paths.append(save_slice(folder / name, pixels, position, InstanceNumber=999 - index, **own))
     return paths
 
 
-def save_stored(folder: Path, stored: np.ndarray, syntax: str = ExplicitVRLittleEndian, **fields: Any) -> Path:
+def save_stored(
+    folder: Path, stored: np.ndarray, syntax: str = ExplicitVRLittleEndian, **fields: Any
+) -> Path:
     """Write stored values (D, H, W) as slices; a list gives each slice its own field."""
     for index, values in enumerate(stored):
-        own = {keyword: value[index] if isinstance(value, list) else value for keyword, value in fields.items()}
+        own = {
+            keyword: value[index] if isinstance(value, list) else value
+            for keyword, value in fields.items()
+        }
         dataset = header(values, **own)
         place(dataset, (-120.25, 33.5, 2.5 * index))
         save(dataset, folder / f"{index}", syntax)
@@ -145,20 +164,35 @@ def enhanced(
 ) -> Dataset:
     """An enhanced CT object: one file, its frames (D, H, W) in the order given, each with its own slope and intercept."""
     dataset = header(
-        stored, SOPClassUID=EnhancedCTImageStorage, RescaleIntercept=None, RescaleSlope=None, NumberOfFrames=len(stored), **fields
+        stored,
+        SOPClassUID=EnhancedCTImageStorage,
+        RescaleIntercept=None,
+        RescaleSlope=None,
+        NumberOfFrames=len(stored),
+        **fields,
     )
     dataset.SharedFunctionalGroupsSequence = _item(
-        PlaneOrientationSequence=_item(ImageOrientationPatient=[f"{value:.9g}" for value in np.ravel(axes)]),
+        PlaneOrientationSequence=_item(
+            ImageOrientationPatient=[f"{value:.9g}" for value in np.ravel(axes)]
+        ),
         PixelMeasuresSequence=_item(PixelSpacing=list(SPACING_MM), SliceThickness=2.5),
     )
     dataset.PerFrameFunctionalGroupsSequence = [
         _item(
-            PlanePositionSequence=_item(ImagePositionPatient=[f"{value:.9g}" for value in position]),
-            PixelValueTransformationSequence=_item(RescaleSlope=slope, RescaleIntercept=intercept, RescaleType="HU"),
-            FrameContentSequence=_item(StackID="1", InStackPositionNumber=index + 1, FrameAcquisitionNumber=1),
+            PlanePositionSequence=_item(
+                ImagePositionPatient=[f"{value:.9g}" for value in position]
+            ),
+            PixelValueTransformationSequence=_item(
+                RescaleSlope=slope, RescaleIntercept=intercept, RescaleType="HU"
+            ),
+            FrameContentSequence=_item(
+                StackID="1", InStackPositionNumber=index + 1, FrameAcquisitionNumber=1
+            ),
             CTImageFrameTypeSequence=_item(FrameType=["ORIGINAL", "PRIMARY", "VOLUME", "NONE"]),
         )[0]
-        for index, (position, (slope, intercept)) in enumerate(zip(positions_xyz_mm, rescale, strict=True))
+        for index, (position, (slope, intercept)) in enumerate(
+            zip(positions_xyz_mm, rescale, strict=True)
+        )
     ]
     return dataset
 

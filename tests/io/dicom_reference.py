@@ -1,6 +1,7 @@
 """What DICOM files say, read a second time by pydicom alone, without any of medseg.
 
-It is lenient: it takes whatever can be understood. medseg may refuse more, but must never understand anything else.
+It is lenient: it takes whatever can be understood. medseg may refuse more, but must never
+understand anything else.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Slice:
         path: File.
         origin: LPS point of the first pixel.
         steps: LPS steps of an index (row, column), (3, 2).
-        hu: What each pixel may mean, (readings, H, W): as it is, without unused bits, with another sign, or as padding.
+        hu: What each pixel may mean, (readings, H, W): as it is, without unused bits, with another
+            sign, or as padding.
     """
 
     path: Path
@@ -50,7 +52,10 @@ def _of(places: list[Dataset], keyword: str) -> Any:
 def _groups(dataset: Dataset, index: int) -> list[Dataset]:
     """The macros of a frame that can be understood, its own ones first, then the file itself."""
     found = []
-    for sequence, item in (("PerFrameFunctionalGroupsSequence", index), ("SharedFunctionalGroupsSequence", 0)):
+    for sequence, item in (
+        ("PerFrameFunctionalGroupsSequence", index),
+        ("SharedFunctionalGroupsSequence", 0),
+    ):
         if sequence in dataset and len(dataset[sequence].value) > item:
             group = dataset[sequence].value[item]
             for tag in group.keys():  # noqa: SIM118 - values would be converted, all or none
@@ -67,10 +72,18 @@ def _stored(path: Path, dataset: FileDataset) -> np.ndarray:
     data = path.read_bytes()
     start = data.index(b"\xe0\x7f\x10\x00") + 12  # tag, VR, length
     if syntax.is_compressed:
-        # Codes of the JPEG family have this start nowhere else, however the items around them are damaged.
-        starts = [found.start() for found in re.finditer(b"\xff\xd8\xff", data) if found.start() >= start]
+        # Codes of the JPEG family have this start nowhere else, however the items around them are
+        # damaged.
+        starts = [
+            found.start() for found in re.finditer(b"\xff\xd8\xff", data) if found.start() >= start
+        ]
         decode = imagecodecs.jpegls_decode if "JPEG-LS" in syntax.name else imagecodecs.jpeg_decode
-        values = np.stack([decode(data[first:stop]) for first, stop in zip(starts, [*starts[1:], len(data)], strict=True)])
+        values = np.stack(
+            [
+                decode(data[first:stop])
+                for first, stop in zip(starts, [*starts[1:], len(data)], strict=True)
+            ]
+        )
         assert values.shape == shape
         return values.astype(f"i{values.itemsize}" if is_signed else values.dtype).astype(np.int64)
     assert data[start - 4 : start] != b"\xff\xff\xff\xff"  # compressed
@@ -84,7 +97,8 @@ def _readings(stored: np.ndarray, dataset: Dataset, slope: float, intercept: flo
     bits = int(dataset.get("BitsStored") or allocated)
     low = stored & ((1 << bits) - 1)
     signed = [
-        np.where(values >> (size - 1) == 1, values - (1 << size), values) for values, size in ((low, bits), (stored, allocated))
+        np.where(values >> (size - 1) == 1, values - (1 << size), values)
+        for values, size in ((low, bits), (stored, allocated))
     ]
     readings = [values * slope + intercept for values in (stored, low, *signed)]
     if dataset.get_item("PixelPaddingValue") is not None:
@@ -99,7 +113,9 @@ def slices_of(path: Path) -> Iterator[Slice]:
         stored = _stored(path, dataset)
         for index, values in enumerate(stored):
             places = _groups(dataset, index)
-            axes = np.array(_of(places, "ImageOrientationPatient") or 6 * [np.nan], float).reshape(2, 3)
+            axes = np.array(_of(places, "ImageOrientationPatient") or 6 * [np.nan], float).reshape(
+                2, 3
+            )
             axes = axes / np.linalg.norm(axes, axis=1, keepdims=True)
             spacing = np.array(_of(places, "PixelSpacing"), float)
             origin = np.array(_of(places, "ImagePositionPatient"), float)
@@ -111,7 +127,10 @@ def slices_of(path: Path) -> Iterator[Slice]:
                 origin,
                 np.stack([axes[1] * spacing[0], axes[0] * spacing[1]], axis=1),
                 _readings(
-                    values, dataset, 1.0 if slope is None else float(slope), 0.0 if intercept is None else float(intercept)
+                    values,
+                    dataset,
+                    1.0 if slope is None else float(slope),
+                    0.0 if intercept is None else float(intercept),
                 ),
             )
 
@@ -119,10 +138,17 @@ def slices_of(path: Path) -> Iterator[Slice]:
 def on_plane(one: Slice, points_xyz_mm: np.ndarray, is_resampled: bool) -> np.ndarray:
     """The readings of a slice at points (H, W, 3), air beside it.
 
-    They are the nearest pixel, where positions and spacings are rounded decimals, or interpolated linearly where slices were
-    resampled, from pixels that end at air.
+    They are the nearest pixel, where positions and spacings are rounded decimals, or interpolated
+    linearly where slices were resampled, from pixels that end at air.
     """
     least, snap_px = (AIR, 1e-3) if is_resampled else (-np.inf, 0.2)
     index = np.linalg.lstsq(one.steps, (points_xyz_mm - one.origin).reshape(-1, 3).T, rcond=None)[0]
-    index = np.where(np.abs(index - np.rint(index)) < snap_px, np.rint(index), index).reshape(2, *points_xyz_mm.shape[:2])
-    return np.stack([map_coordinates(np.maximum(hu, least), index, order=1, mode="grid-constant", cval=AIR) for hu in one.hu])
+    index = np.where(np.abs(index - np.rint(index)) < snap_px, np.rint(index), index).reshape(
+        2, *points_xyz_mm.shape[:2]
+    )
+    return np.stack(
+        [
+            map_coordinates(np.maximum(hu, least), index, order=1, mode="grid-constant", cval=AIR)
+            for hu in one.hu
+        ]
+    )

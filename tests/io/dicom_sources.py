@@ -32,20 +32,34 @@ ORIENTATIONS = [
 """Columns: LPS directions along a row, along a column, and from slice to slice."""
 
 
-def make_series(folder: Path, kind: str, direction: np.ndarray, shape: tuple[int, int, int] = SHAPE, **fields: Any) -> Path:
+def make_series(
+    folder: Path,
+    kind: str,
+    direction: np.ndarray,
+    shape: tuple[int, int, int] = SHAPE,
+    **fields: Any,
+) -> Path:
     """Write a series; the gapped one lacks its fourth slice."""
     row, column, along = np.asarray(direction).T
     drift_mm = 0.213 * STEP_MM * column if kind == "tilted" else 0.0
-    positions = [np.array([-120.25, 33.5, -434.5]) + index * (STEP_MM * along + drift_mm) for index in range(shape[0])]
+    positions = [
+        np.array([-120.25, 33.5, -434.5]) + index * (STEP_MM * along + drift_mm)
+        for index in range(shape[0])
+    ]
     image_hu, fields = make_hu(shape), {**SOURCE_FIELDS, **fields}
     if kind == "multi-frame":
         stored = (image_hu + 1024).astype(np.uint16)
-        save(enhanced(stored, positions, [(1, -1024)] * len(stored), (row, column), **fields), folder / "one.dcm")
+        save(
+            enhanced(stored, positions, [(1, -1024)] * len(stored), (row, column), **fields),
+            folder / "one.dcm",
+        )
         return folder
     for index, position in enumerate(positions):
         if kind != "gapped" or index != 3:
             path = folder / f"{(index * 5) % shape[0]}.dcm"
-            save_slice(path, image_hu[index], position, (row, column), InstanceNumber=index, **fields)
+            save_slice(
+                path, image_hu[index], position, (row, column), InstanceNumber=index, **fields
+            )
     return folder
 
 
@@ -54,7 +68,11 @@ def plane_points(dataset: Dataset, rows: int, columns: int) -> np.ndarray:
     row, column = np.reshape(dataset.ImageOrientationPatient, (2, 3)).astype(float)
     y, x = np.indices((rows, columns))[..., None].astype(float)
     between_rows, between_columns = map(float, dataset.PixelSpacing)
-    return np.asarray(np.array(dataset.ImagePositionPatient, float) + x * between_columns * row + y * between_rows * column)
+    return np.asarray(
+        np.array(dataset.ImagePositionPatient, float)
+        + x * between_columns * row
+        + y * between_rows * column
+    )
 
 
 def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -63,11 +81,15 @@ def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     shape = int(dataset.NumberOfFrames), dataset.Rows, dataset.Columns
     is_binary = dataset.SegmentationType == "BINARY"
     values = (
-        np.unpackbits(np.frombuffer(dataset.PixelData, np.uint8), bitorder="little") if is_binary else dataset.pixel_array.ravel()
+        np.unpackbits(np.frombuffer(dataset.PixelData, np.uint8), bitorder="little")
+        if is_binary
+        else dataset.pixel_array.ravel()
     )
     shared = dataset.SharedFunctionalGroupsSequence[0]
     for values_of_frame, group in zip(
-        values[: np.prod(shape)].reshape(shape), dataset.PerFrameFunctionalGroupsSequence, strict=True
+        values[: np.prod(shape)].reshape(shape),
+        dataset.PerFrameFunctionalGroupsSequence,
+        strict=True,
     ):
         plane = Dataset()
         plane.ImagePositionPatient = group.PlanePositionSequence[0].ImagePositionPatient
@@ -79,7 +101,11 @@ def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
                 yield number, values_of_frame == number, points
         else:
             group = shared if "SegmentIdentificationSequence" in shared else group
-            yield group.SegmentIdentificationSequence[0].ReferencedSegmentNumber, values_of_frame == 1, points
+            yield (
+                group.SegmentIdentificationSequence[0].ReferencedSegmentNumber,
+                values_of_frame == 1,
+                points,
+            )
 
 
 def source_planes(folder: Path) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
@@ -94,14 +120,18 @@ def source_planes(folder: Path) -> dict[tuple[str, int], tuple[np.ndarray, np.nd
                 shared = dataset.SharedFunctionalGroupsSequence[0]
                 plane = Dataset()
                 plane.ImagePositionPatient = group.PlanePositionSequence[0].ImagePositionPatient
-                plane.ImageOrientationPatient = shared.PlaneOrientationSequence[0].ImageOrientationPatient
+                plane.ImageOrientationPatient = shared.PlaneOrientationSequence[
+                    0
+                ].ImageOrientationPatient
                 plane.PixelSpacing = shared.PixelMeasuresSequence[0].PixelSpacing
             key = dataset.SOPInstanceUID, 0 if group is dataset else number + 1
             planes[key] = plane_points(plane, dataset.Rows, dataset.Columns)
     return planes
 
 
-def raw_contours(path: Path, planes: dict[tuple[str, int], np.ndarray]) -> dict[tuple[str, int], dict[int, np.ndarray]]:
+def raw_contours(
+    path: Path, planes: dict[tuple[str, int], np.ndarray]
+) -> dict[tuple[str, int], dict[int, np.ndarray]]:
     """Masks of each region of interest on each slice that it refers to, by matplotlib's test of points in a polygon."""
     masks: dict[tuple[str, int], dict[int, np.ndarray]] = {}
     for item in dcmread(path).ROIContourSequence:
@@ -113,7 +143,9 @@ def raw_contours(path: Path, planes: dict[tuple[str, int], np.ndarray]) -> dict[
             corners = np.array(contour.ContourData, float).reshape(-1, 3) - points[0, 0]
             position = np.linalg.lstsq(steps, corners.T, rcond=None)[0]
             assert np.abs(steps @ position - corners.T).max() < 1e-3  # in the plane of the slice
-            inside = Polygon(position.T, closed=False).contains_points(np.indices(points.shape[:2]).reshape(2, -1).T)
+            inside = Polygon(position.T, closed=False).contains_points(
+                np.indices(points.shape[:2]).reshape(2, -1).T
+            )
             number = int(item.ReferencedROINumber)
             rois = masks.setdefault(key, {})
             rois[number] = rois.get(number, False) ^ inside.reshape(points.shape[:2])

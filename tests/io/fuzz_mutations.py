@@ -32,8 +32,49 @@ NIFTI_2_FIELDS = [
     ("i", 0), ("8s", 4), ("h", 12), *[("q", 16 + 8 * n) for n in range(8)], *[("d", 104 + 8 * n) for n in range(8)], ("q", 168),
     ("d", 176), ("d", 184), ("i", 344), ("i", 348), *[("d", 352 + 8 * n) for n in range(18)], ("i", 500),
 ]  # fmt: skip
-INTEGERS = [0, 1, -1, 2, 3, 4, 5, 7, 8, 9, 16, 32, 64, 127, 128, 255, 512, 1024, 2**15 - 1, -(2**15), 2**31 - 1, -(2**31), 2**62]
-FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 3.5, 1e-30, 1e30, -1e30, 3e38, float("nan"), float("inf"), -float("inf"), 352.0, 353.0, 1e6]
+INTEGERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    16,
+    32,
+    64,
+    127,
+    128,
+    255,
+    512,
+    1024,
+    2**15 - 1,
+    -(2**15),
+    2**31 - 1,
+    -(2**31),
+    2**62,
+]
+FLOATS = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    0.5,
+    3.5,
+    1e-30,
+    1e30,
+    -1e30,
+    3e38,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    352.0,
+    353.0,
+    1e6,
+]
 
 
 @dataclass(frozen=True)
@@ -64,13 +105,27 @@ def nifti_block(version: int, order: str, dtype: str, slope: float) -> bytes:
     )
     quaternion = [0.0, 0.0, float(np.sin(np.arctan2(0.6, 0.8) / 2))]
     code = {"i2": 4, "f4": 16}[dtype]
-    rows = [number for row, shift in zip((turn * spacing).tolist(), origin, strict=True) for number in (*row, shift)]
+    rows = [
+        number
+        for row, shift in zip((turn * spacing).tolist(), origin, strict=True)
+        for number in (*row, shift)
+    ]
     block = bytearray(352 if version == 1 else 544)
     put = lambda kind, first, *values: struct.pack_into(order + kind, block, first, *values)  # noqa: E731
     size = np.dtype(dtype).itemsize * 8
     if version == 1:
-        put("i", 0, 348), put("8h", 40, 3, 9, 7, 5, 1, 1, 1, 1), put("2h", 70, code, size), put("8f", 76, 1, *spacing, 0, 0, 0, 0)
-        put("3f", 108, 352, slope, -3.0), put("B", 123, 2), put("2h", 252, 1, 1), put("6f", 256, *quaternion, *origin)
+        (
+            put("i", 0, 348),
+            put("8h", 40, 3, 9, 7, 5, 1, 1, 1, 1),
+            put("2h", 70, code, size),
+            put("8f", 76, 1, *spacing, 0, 0, 0, 0),
+        )
+        (
+            put("3f", 108, 352, slope, -3.0),
+            put("B", 123, 2),
+            put("2h", 252, 1, 1),
+            put("6f", 256, *quaternion, *origin),
+        )
         put("12f", 280, *rows)
         block[344:348] = b"n+1\0"
     else:
@@ -94,10 +149,16 @@ def nifti_block(version: int, order: str, dtype: str, slope: float) -> bytes:
 
 def _samples() -> list[Sample]:
     hu = make_hu()
-    raw, big, real = hu.astype("<i2").tobytes(), hu.astype(">i2").tobytes(), (hu.astype("<f4") + 0.25).tobytes()
+    raw, big, real = (
+        hu.astype("<i2").tobytes(),
+        hu.astype(">i2").tobytes(),
+        (hu.astype("<f4") + 0.25).tobytes(),
+    )
     place = "space: left-posterior-superior\nsizes: 9 7 5\nspace directions: (0.56,0.42,0) (-0.48,0.64,0) (0,0,2.5)\n"
     nrrd = (
-        "NRRD0004\n# made by hand\ntype: {}\ndimension: 3\n" + place + "kinds: domain domain domain\nendian: {}\nencoding: {}\n"
+        "NRRD0004\n# made by hand\ntype: {}\ndimension: 3\n"
+        + place
+        + "kinds: domain domain domain\nendian: {}\nencoding: {}\n"
     )
     nrrd += "space origin: (-120.25,33.5,-1434.5)\nnote:=kept\n{}\n"
     meta = "ObjectType = Image\nNDims = 3\nBinaryData = True\nBinaryDataByteOrderMSB = {}\nCompressedData = {}\n"
@@ -108,18 +169,52 @@ def _samples() -> list[Sample]:
         ("nifti", "a.nii", nifti_block(2, ">", "i2", 2.0), big, ">"),
         ("nifti", "a.nii.gz", nifti_block(1, "<", "f4", 0.0), real, "<"),
         ("nrrd", "a.nrrd", nrrd.format("short", "big", "raw", "").encode(), big, ""),
-        ("nrrd", "a.nrrd", nrrd.format("float", "little", "gzip", "").encode(), gzip.compress(real, mtime=0), ""),
-        ("nrrd", "a.nhdr", nrrd.format("short", "little", "raw", "data file: v.raw").encode(), raw, ""),
-        ("metaimage", "a.mha", meta.format("True", "False", "MET_SHORT", "LOCAL").encode(), big, ""),
-        ("metaimage", "a.mha", meta.format("False", "True", "MET_FLOAT", "LOCAL").encode(), zlib.compress(real), ""),
-        ("metaimage", "a.mhd", meta.format("False", "False", "MET_SHORT", "v.raw").encode(), raw, ""),
+        (
+            "nrrd",
+            "a.nrrd",
+            nrrd.format("float", "little", "gzip", "").encode(),
+            gzip.compress(real, mtime=0),
+            "",
+        ),
+        (
+            "nrrd",
+            "a.nhdr",
+            nrrd.format("short", "little", "raw", "data file: v.raw").encode(),
+            raw,
+            "",
+        ),
+        (
+            "metaimage",
+            "a.mha",
+            meta.format("True", "False", "MET_SHORT", "LOCAL").encode(),
+            big,
+            "",
+        ),
+        (
+            "metaimage",
+            "a.mha",
+            meta.format("False", "True", "MET_FLOAT", "LOCAL").encode(),
+            zlib.compress(real),
+            "",
+        ),
+        (
+            "metaimage",
+            "a.mhd",
+            meta.format("False", "False", "MET_SHORT", "v.raw").encode(),
+            raw,
+            "",
+        ),
     ]
     samples = []
     for kind, name, header, data, order in made:
         if name.endswith(("hdr", "mhd")):
             files = {name: header, "v.raw": data}
         else:
-            files = {name: gzip.compress(header + data, mtime=0) if name.endswith(".gz") else header + data}
+            files = {
+                name: gzip.compress(header + data, mtime=0)
+                if name.endswith(".gz")
+                else header + data
+            }
         samples.append(Sample(kind, name, files, len(header), order))
     return samples
 
@@ -185,7 +280,9 @@ def damage_block(data: bytes, rng: RNG, order: str) -> bytes:
         if kind.endswith("s"):
             block[first : first + size] = rng.bytes(size)
         elif kind in "fd":
-            struct.pack_into(order + kind, block, first, float(FLOATS[int(rng.integers(len(FLOATS)))]))
+            struct.pack_into(
+                order + kind, block, first, float(FLOATS[int(rng.integers(len(FLOATS)))])
+            )
         else:
             value = INTEGERS[int(rng.integers(len(INTEGERS)))] % 2 ** (8 * size)
             block[first : first + size] = value.to_bytes(size, "little" if order == "<" else "big")
@@ -207,7 +304,11 @@ def mutated(sample: Sample, rng: RNG) -> Files:
     head, rest = plain[: sample.header_bytes], plain[sample.header_bytes :]
     change: Callable[[bytes, RNG], bytes] = damage_bytes
     if way > 0.5:
-        change = damage_text if not sample.order else lambda block, rng: damage_block(block, rng, sample.order)
+        change = (
+            damage_text
+            if not sample.order
+            else lambda block, rng: damage_block(block, rng, sample.order)
+        )
     plain = change(head, rng) + rest
     files[sample.name] = gzip.compress(plain, 1, mtime=0) if is_packed else plain
     return files

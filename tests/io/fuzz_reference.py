@@ -1,6 +1,7 @@
 """What a file says, read a second time without any of medseg: from the byte offsets and field names of the standards alone.
 
-It is lenient: it takes whatever can be understood. medseg may refuse more, but must never understand anything else.
+It is lenient: it takes whatever can be understood. medseg may refuse more, but must never
+understand anything else.
 """
 
 from __future__ import annotations
@@ -13,24 +14,48 @@ from collections.abc import Mapping
 
 import numpy as np
 
-Content = tuple[np.ndarray, np.ndarray]  # values (z, y, x) float64, LPS points (8, 3) of the corner voxels
+Content = tuple[
+    np.ndarray, np.ndarray
+]  # values (z, y, x) float64, LPS points (8, 3) of the corner voxels
 Files = Mapping[str, bytes]
 
-NIFTI_CODES = {2: "u1", 4: "i2", 8: "i4", 16: "f4", 64: "f8", 256: "i1", 512: "u2", 768: "u4", 1024: "i8", 1280: "u8"}
+NIFTI_CODES = {
+    2: "u1",
+    4: "i2",
+    8: "i4",
+    16: "f4",
+    64: "f8",
+    256: "i1",
+    512: "u2",
+    768: "u4",
+    1024: "i8",
+    1280: "u8",
+}
 META_CODES = {
     "MET_CHAR": "i1", "MET_UCHAR": "u1", "MET_SHORT": "i2", "MET_USHORT": "u2", "MET_INT": "i4", "MET_UINT": "u4",
     "MET_LONG_LONG": "i8", "MET_ULONG_LONG": "u8", "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
-NRRD_CODES = {"short": "i2", "float": "f4", "unsigned char": "u1", "int": "i4", "ushort": "u2", "double": "f8"}
+NRRD_CODES = {
+    "short": "i2",
+    "float": "f4",
+    "unsigned char": "u1",
+    "int": "i4",
+    "ushort": "u2",
+    "double": "f8",
+}
 
 
 def corners(shape: tuple[int, ...], columns: np.ndarray, origin: np.ndarray) -> np.ndarray:
     """World points of the corners; columns are steps along x, y, z."""
-    index = np.array([[i, j, k] for k in (0, shape[0] - 1) for j in (0, shape[1] - 1) for i in (0, shape[2] - 1)])
+    index = np.array(
+        [[i, j, k] for k in (0, shape[0] - 1) for j in (0, shape[1] - 1) for i in (0, shape[2] - 1)]
+    )
     return np.asarray(index @ columns.T + origin)
 
 
-def as_hu(data: bytes, dtype: str, shape: tuple[int, ...], slope: float = 1.0, intercept: float = 0.0) -> np.ndarray:
+def as_hu(
+    data: bytes, dtype: str, shape: tuple[int, ...], slope: float = 1.0, intercept: float = 0.0
+) -> np.ndarray:
     """Values as float32 holds them; what is no number is air."""
     with np.errstate(all="ignore"):
         values = np.frombuffer(data, dtype).reshape(shape).astype(np.float64) * slope + intercept
@@ -50,8 +75,18 @@ def nifti(files: Files, name: str) -> Content:
         return list(struct.unpack_from(order + code, data, first))
 
     if get("i", 0) == [348]:
-        dim, (datatype,), pixdim, (offset, slope, shift) = get("8h", 40), get("h", 70), get("8f", 76), get("3f", 108)
-        (units,), codes, place, rows = get("B", 123), get("2h", 252), get("6f", 256), get("12f", 280)
+        dim, (datatype,), pixdim, (offset, slope, shift) = (
+            get("8h", 40),
+            get("h", 70),
+            get("8f", 76),
+            get("3f", 108),
+        )
+        (units,), codes, place, rows = (
+            get("B", 123),
+            get("2h", 252),
+            get("6f", 256),
+            get("12f", 280),
+        )
     else:
         dim, (datatype,), pixdim, (offset,), (slope, shift) = (
             get("8q", 16),
@@ -60,7 +95,12 @@ def nifti(files: Files, name: str) -> Content:
             get("q", 168),
             get("2d", 176),
         )
-        (units,), codes, place, rows = get("i", 500), get("2i", 344), get("6d", 352), get("12d", 400)
+        (units,), codes, place, rows = (
+            get("i", 500),
+            get("2i", 344),
+            get("6d", 352),
+            get("12d", 400),
+        )
     shape = tuple(int(size) for size in dim[3:0:-1])
     assert all(size == 1 for size in dim[4 : int(dim[0]) + 1])
     steps = np.array(pixdim[1:4])
@@ -78,9 +118,16 @@ def nifti(files: Files, name: str) -> Content:
             ]
         )
         is_placed = (
-            abs(length - 1) < 1e-4 and np.isfinite(turn).all() and (steps > 0).all() and np.isfinite([*steps, *place]).all()
+            abs(length - 1) < 1e-4
+            and np.isfinite(turn).all()
+            and (steps > 0).all()
+            and np.isfinite([*steps, *place]).all()
         )
-        forms += [(turn * steps * [1, 1, -1 if pixdim[0] < 0 else 1], np.array(place[3:]))] if is_placed else []
+        forms += (
+            [(turn * steps * [1, 1, -1 if pixdim[0] < 0 else 1], np.array(place[3:]))]
+            if is_placed
+            else []
+        )
     if codes[1] > 0:
         matrix = np.array(rows).reshape(3, 4)
         lengths = np.linalg.norm(matrix[:, :3], axis=0)
@@ -126,7 +173,12 @@ def nrrd(files: Files, name: str) -> Content:
     assert fields["dimension"] == "3"
     if fields["encoding"] in ("gzip", "gz"):
         data = gzip.decompress(data)
-    signs = {"right-anterior-superior": [-1, -1, 1], "ras": [-1, -1, 1], "las": [1, -1, 1], "left-anterior-superior": [1, -1, 1]}
+    signs = {
+        "right-anterior-superior": [-1, -1, 1],
+        "ras": [-1, -1, 1],
+        "las": [1, -1, 1],
+        "left-anterior-superior": [1, -1, 1],
+    }
     to_lps = np.array(signs.get(fields.get("space", "").lower(), [1, 1, 1]))
     if "space directions" in fields:
         columns = floats(fields["space directions"]).reshape(3, 3).T
@@ -134,7 +186,9 @@ def nrrd(files: Files, name: str) -> Content:
         columns = np.diag(floats(fields.get("spacings", "1 1 1")))
     origin = floats(fields.get("space origin", "0 0 0"))
     order = {"big": ">", "little": "<"}[fields.get("endian", "little").lower()]
-    values = as_hu(data[int(fields.get("byte skip", "0")) :], order + NRRD_CODES[fields["type"].lower()], shape)
+    values = as_hu(
+        data[int(fields.get("byte skip", "0")) :], order + NRRD_CODES[fields["type"].lower()], shape
+    )
     return values, corners(shape, to_lps[:, None] * columns, to_lps * origin)
 
 
@@ -153,7 +207,9 @@ def metaimage(files: Files, name: str) -> Content:
         fields.get("ElementSpacing", "1 1 1")
     )
     order = ">" if fields.get("BinaryDataByteOrderMSB", "False").lower() in ("true", "1") else "<"
-    values = as_hu(data[int(fields.get("HeaderSize", "0")) :], order + META_CODES[fields["ElementType"]], shape)
+    values = as_hu(
+        data[int(fields.get("HeaderSize", "0")) :], order + META_CODES[fields["ElementType"]], shape
+    )
     return values, corners(shape, columns, floats(fields.get("Offset", "0 0 0")))
 
 

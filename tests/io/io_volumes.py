@@ -65,10 +65,14 @@ def load_itk(path: Path) -> tuple[np.ndarray, VoxelGrid]:
     image = sitk.ReadImage(str(path))
     array = sitk.GetArrayFromImage(image)
     direction = np.array(image.GetDirection()).reshape(3, 3)
-    return array, VoxelGrid(array.shape, image.GetSpacing()[::-1], image.GetOrigin(), direction.tolist())
+    return array, VoxelGrid(
+        array.shape, image.GetSpacing()[::-1], image.GetOrigin(), direction.tolist()
+    )
 
 
-def save_dicom(folder: Path, array: np.ndarray, grid: VoxelGrid, *, uid: str = "1.2.3.4", modality: str = "CT") -> list[Path]:
+def save_dicom(
+    folder: Path, array: np.ndarray, grid: VoxelGrid, *, uid: str = "1.2.3.4", modality: str = "CT"
+) -> list[Path]:
     """Write a series with SimpleITK, one file per slice, stored as HU + 1024; names are in no order of position."""
     import SimpleITK as sitk  # noqa: N813
 
@@ -88,7 +92,9 @@ def save_dicom(folder: Path, array: np.ndarray, grid: VoxelGrid, *, uid: str = "
             "0020|000d": "1.2.3",
             "0020|000e": uid,
             "0020|0032": "\\".join(f"{value:.6f}" for value in point),
-            "0020|0037": "\\".join(f"{value:.9f}" for value in [*direction[:, 0], *direction[:, 1]]),
+            "0020|0037": "\\".join(
+                f"{value:.9f}" for value in [*direction[:, 0], *direction[:, 1]]
+            ),
             "0028|1052": "-1024",
             "0028|1053": "1",
         }

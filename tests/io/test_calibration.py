@@ -38,7 +38,9 @@ def test_a_calibration_counts_while_it_is_young_and_the_best_that_can_be_had(
     assert circumstances.is_valid(lambda: present) == is_valid
 
 
-def test_a_calibration_is_read_as_it_was_written_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_is_read_as_it_was_written_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cost.json"
     assert read_calibration(path, 2) is None
     write_calibration(path, [3.0, 0.25], Circumstances(0.0, time.time()))
@@ -52,7 +54,9 @@ def test_a_calibration_is_read_as_it_was_written_or_not_at_all(tmp_path: Path, m
         assert read_calibration(path, 2) is None
 
 
-def test_other_programs_are_load_and_the_own_processes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_programs_are_load_and_the_own_processes_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ten seconds of two processors: six are busy, of which this process and its children have used four."""
     readings = iter([(100.0, 50.0, 7.0), (110.0, 56.0, 11.0)])
     monkeypatch.setattr(calibration, "_readings_s", lambda: next(readings))

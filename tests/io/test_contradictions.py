@@ -24,7 +24,9 @@ HEIGHTS = list(2.5 * np.arange(5))
 def scan(folder: Path, **fields: Any) -> Path:
     """Five slices of which the third has other fields; values of `DS` are stored as they are."""
     for index, pixels in enumerate(make_hu()):
-        save_slice(folder / f"{index}", pixels, (0, 0, HEIGHTS[index]), **(fields if index == 2 else {}))
+        save_slice(
+            folder / f"{index}", pixels, (0, 0, HEIGHTS[index]), **(fields if index == 2 else {})
+        )
     return folder
 
 
@@ -40,7 +42,9 @@ def test_explicit_fields_under_the_name_of_implicit_ones(tmp_path: Path) -> None
     data = (path / "2").read_bytes()
     old, new = b"1.2.840.10008.1.2.1\0", ImplicitVRLittleEndian.encode() + b"\0"
     at = data.index(old) - 2
-    (path / "2").write_bytes(data[:at] + struct.pack("<H", len(new)) + new + data[at + 2 + len(old) :])
+    (path / "2").write_bytes(
+        data[:at] + struct.pack("<H", len(new)) + new + data[at + 2 + len(old) :]
+    )
     assert np.array_equal(read_image(path).array, make_hu())
 
 
@@ -85,7 +89,9 @@ def test_numbers_that_only_python_reads(tmp_path: Path) -> None:
     assert "PixelSpacing should hold 2 numbers" in said(path)
     text = b"NRRD0004\ntype: short\ndimension: 3\nsizes: %s 7 5\nspacings: 1 1 1\nendian: little\nencoding: %s\n\n"
     (tmp_path / "a.nrrd").write_bytes(text % ("\u0669".encode(), b"raw") + make_hu().tobytes())
-    assert "expected a whole number for each axis in the header field 'sizes'" in told(tmp_path / "a.nrrd")
+    assert "expected a whole number for each axis in the header field 'sizes'" in told(
+        tmp_path / "a.nrrd"
+    )
     (tmp_path / "a.nrrd").write_bytes(text % (b"9", "a\u017fcii".encode()) + make_hu().tobytes())
     assert "in the header field 'encoding'" in told(tmp_path / "a.nrrd")
 
@@ -94,8 +100,15 @@ def test_an_rle_code_that_becomes_too_long(tmp_path: Path) -> None:
     path = scan(tmp_path)
     dataset = header(make_hu()[2].astype(np.uint16))
     place(dataset, (0, 0, HEIGHTS[2]))
-    save_packed(dataset, path / "2", [struct.pack("<16I", 2, 64, 128, *[0] * 13) + b"\x81\0" * 100], RLELossless)
-    assert said(path).endswith("its pixels, encoded as RLE Lossless, cannot be decoded; it is damaged, copy or export it again.")
+    save_packed(
+        dataset,
+        path / "2",
+        [struct.pack("<16I", 2, 64, 128, *[0] * 13) + b"\x81\0" * 100],
+        RLELossless,
+    )
+    assert said(path).endswith(
+        "its pixels, encoded as RLE Lossless, cannot be decoded; it is damaged, copy or export it again."
+    )
 
 
 def test_a_deflated_slice_that_swells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +126,10 @@ def test_a_deflated_slice_that_swells(tmp_path: Path, monkeypatch: pytest.Monkey
     at = 144 + int.from_bytes(data[140:144], "little")
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     (tmp_path / "2").write_bytes(
-        data[:at] + b"\0\0\0\xff\xff" * 60_000 + packer.compress(zlib.decompress(data[at:], -15)) + packer.flush()
+        data[:at]
+        + b"\0\0\0\xff\xff" * 60_000
+        + packer.compress(zlib.decompress(data[at:], -15))
+        + packer.flush()
     )
     assert "expected a deflated DICOM file of at most 0 MiB" in said(tmp_path)
 
@@ -127,14 +143,23 @@ def test_a_part_that_a_series_does_not_have(tmp_path: Path) -> None:
 
 def test_a_list_of_many_series_is_cut(tmp_path: Path) -> None:
     for number in range(13):
-        save_stack(tmp_path / "d" / f"{number}", make_hu()[:2], HEIGHTS[:2], uid=f"1.2.3.{number}", SeriesNumber=number)
+        save_stack(
+            tmp_path / "d" / f"{number}",
+            make_hu()[:2],
+            HEIGHTS[:2],
+            uid=f"1.2.3.{number}",
+            SeriesNumber=number,
+        )
     assert said(tmp_path / "d").count("slices, ") == 10
     assert "; and 3 more; choose one" in said(tmp_path / "d")
 
 
 def test_a_scan_without_a_number_or_far_away(tmp_path: Path) -> None:
     write_image(tmp_path / "a.nii", np.full((5, 7, 9), np.inf, np.float32), make_grid(np.eye(3)))
-    assert told(tmp_path / "a.nii") == "a.nii: expected a scan, but none of its voxels holds a number; export it again."
+    assert (
+        told(tmp_path / "a.nii")
+        == "a.nii: expected a scan, but none of its voxels holds a number; export it again."
+    )
     save_itk(tmp_path / "b.nii", make_hu(), make_grid(np.eye(3)))
     data = bytearray((tmp_path / "b.nii").read_bytes())
     data[252:256] = struct.pack("<2h", 0, 1)
@@ -148,12 +173,16 @@ def test_a_scan_without_a_number_or_far_away(tmp_path: Path) -> None:
 def test_a_gzip_header_without_end(tmp_path: Path) -> None:
     packed = gzip.compress(b"x")
     (tmp_path / "a.nii.gz").write_bytes(packed[:3] + b"\x08" + packed[4:10] + b"a" * 10**6)
-    assert told(tmp_path / "a.nii.gz").startswith("a.nii.gz: the file cannot be read: its compressed voxels are damaged: ")
+    assert told(tmp_path / "a.nii.gz").startswith(
+        "a.nii.gz: the file cannot be read: its compressed voxels are damaged: "
+    )
 
 
 def test_a_text_volume_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medseg.io.volume.PACKED_BYTES", 10)
-    head = b"NRRD0004\ntype: short\ndimension: 3\nsizes: 9 7 5\nspacings: 1 1 1\nencoding: text\n%s\n"
+    head = (
+        b"NRRD0004\ntype: short\ndimension: 3\nsizes: 9 7 5\nspacings: 1 1 1\nencoding: text\n%s\n"
+    )
     words = " ".join(map(str, make_hu().ravel())).encode()
     (tmp_path / "a.nrrd").write_bytes(head % b"" + words)
     assert np.array_equal(read_image(tmp_path / "a.nrrd").array, make_hu())

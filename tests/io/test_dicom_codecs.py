@@ -9,7 +9,16 @@ from typing import Any
 import imagecodecs
 import numpy as np
 import pytest
-from dicom_files import NATIVE, enhanced, header, place, save, save_by_gdcm, save_packed, save_stored
+from dicom_files import (
+    NATIVE,
+    enhanced,
+    header,
+    place,
+    save,
+    save_by_gdcm,
+    save_packed,
+    save_stored,
+)
 from io_volumes import finding_texts, make_hu
 from pydicom import dcmread
 from pydicom.dataset import FileMetaDataset
@@ -62,13 +71,17 @@ def said(path: Path) -> str:
 @pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("is_signed", [False, True])
-def test_encodings_without_compression(tmp_path: Path, name: str, is_signed: bool, shape: tuple[int, int, int]) -> None:
+def test_encodings_without_compression(
+    tmp_path: Path, name: str, is_signed: bool, shape: tuple[int, int, int]
+) -> None:
     image_hu = make_hu(shape)
     stored = image_hu if is_signed else (image_hu + 1024).astype(np.uint16)
     if name == "big endian":
         stored = stored.astype(stored.dtype.newbyteorder(">"))
     intercept = 0 if is_signed else -1024
-    volume = read_image(save_stored(tmp_path / "d", stored, NATIVE[name], RescaleIntercept=intercept))
+    volume = read_image(
+        save_stored(tmp_path / "d", stored, NATIVE[name], RescaleIntercept=intercept)
+    )
     assert np.array_equal(volume.array, image_hu)
     assert volume.array.dtype == np.int16
     assert finding_texts(volume) == ()
@@ -77,7 +90,9 @@ def test_encodings_without_compression(tmp_path: Path, name: str, is_signed: boo
 @pytest.mark.parametrize("shape", SIZES)
 @pytest.mark.parametrize("syntax", [*GDCM, "RLELossless"])
 @pytest.mark.parametrize("is_signed", [False, True])
-def test_compressed_encodings(tmp_path: Path, syntax: str, is_signed: bool, shape: tuple[int, int, int]) -> None:
+def test_compressed_encodings(
+    tmp_path: Path, syntax: str, is_signed: bool, shape: tuple[int, int, int]
+) -> None:
     image_hu = make_hu(shape)
     stored = image_hu if is_signed else (image_hu + 1024).astype(np.uint16)
     save_stored(tmp_path / "plain", stored, RescaleIntercept=0 if is_signed else -1024)
@@ -108,7 +123,9 @@ def test_lossy_encodings_are_read_as_itk_reads_them_and_said(
     tmp_path: Path, syntax: str, encode: str, bits: int, error: int
 ) -> None:
     sitk = pytest.importorskip("SimpleITK")
-    smooth = np.add.outer(np.arange(3) * 4, np.add.outer(np.arange(16) * 3, np.arange(24) * 2)) * (10 if bits == 12 else 1)
+    smooth = np.add.outer(np.arange(3) * 4, np.add.outer(np.arange(16) * 3, np.arange(24) * 2)) * (
+        10 if bits == 12 else 1
+    )
     stored = smooth.astype(np.uint16 if bits == 12 else np.uint8)
     options = {"bitspersample": 12} if encode == "jpeg8_encode" and bits == 12 else {}
     if encode != "jpeg8_encode":
@@ -116,10 +133,18 @@ def test_lossy_encodings_are_read_as_itk_reads_them_and_said(
     for index, values in enumerate(stored):
         dataset = header(values, BitsStored=bits, LossyImageCompression="01")
         place(dataset, (0, 0, 2.5 * index))
-        save_packed(dataset, tmp_path / f"{index}", [getattr(imagecodecs, encode)(values, **options)], syntax)
+        save_packed(
+            dataset,
+            tmp_path / f"{index}",
+            [getattr(imagecodecs, encode)(values, **options)],
+            syntax,
+        )
     volume = read_image(tmp_path)
     for index in range(3):
-        assert np.array_equal(sitk.GetArrayFromImage(sitk.ReadImage(str(tmp_path / f"{index}")))[0], volume.array[index])
+        assert np.array_equal(
+            sitk.GetArrayFromImage(sitk.ReadImage(str(tmp_path / f"{index}")))[0],
+            volume.array[index],
+        )
     assert np.abs(volume.array + 1024 - smooth).max() <= error
     assert finding_texts(volume) == ("the slices were compressed with loss",)
 
@@ -145,8 +170,14 @@ def test_a_loss_is_said_whatever_the_header_leaves_out(
         dataset = header(values, LossyImageCompression=tag)
         place(dataset, (0, 0, 2.5 * index))
         save_packed(dataset, tmp_path / f"{index}", [getattr(imagecodecs, encode)(values)], syntax)
-    why = ": their encoding permits it, and the header does not say" if says == "may have been" else ""
-    assert finding_texts(read_image(tmp_path)) == ((f"the slices {says} compressed with loss{why}",) if says else ())
+    why = (
+        ": their encoding permits it, and the header does not say"
+        if says == "may have been"
+        else ""
+    )
+    assert finding_texts(read_image(tmp_path)) == (
+        (f"the slices {says} compressed with loss{why}",) if says else ()
+    )
 
 
 def test_high_throughput_jpeg_2000(tmp_path: Path) -> None:
@@ -155,7 +186,9 @@ def test_high_throughput_jpeg_2000(tmp_path: Path) -> None:
         stored = (pixels + 1024).astype(np.uint16)
         dataset = header(stored)
         place(dataset, (0, 0, 2.5 * index))
-        save_packed(dataset, tmp_path / f"{index}", [imagecodecs.htj2k_encode(stored)], HTJ2KLossless)
+        save_packed(
+            dataset, tmp_path / f"{index}", [imagecodecs.htj2k_encode(stored)], HTJ2KLossless
+        )
     assert np.array_equal(read_image(tmp_path).array, make_hu((3, 40, 33)))
 
 
@@ -164,9 +197,17 @@ def test_high_throughput_jpeg_2000(tmp_path: Path) -> None:
 def test_signed_values_in_codes_without_sign(tmp_path: Path, encode: str, bits: int) -> None:
     """The code holds the lower bits as unsigned numbers."""
     image_hu = make_hu((2, 17, 24)).clip(-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
-    options = {"lossless": True, "bitspersample": bits} if encode == "jpeg_encode" else {"bitspersample": bits}
+    options = (
+        {"lossless": True, "bitspersample": bits}
+        if encode == "jpeg_encode"
+        else {"bitspersample": bits}
+    )
     options = {} if encode == "jpegls_encode" else options
-    syntax = {"jpeg_encode": JPEGLosslessSV1, "jpegls_encode": JPEGLSLossless, "jpeg2k_encode": JPEG2000Lossless}[encode]
+    syntax = {
+        "jpeg_encode": JPEGLosslessSV1,
+        "jpegls_encode": JPEGLSLossless,
+        "jpeg2k_encode": JPEG2000Lossless,
+    }[encode]
     for index, pixels in enumerate(image_hu):
         dataset = header(pixels, BitsStored=bits, RescaleIntercept=0)
         place(dataset, (0, 0, 2.5 * index))
@@ -182,7 +223,12 @@ def test_a_code_of_another_size_is_refused_before_it_is_decoded(tmp_path: Path, 
     for index in range(2):
         dataset = header(make_hu()[index])
         place(dataset, (0, 0, 2.5 * index))
-        save_packed(dataset, tmp_path / f"{index}", [packed], JPEGLosslessSV1 if code == "jpeg_encode" else JPEG2000Lossless)
+        save_packed(
+            dataset,
+            tmp_path / f"{index}",
+            [packed],
+            JPEGLosslessSV1 if code == "jpeg_encode" else JPEG2000Lossless,
+        )
     tracemalloc.start()
     assert "cannot be decoded; it is damaged" in said(tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 5e6
@@ -199,7 +245,13 @@ def test_another_encoding_is_refused_by_name(tmp_path: Path, syntax: str) -> Non
         start = data.index(old)
         new += b"\0" * (len(new) % 2)
         group = int.from_bytes(data[140:144], "little") + len(new) - 20
-        data = data[:140] + group.to_bytes(4, "little") + data[144 : start - 2] + len(new).to_bytes(2, "little") + new
+        data = (
+            data[:140]
+            + group.to_bytes(4, "little")
+            + data[144 : start - 2]
+            + len(new).to_bytes(2, "little")
+            + new
+        )
         file.write_bytes(data + file.read_bytes()[start + 20 :])
     name = getattr(syntax, "name", syntax)
     assert said(tmp_path / "d") == (
@@ -217,7 +269,10 @@ def test_compressed_pixels_of_which_nothing_says_how(tmp_path: Path) -> None:
         file = save_packed(dataset, tmp_path / f"{index}", [code], JPEGLosslessSV1)
     data = file.read_bytes()
     file.write_bytes(data.replace(b"\x02\0\x10\0UI", b"\x02\0\x11\0UI"))
-    assert said(tmp_path) == f"{file}: its pixels are compressed, but the header does not say how; export the series again."
+    assert (
+        said(tmp_path)
+        == f"{file}: its pixels are compressed, but the header does not say how; export the series again."
+    )
 
 
 def test_damaged_compression_names_the_file(tmp_path: Path) -> None:
@@ -247,15 +302,30 @@ def test_damaged_compression_names_the_file(tmp_path: Path) -> None:
         (RLELossless, "rle", {}),
     ],
 )
-def test_a_code_that_ends_early_is_never_completed(tmp_path: Path, syntax: UID, encode: str, options: dict[str, Any]) -> None:
+def test_a_code_that_ends_early_is_never_completed(
+    tmp_path: Path, syntax: UID, encode: str, options: dict[str, Any]
+) -> None:
     """The file is whole; the code of a slice is not."""
     bits = 8 if syntax == JPEGBaseline8Bit else 12
-    stored = np.random.default_rng(0).integers(0, 1 << bits, (3, 16, 24)).astype(np.uint8 if bits == 8 else np.uint16)
-    tail = b" " if encode in ("jpeg_encode", "jpegls_encode") else b""  # not every writer fills up with zeros
-    codes = [rle(values) if encode == "rle" else getattr(imagecodecs, encode)(values, **options) for values in stored]
+    stored = (
+        np.random.default_rng(0)
+        .integers(0, 1 << bits, (3, 16, 24))
+        .astype(np.uint8 if bits == 8 else np.uint16)
+    )
+    tail = (
+        b" " if encode in ("jpeg_encode", "jpegls_encode") else b""
+    )  # not every writer fills up with zeros
+    codes = [
+        rle(values) if encode == "rle" else getattr(imagecodecs, encode)(values, **options)
+        for values in stored
+    ]
     for share in (1.0, 0.3, 0.6, 0.9, 0.99):
         for index, values in enumerate(stored):
-            code = codes[index][: int(share * len(codes[2]))] if index == 2 else codes[index] + bytes(6) + tail
+            code = (
+                codes[index][: int(share * len(codes[2]))]
+                if index == 2
+                else codes[index] + bytes(6) + tail
+            )
             dataset = header(values, BitsStored=bits, LossyImageCompression="00")
             place(dataset, (0, 0, 2.5 * index))
             save_packed(dataset, tmp_path / f"{index}", [code], syntax)
@@ -269,12 +339,19 @@ def test_a_code_that_ends_early_is_never_completed(tmp_path: Path, syntax: UID, 
 
 def test_a_damaged_marker_does_not_end_the_process(tmp_path: Path) -> None:
     """It announces another kind of JPEG, on which some decoders crash."""
-    stored = (np.random.default_rng(1).integers(0, 40, (3, 64, 64)).cumsum(2) % 4096).astype(np.uint16)
+    stored = (np.random.default_rng(1).integers(0, 40, (3, 64, 64)).cumsum(2) % 4096).astype(
+        np.uint16
+    )
     for index, values in enumerate(stored):
         dataset = header(values)
         place(dataset, (0, 0, 2.5 * index))
         code = imagecodecs.jpeg_encode(values, lossless=True, bitspersample=16)
-        save_packed(dataset, tmp_path / f"{index}", [code.replace(b"\xff\xc4", b"\xff\xc5", 1)], JPEGLosslessSV1)
+        save_packed(
+            dataset,
+            tmp_path / f"{index}",
+            [code.replace(b"\xff\xc4", b"\xff\xc5", 1)],
+            JPEGLosslessSV1,
+        )
     assert "cannot be decoded; it is damaged" in said(tmp_path)
 
 
@@ -285,15 +362,23 @@ def test_a_damaged_marker_does_not_end_the_process(tmp_path: Path) -> None:
 def test_reading_takes_a_few_slices_more_than_the_volume(
     tmp_path: Path, is_packed: bool, is_enhanced: bool, slant: float
 ) -> None:
-    stored = np.broadcast_to(np.add.outer(np.arange(512), np.arange(512)).astype(np.uint16), (80, 512, 512))
+    stored = np.broadcast_to(
+        np.add.outer(np.arange(512), np.arange(512)).astype(np.uint16), (80, 512, 512)
+    )
     positions = [(0.0, slant * index, float(index)) for index in range(80)]
     code = [imagecodecs.jpeg_encode(stored[0], lossless=True, bitspersample=16)]
-    files = [enhanced(stored, positions, [(1, -1024)] * 80)] if is_enhanced else [header(stored[0]) for _ in stored]
+    files = (
+        [enhanced(stored, positions, [(1, -1024)] * 80)]
+        if is_enhanced
+        else [header(stored[0]) for _ in stored]
+    )
     for index, dataset in enumerate(files):
         if not is_enhanced:
             place(dataset, positions[index])
         if is_packed:
-            save_packed(dataset, tmp_path / f"{index}", code * (80 if is_enhanced else 1), JPEGLosslessSV1)
+            save_packed(
+                dataset, tmp_path / f"{index}", code * (80 if is_enhanced else 1), JPEGLosslessSV1
+            )
         else:
             save(dataset, tmp_path / f"{index}")
     del files, dataset
@@ -302,5 +387,7 @@ def test_reading_takes_a_few_slices_more_than_the_volume(
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # 150 MiB are an ordinary scan of 300 slices: 1.3 times.
-    packed_bytes = sum(file.stat().st_size for file in tmp_path.iterdir()) if is_packed and is_enhanced else 0
+    packed_bytes = (
+        sum(file.stat().st_size for file in tmp_path.iterdir()) if is_packed and is_enhanced else 0
+    )
     assert peak_bytes - volume.array.nbytes - packed_bytes < 40 * 2**20

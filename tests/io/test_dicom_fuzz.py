@@ -46,7 +46,11 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
     if kind == 1:
         return data[:at] + rng.bytes(length) + data[at + length :]
     if kind == 2:
-        return data[:at] + bytes([int(rng.choice([0, 255, ord("9"), ord("-"), ord("\\")]))]) * length + data[at + length :]
+        return (
+            data[:at]
+            + bytes([int(rng.choice([0, 255, ord("9"), ord("-"), ord("\\")]))]) * length
+            + data[at + length :]
+        )
     if kind == 3:
         return data[:at] + data[at + length :]
     if kind == 4:
@@ -57,7 +61,14 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 def write_slices(folder: Path) -> Path:
     fields = {"SeriesNumber": 3, "AcquisitionNumber": 1, "PixelPaddingValue": 0}
     slopes, intercepts = zip(*RESCALE, strict=True)
-    return save_stack(folder, make_hu(SHAPE), HEIGHTS, RescaleSlope=list(slopes), RescaleIntercept=list(intercepts), **fields)[3]
+    return save_stack(
+        folder,
+        make_hu(SHAPE),
+        HEIGHTS,
+        RescaleSlope=list(slopes),
+        RescaleIntercept=list(intercepts),
+        **fields,
+    )[3]
 
 
 def write_packed_slices(folder: Path) -> Path:
@@ -117,12 +128,19 @@ def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
     for one in slices:
         height = float(volume.grid.world_to_index_zyx(one.origin)[0])
         plane = round(height)
-        is_near = abs(height - plane) * volume.grid.spacing_mm[0] <= JITTER_MM and 0 <= plane < volume.grid.shape[0]
+        is_near = (
+            abs(height - plane) * volume.grid.spacing_mm[0] <= JITTER_MM
+            and 0 <= plane < volume.grid.shape[0]
+        )
         if is_near and is_there(one, volume, plane, is_resampled):
             filled.discard(plane)
         else:
             num_lost += is_near or "onto an even grid" not in said
-    num_told = counted(r"(\d+) x ", said) + said.count("kept, dropped: '") + said.count("since it cannot be read: '")
+    num_told = (
+        counted(r"(\d+) x ", said)
+        + said.count("kept, dropped: '")
+        + said.count("since it cannot be read: '")
+    )
     assert num_lost <= num_told, said
     assert len(filled) <= counted(r"(?:missing:|mm apart:) (\d+) of", said), said
 
@@ -163,7 +181,9 @@ def run(kind: str, tmp_path: Path, num_mutations: int, seed: int) -> None:
                 judge(result, [*others, *own], max(0, num_slices - len(own)))
         except Exception as error:
             raise AssertionError(f"{kind}, seed {seed}, mutation {number}") from error
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (
+        1 if sys.platform == "darwin" else 1024
+    )
     assert grown < MAX_GROWTH_BYTES
     assert 0 < num_read < num_mutations
 
@@ -183,13 +203,21 @@ def test_many_mutations(kind: str, seed: int, tmp_path: Path) -> None:
 def test_the_odd_files_that_come_with_pydicom() -> None:
     """Each gives slices, or says what it is, or is refused in a sentence; ITK reads the same HU."""
     sitk = pytest.importorskip("SimpleITK")
-    files = [file for file in (Path(pydicom.__file__).parent / "data" / "test_files").glob("*.dcm") if file.is_file()]
+    files = [
+        file
+        for file in (Path(pydicom.__file__).parent / "data" / "test_files").glob("*.dcm")
+        if file.is_file()
+    ]
     scans: dict[Path, Frame] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for file in files:
             with contextlib.suppress(UserError):
                 scans |= {one.path: one for one in read_frames(file) if isinstance(one, Frame)}
-    assert {"CT_small.dcm", "693_J2KI.dcm", "J2K_pixelrep_mismatch.dcm"} <= {file.name for file in scans}
+    assert {"CT_small.dcm", "693_J2KI.dcm", "J2K_pixelrep_mismatch.dcm"} <= {
+        file.name for file in scans
+    }
     for file, frame in scans.items():
-        assert np.array_equal(read_hu(frame), sitk.GetArrayFromImage(sitk.ReadImage(str(file)))[0]), file
+        assert np.array_equal(
+            read_hu(frame), sitk.GetArrayFromImage(sitk.ReadImage(str(file)))[0]
+        ), file

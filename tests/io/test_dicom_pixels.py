@@ -29,19 +29,31 @@ def said(path: Path) -> str:
 def test_each_slice_has_its_own_slope_and_intercept(tmp_path: Path) -> None:
     stored = np.random.default_rng(0).integers(0, 900, (5, 7, 9), dtype=np.uint16)
     slopes, intercepts = [1, 2, 3, 1, 4], [-1024, -1000, -900, 0, -1024]
-    volume = read_image(save_stored(tmp_path / "whole", stored, RescaleSlope=slopes, RescaleIntercept=intercepts))
+    volume = read_image(
+        save_stored(tmp_path / "whole", stored, RescaleSlope=slopes, RescaleIntercept=intercepts)
+    )
     assert volume.array.dtype == np.int16
-    assert np.array_equal(volume.array, stored * np.reshape(slopes, (5, 1, 1)) + np.reshape(intercepts, (5, 1, 1)))
+    assert np.array_equal(
+        volume.array, stored * np.reshape(slopes, (5, 1, 1)) + np.reshape(intercepts, (5, 1, 1))
+    )
     slopes[2] = 0.5
-    volume = read_image(save_stored(tmp_path / "half", stored, RescaleSlope=slopes, RescaleIntercept=intercepts))
+    volume = read_image(
+        save_stored(tmp_path / "half", stored, RescaleSlope=slopes, RescaleIntercept=intercepts)
+    )
     assert volume.array.dtype == np.float32
-    assert np.array_equal(volume.array, stored * np.reshape(slopes, (5, 1, 1)) + np.reshape(intercepts, (5, 1, 1)))
+    assert np.array_equal(
+        volume.array, stored * np.reshape(slopes, (5, 1, 1)) + np.reshape(intercepts, (5, 1, 1))
+    )
 
 
 def test_without_rescale_the_values_are_taken_for_hu_and_that_is_said(tmp_path: Path) -> None:
-    volume = read_image(save_stored(tmp_path / "d", make_hu(), RescaleSlope=None, RescaleIntercept=None))
+    volume = read_image(
+        save_stored(tmp_path / "d", make_hu(), RescaleSlope=None, RescaleIntercept=None)
+    )
     assert np.array_equal(volume.array, make_hu())
-    assert finding_texts(volume) == ("slices without rescale slope and intercept: their values are assumed to be HU",)
+    assert finding_texts(volume) == (
+        "slices without rescale slope and intercept: their values are assumed to be HU",
+    )
 
 
 @pytest.mark.parametrize("keyword", ["RescaleSlope", "RescaleIntercept"])
@@ -63,7 +75,9 @@ def test_without_rescale_in_some_slices_it_is_refused(tmp_path: Path, keyword: s
         ({"ModalityLUTSequence": [[Dataset()]] * 5}, "a table of values"),
     ],
 )
-def test_values_that_are_no_hu_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], what: str) -> None:
+def test_values_that_are_no_hu_are_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], what: str
+) -> None:
     folder = save_stored(tmp_path / "d", make_hu(), **fields)
     assert said(folder) == (
         f"{folder / '0'} and 4 more: expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
@@ -82,13 +96,26 @@ def test_values_that_are_no_hu_are_refused_by_name(tmp_path: Path, fields: dict[
         ("u2", 12, -1024, 63536, 63536, -3024),  # into bits that are not used
         ("u2", 16, -1024, 63488, None, -3072),
         ("u2", 16, -1024, 0, 0, -1024),
-        ("u2", 16, -1024, 60000, 60000, -1024),  # denser than anything: air, because the tag says so
+        (
+            "u2",
+            16,
+            -1024,
+            60000,
+            60000,
+            -1024,
+        ),  # denser than anything: air, because the tag says so
         ("i2", 16, 0, 32767, 32767, -1024),
         ("u2", 16, -1024, 1024, 1024, 0),  # water, whatever the tag says
     ],
 )
 def test_padding_of_both_signs(
-    tmp_path: Path, dtype: str, bits: int, intercept: int, stored: int, tag: int | None, expected_hu: int
+    tmp_path: Path,
+    dtype: str,
+    bits: int,
+    intercept: int,
+    stored: int,
+    tag: int | None,
+    expected_hu: int,
 ) -> None:
     values = (make_hu() // 2 - intercept).astype(dtype)
     expected = values.astype(int) + intercept
@@ -104,7 +131,9 @@ def test_padding_of_both_signs(
 def test_a_range_of_padding(tmp_path: Path) -> None:
     values = (make_hu() + 1024).astype(np.uint16)
     values[:, 0], values[:, 1] = 50000, 50010
-    volume = read_image(save_stored(tmp_path / "d", values, PixelPaddingValue=50000, PixelPaddingRangeLimit=50010))
+    volume = read_image(
+        save_stored(tmp_path / "d", values, PixelPaddingValue=50000, PixelPaddingRangeLimit=50010)
+    )
     assert (volume.array[:, :2] == -1024).all()
     assert np.array_equal(volume.array[:, 2:], make_hu()[:, 2:])
 
@@ -131,18 +160,24 @@ def test_overlays_of_an_mr_are_cleared_and_its_large_values_stay(tmp_path: Path)
     values = np.random.default_rng(0).integers(0, 4096, (5, 7, 9)).astype(np.uint16)
     with_overlay = values.copy()
     with_overlay[:, 2:4] |= 0x4000
-    volume = read_image(save_stored(tmp_path / "d", with_overlay, BitsStored=12, **MR), modality="mr")
+    volume = read_image(
+        save_stored(tmp_path / "d", with_overlay, BitsStored=12, **MR), modality="mr"
+    )
     assert np.array_equal(volume.array, values)
     # Of 16 bits, where none is left for an overlay: no value of an MR is meant as negative.
     large = (values * 16).astype(np.uint16)
-    assert np.array_equal(read_image(save_stored(tmp_path / "e", large, **MR), modality="mr").array, large)
+    assert np.array_equal(
+        read_image(save_stored(tmp_path / "e", large, **MR), modality="mr").array, large
+    )
 
 
 def test_padding_of_an_mr_is_its_background_whatever_its_value(tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(100, 900, (5, 7, 9)).astype(np.int16)
     padded = values.copy()
     padded[:, :2] = -2000
-    volume = read_image(save_stored(tmp_path / "d", padded, PixelPaddingValue=-2000, **MR), modality="mr")
+    volume = read_image(
+        save_stored(tmp_path / "d", padded, PixelPaddingValue=-2000, **MR), modality="mr"
+    )
     assert (volume.array[:, :2] == 0).all()
     assert np.array_equal(volume.array[:, 2:], values[:, 2:])
 
@@ -150,7 +185,10 @@ def test_padding_of_an_mr_is_its_background_whatever_its_value(tmp_path: Path) -
 def test_signed_values_without_their_sign_bits(tmp_path: Path) -> None:
     image_hu = make_hu().clip(-1024, 2000)
     cut = (image_hu.astype(np.uint16) & 0x0FFF).astype(np.int16)
-    assert np.array_equal(read_image(save_stored(tmp_path / "d", cut, BitsStored=12, RescaleIntercept=0)).array, image_hu)
+    assert np.array_equal(
+        read_image(save_stored(tmp_path / "d", cut, BitsStored=12, RescaleIntercept=0)).array,
+        image_hu,
+    )
     # With them, values may exceed what BitsStored promises.
     volume = read_image(save_stored(tmp_path / "e", make_hu(), BitsStored=12, RescaleIntercept=0))
     assert np.array_equal(volume.array, make_hu())
@@ -204,14 +242,18 @@ class TestEnhanced:
         save(enhanced(stored, self.places, rescale), tmp_path / "e.dcm")
         volume = read_image(tmp_path / "e.dcm")
         values = stored.astype(int)
-        expected = np.stack([values[index] * rescale[index][0] + rescale[index][1] for index in (1, 3, 4, 0, 2)])
+        expected = np.stack(
+            [values[index] * rescale[index][0] + rescale[index][1] for index in (1, 3, 4, 0, 2)]
+        )
         assert np.array_equal(volume.array, expected)
         assert volume.array.dtype == np.int16
         assert volume.grid.origin_xyz_mm == pytest.approx((-120.25, 33.5, 0.0))
         assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
         assert np.array_equal(read_image(tmp_path).array, expected)
 
-    @pytest.mark.parametrize("syntax", ["JPEGLosslessProcess14_1", "JPEG2000Lossless", "RLELossless"])
+    @pytest.mark.parametrize(
+        "syntax", ["JPEGLosslessProcess14_1", "JPEG2000Lossless", "RLELossless"]
+    )
     def test_compressed(self, tmp_path: Path, syntax: str) -> None:
         stored = np.random.default_rng(0).integers(0, 4000, (5, 16, 10), dtype=np.uint16)
         dataset = enhanced(stored, self.places, [(1, -1024 - index) for index in range(5)])
@@ -237,12 +279,20 @@ class TestEnhanced:
         assert np.allclose(volume.grid.direction, np.transpose([*axes, (0, 0, 1)]))
 
     def test_stacks_of_one_file_are_told_apart(self, tmp_path: Path) -> None:
-        dataset = enhanced(make_hu((6, 7, 9)), [(0, 0, 5.0 * (index % 3)) for index in range(6)], [(1, 0)] * 6, SeriesNumber=9)
+        dataset = enhanced(
+            make_hu((6, 7, 9)),
+            [(0, 0, 5.0 * (index % 3)) for index in range(6)],
+            [(1, 0)] * 6,
+            SeriesNumber=9,
+        )
         for index, group in enumerate(dataset.PerFrameFunctionalGroupsSequence):
             group.FrameContentSequence[0].TemporalPositionIndex = 1 + index // 3
         save(dataset, tmp_path / "e.dcm")
         size = "(3 slices, 5 x 0.8 x 0.648 mm)"
-        assert f"holds 2: series=9/1 time point 1 {size}; series=9/2 time point 2 {size}; choose one" in said(tmp_path)
+        assert (
+            f"holds 2: series=9/1 time point 1 {size}; series=9/2 time point 2 {size}; choose one"
+            in said(tmp_path)
+        )
         assert np.array_equal(read_image(tmp_path / "e.dcm", "9/2").array, make_hu((6, 7, 9))[3:])
 
     def test_a_missing_frame_and_a_tilt(self, tmp_path: Path) -> None:
@@ -255,12 +305,18 @@ class TestEnhanced:
         assert remarks[1].startswith("the gantry was tilted by 11.3°")
 
     def test_localiser_frames_and_frames_without_a_place(self, tmp_path: Path) -> None:
-        dataset = enhanced(make_hu(), [(0, 0, 2.5 * index) for index in range(5)], [(1, 0)] * 5, SeriesNumber=9)
-        dataset.PerFrameFunctionalGroupsSequence[0].CTImageFrameTypeSequence[0].FrameType = "ORIGINAL\\PRIMARY\\LOCALIZER\\NONE"
+        dataset = enhanced(
+            make_hu(), [(0, 0, 2.5 * index) for index in range(5)], [(1, 0)] * 5, SeriesNumber=9
+        )
+        dataset.PerFrameFunctionalGroupsSequence[0].CTImageFrameTypeSequence[
+            0
+        ].FrameType = "ORIGINAL\\PRIMARY\\LOCALIZER\\NONE"
         save(dataset, tmp_path / "e.dcm")
         volume = read_image(tmp_path)
         assert np.array_equal(volume.array, make_hu()[1:])
-        assert finding_texts(volume) == ("left out, because they are not slices of the scan: 1 x localiser (series 9)",)
+        assert finding_texts(volume) == (
+            "left out, because they are not slices of the scan: 1 x localiser (series 9)",
+        )
 
     def test_frames_without_groups_are_refused_by_name(self, tmp_path: Path) -> None:
         dataset = header(make_hu(), NumberOfFrames=5, SeriesNumber=9)

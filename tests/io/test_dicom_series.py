@@ -42,7 +42,9 @@ def test_a_medium_with_nested_folders_and_foreign_files(tmp_path: Path) -> None:
         folder = medium / "DICOM" / "PA0" / f"ST{index % 2}" / "SE0"
         folder.mkdir(parents=True, exist_ok=True)
         file.rename(folder / f"IM{index:04d}")
-    directory = header(np.zeros((4, 6), np.uint16), SOPClassUID=MediaStorageDirectoryStorage, Modality=None)
+    directory = header(
+        np.zeros((4, 6), np.uint16), SOPClassUID=MediaStorageDirectoryStorage, Modality=None
+    )
     save(directory, medium / "DICOMDIR")
     save(directory, medium / "INDEX.DIR")
     for name in ("AUTORUN.INF", "VIEWER.EXE", "DICOM/notes.txt", "DICOM/PA0/._IM0000", ".DS_Store"):
@@ -55,7 +57,9 @@ def test_a_medium_with_nested_folders_and_foreign_files(tmp_path: Path) -> None:
         assert finding_texts(volume) == ()
     assert list_inputs(medium) == [("CD 1", medium)]
     assert list_inputs(medium / "DICOMDIR") == [("CD 1", medium / "DICOMDIR")]
-    assert list_inputs(medium / "DICOM" / "PA0") == [(f"ST{i}", medium / "DICOM" / "PA0" / f"ST{i}") for i in range(2)]
+    assert list_inputs(medium / "DICOM" / "PA0") == [
+        (f"ST{i}", medium / "DICOM" / "PA0" / f"ST{i}") for i in range(2)
+    ]
     one = medium / "DICOM" / "PA0" / "ST1" / "SE0" / "IM0003"
     assert case_name(one) == "SE0"
     assert np.array_equal(read_image(one).array, make_hu()[1::2])
@@ -82,10 +86,24 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
             uid="1.2.3.1", SeriesNumber=1, SeriesDescription="Topogram", ImageType="ORIGINAL\\PRIMARY\\LOCALIZER",
         )  # fmt: skip
     own = {"SeriesNumber": 3, "SeriesDescription": "Thorax  B40f"}
-    save_slice(folder / "topogram in the series", make_hu((1, 12, 5))[0], (0, 0, 0), ((0, 1, 0), (0, 0, -1)), **own)
+    save_slice(
+        folder / "topogram in the series",
+        make_hu((1, 12, 5))[0],
+        (0, 0, 0),
+        ((0, 1, 0), (0, 0, -1)),
+        **own,
+    )
     for index in range(3):
-        save_slice(folder / f"bolus{index}", make_hu()[index], (0, 0, 99), uid="1.2.3.2", SeriesNumber=2)
-    other(folder / "dose", uid="1.2.3.9", SeriesNumber=501, SOPClassUID="1.2.840.10008.5.1.4.1.1.7", SeriesDescription="Dose")
+        save_slice(
+            folder / f"bolus{index}", make_hu()[index], (0, 0, 99), uid="1.2.3.2", SeriesNumber=2
+        )
+    other(
+        folder / "dose",
+        uid="1.2.3.9",
+        SeriesNumber=501,
+        SOPClassUID="1.2.840.10008.5.1.4.1.1.7",
+        SeriesDescription="Dose",
+    )
     other(folder / "screen", uid="1.2.3.10", SeriesNumber=502, SamplesPerPixel=3, Rows=4, Columns=2)
     other(folder / "plan", uid="1.2.3.11", SeriesNumber=503, Modality="RTSTRUCT", Rows=None)
     other(folder / "mip", uid="1.2.3.12", SeriesNumber=504)
@@ -103,21 +121,34 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
         "1 x image without a position and an orientation (series 504)",
     }
     assert own_slice.severity is Severity.warning, "it may have been a slice of the scan"
-    assert str(own_slice) == f"{LEFT_OUT}1 x single slice without neighbours (series 3 'Thorax B40f')"
+    assert (
+        str(own_slice) == f"{LEFT_OUT}1 x single slice without neighbours (series 3 'Thorax B40f')"
+    )
     assert read_image(folder, "3").findings == (own_slice,)
 
 
 @pytest.mark.parametrize("modality", ["MR", "PT", "US"])
 def test_another_modality_is_refused_by_name(tmp_path: Path, modality: str) -> None:
-    save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=modality, SeriesNumber=7, SeriesDescription="T1")
+    save_stack(
+        tmp_path / "d",
+        make_hu(),
+        HEIGHTS,
+        Modality=modality,
+        SeriesNumber=7,
+        SeriesDescription="T1",
+    )
     assert said(tmp_path / "d") == ONLY.format(f"5 x {modality} image (series 7 'T1')")
 
 
 def test_only_scouts_or_one_slice(tmp_path: Path) -> None:
-    save_stack(tmp_path / "d", make_hu(), HEIGHTS, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER", SeriesNumber=1)
+    save_stack(
+        tmp_path / "d", make_hu(), HEIGHTS, ImageType="ORIGINAL\\PRIMARY\\LOCALIZER", SeriesNumber=1
+    )
     assert said(tmp_path / "d") == ONLY.format("5 x localiser (series 1)")
     save_stack(tmp_path / "e", make_hu()[:1], HEIGHTS[:1])
-    assert said(tmp_path / "e") == ONLY.format("1 x single slice without neighbours (series 1.2.3.4)")
+    assert said(tmp_path / "e") == ONLY.format(
+        "1 x single slice without neighbours (series 1.2.3.4)"
+    )
     other(tmp_path / "f" / "palette", SeriesNumber=5, PhotometricInterpretation="PALETTE COLOR")
     assert said(tmp_path / "f") == ONLY.format("1 x colour image (series 5)")
 
@@ -125,16 +156,25 @@ def test_only_scouts_or_one_slice(tmp_path: Path) -> None:
 def test_a_modality_that_is_not_noted(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, Modality=None)
     assert np.array_equal(read_image(tmp_path / "d").array, make_hu())
-    save_stack(tmp_path / "e", make_hu(), HEIGHTS, Modality=None, SOPClassUID="1.2.840.10008.5.1.4.1.1.4")
+    save_stack(
+        tmp_path / "e", make_hu(), HEIGHTS, Modality=None, SOPClassUID="1.2.840.10008.5.1.4.1.1.4"
+    )
     assert said(tmp_path / "e") == ONLY.format("5 x image of unknown modality (series 1.2.3.4)")
 
 
 def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     soft, sharp = make_hu(), make_hu((7, 7, 9), seed=5)
-    files = save_stack(folder, soft, HEIGHTS, uid="1.2.3.4", SeriesNumber=3, SeriesDescription="Thorax B40f")
+    files = save_stack(
+        folder, soft, HEIGHTS, uid="1.2.3.4", SeriesNumber=3, SeriesDescription="Thorax B40f"
+    )
     save_stack(
-        folder / "sharp", sharp, list(1.25 * np.arange(7)), uid="1.2.3.5", SeriesNumber=12, SeriesDescription="Thorax B70f"
+        folder / "sharp",
+        sharp,
+        list(1.25 * np.arange(7)),
+        uid="1.2.3.5",
+        SeriesNumber=12,
+        SeriesDescription="Thorax B70f",
     )
     names = "series=3 'Thorax B40f' (5 slices, 2.5 x 0.8 x 0.648 mm); series=12 'Thorax B70f' (7 slices, 1.25 x 0.8 x 0.648 mm)"
     assert said(folder) == f"expected one CT series, but it holds 2: {names}; {CHOICE}"
@@ -185,7 +225,9 @@ def test_phases_of_one_series_are_told_apart(
     for part, wanted in enumerate(scans.values(), start=1):
         assert np.array_equal(read_image(tmp_path / "d", f"4/{part}").array, wanted)
         assert np.array_equal(read_image(tmp_path / "d", f"1.2.3.4/{part}").array, wanted)
-    assert np.array_equal(read_image(next((tmp_path / "d" / str(values[0])).iterdir())).array, scans[str(values[0])])
+    assert np.array_equal(
+        read_image(next((tmp_path / "d" / str(values[0])).iterdir())).array, scans[str(values[0])]
+    )
     assert "there is no series=4/3 among series=4/1" in said(tmp_path / "d", "4/3")
 
 
@@ -201,8 +243,16 @@ def test_stacks_of_other_size_or_direction(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, SeriesNumber=4)
     for index in range(3):
         axes = ((1, 0, 0), (0, 0, -1))
-        save_slice(tmp_path / "d" / f"coronal{index}", make_hu((3, 8, 6))[index], (0, 3.0 * index, 0), axes, SeriesNumber=4)
-    listed = "series=4/1 (5 slices, 2.5 x 0.8 x 0.648 mm); series=4/2 (3 slices, 3 x 0.8 x 0.648 mm)"
+        save_slice(
+            tmp_path / "d" / f"coronal{index}",
+            make_hu((3, 8, 6))[index],
+            (0, 3.0 * index, 0),
+            axes,
+            SeriesNumber=4,
+        )
+    listed = (
+        "series=4/1 (5 slices, 2.5 x 0.8 x 0.648 mm); series=4/2 (3 slices, 3 x 0.8 x 0.648 mm)"
+    )
     assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
     assert read_image(tmp_path / "d", "4/2").grid.shape == (3, 8, 6)
 
@@ -217,7 +267,9 @@ def test_labels_may_be_a_series(tmp_path: Path) -> None:
 CLEAR = "\x1b[2J"  # clears a terminal
 
 
-@pytest.mark.filterwarnings("ignore:Invalid value for VR", "ignore:The value length")  # pydicom's, when it writes
+@pytest.mark.filterwarnings(
+    "ignore:Invalid value for VR", "ignore:The value length"
+)  # pydicom's, when it writes
 def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> None:
     """In choices, remarks and refusals alike."""
     kernels = {"ConvolutionKernel": f"B{CLEAR}"}, {"ConvolutionKernel": "B70f"}
@@ -233,7 +285,14 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
     size = "(5 slices, 2.5 x 0.8 x 0.648 mm)"
     listed = rf"series=4/1 'T1\x1b[2J', kernel 'B\x1b[2J' {size}; series=4/2 'T1\x1b[2J', kernel B70f {size}"
     assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
-    save_stack(tmp_path / "e", make_hu(), HEIGHTS, uid=f"1.2{CLEAR}", Modality=f"MR{CLEAR}", SeriesDescription=70 * "x")
+    save_stack(
+        tmp_path / "e",
+        make_hu(),
+        HEIGHTS,
+        uid=f"1.2{CLEAR}",
+        Modality=f"MR{CLEAR}",
+        SeriesDescription=70 * "x",
+    )
     found = rf"5 x 'MR\x1b[2J' image (series '1.2\x1b[2J' '{57 * 'x'}...')"
     assert (
         said(tmp_path / "e")
@@ -241,7 +300,9 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
     )
     save_stack(tmp_path / "f", make_hu(), HEIGHTS, SeriesNumber=3)
     other(tmp_path / "f" / "plan", uid="1.2.3.9", SeriesDescription=CLEAR, Modality="SR")
-    assert finding_texts(read_image(tmp_path / "f")) == (rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",)
+    assert finding_texts(read_image(tmp_path / "f")) == (
+        rf"{LEFT_OUT}1 x SR object (series 1.2.3.9 '\x1b[2J')",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Invalid value for VR")
@@ -249,10 +310,15 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
     ("fields", "says"),
     [
         ({"RescaleType": CLEAR}, r"the slices have '\x1b[2J'; choose or export"),
-        ({"PixelSpacing": [1] * 200}, "cannot be read ('PixelSpacing should hold 2 numbers and holds [1.0, 1.0, 1...')"),
+        (
+            {"PixelSpacing": [1] * 200},
+            "cannot be read ('PixelSpacing should hold 2 numbers and holds [1.0, 1.0, 1...')",
+        ),
     ],
 )
-def test_a_field_of_any_length_or_content_is_told_in_short(tmp_path: Path, fields: dict[str, object], says: str) -> None:
+def test_a_field_of_any_length_or_content_is_told_in_short(
+    tmp_path: Path, fields: dict[str, object], says: str
+) -> None:
     for index in range(2):
         dataset = header(make_hu()[index])
         place(dataset, (0, 0, 2.5 * index))
@@ -275,7 +341,12 @@ def test_descriptions_in_another_alphabet(tmp_path: Path) -> None:
 
 def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
     for index, pixels in enumerate(make_hu()):
-        save_slice(tmp_path / "d" / f"{index}", pixels, (0, 0, 2.5 * index), PatientID=["A", "B", None][index % 3])
+        save_slice(
+            tmp_path / "d" / f"{index}",
+            pixels,
+            (0, 0, 2.5 * index),
+            PatientID=["A", "B", None][index % 3],
+        )
     assert said(tmp_path / "d") == (
         "expected a series of one patient, but its slices carry 2 different Patient IDs; put the files of each patient into a folder of "
         "their own."
@@ -306,17 +377,25 @@ def test_a_series_of_another_modality_is_read_where_it_is_asked_for(tmp_path: Pa
     expected = np.where(stored == stored[0, 0, 0], 0.0, 2.0 * stored)
     assert np.array_equal(read_image(tmp_path / "p", modality="mr").array, expected)
     save_stored(tmp_path / "p", stored, SeriesNumber=8, uid="1.2.3.8")
-    with pytest.raises(UserError, match="expected a MR series of at least two slices, but found only 5 x CT image"):
+    with pytest.raises(
+        UserError, match="expected a MR series of at least two slices, but found only 5 x CT image"
+    ):
         read_image(tmp_path / "p", modality="mr")
 
 
 def test_echoes_of_one_series_are_told_apart(tmp_path: Path) -> None:
     for echo_ms in (10.0, 90.0):
         save_stack(
-            tmp_path / f"d/{echo_ms}", make_hu(seed=int(echo_ms)), HEIGHTS, Modality="MR", SeriesNumber=2, EchoTime=echo_ms
+            tmp_path / f"d/{echo_ms}",
+            make_hu(seed=int(echo_ms)),
+            HEIGHTS,
+            Modality="MR",
+            SeriesNumber=2,
+            EchoTime=echo_ms,
         )
     with pytest.raises(
-        UserError, match=r"expected one MR series, but it holds 2: series=2/1 echo time 10 .*; series=2/2 echo time 90 "
+        UserError,
+        match=r"expected one MR series, but it holds 2: series=2/1 echo time 10 .*; series=2/2 echo time 90 ",
     ):
         read_image(tmp_path / "d", modality="mr")
     assert np.array_equal(read_image(tmp_path / "d", "2/2", "mr").array, make_hu(seed=90))
@@ -329,5 +408,8 @@ def test_any_modality_but_no_object_without_an_image(tmp_path: Path) -> None:
     assert np.array_equal(volume.array, make_hu())
     assert finding_texts(volume) == (LEFT_OUT + "1 x RTDOSE object (series 9)",)
     (tmp_path / "d" / "dose").rename(tmp_path / "dose")
-    with pytest.raises(UserError, match="expected a scan series of at least two slices, but found only 1 x RTDOSE object"):
+    with pytest.raises(
+        UserError,
+        match="expected a scan series of at least two slices, but found only 1 x RTDOSE object",
+    ):
         read_image(tmp_path / "dose", modality="other")

@@ -33,7 +33,11 @@ def smooth(shape: tuple[int, int, int], points_xyz_mm: np.ndarray | None = None)
     return np.rint(3 * x + 5 * y + 7 * z - 100).astype(np.int16)
 
 
-def pixel_points(shape: tuple[int, int], position_xyz_mm: np.ndarray, spacing_mm: tuple[float, float] = SPACING_MM) -> np.ndarray:
+def pixel_points(
+    shape: tuple[int, int],
+    position_xyz_mm: np.ndarray,
+    spacing_mm: tuple[float, float] = SPACING_MM,
+) -> np.ndarray:
     """World points of the pixels of an axial slice."""
     rows, columns = np.indices(shape)
     flat = np.stack([columns * spacing_mm[1], rows * spacing_mm[0], np.zeros(shape)], axis=-1)
@@ -49,7 +53,9 @@ def refused(path: Path, sentence: str) -> None:
 @pytest.mark.parametrize(("number", "name"), list(enumerate(DIRECTIONS)))
 def test_every_voxel_keeps_its_place(tmp_path: Path, number: int, name: str) -> None:
     shape = SHAPES[number % len(SHAPES)]
-    grid = VoxelGrid(shape, (2.5, 0.8, 0.6484375), (-120.25, 33.5, -1434.5), DIRECTIONS[name].tolist())
+    grid = VoxelGrid(
+        shape, (2.5, 0.8, 0.6484375), (-120.25, 33.5, -1434.5), DIRECTIONS[name].tolist()
+    )
     save_grid(tmp_path / "CT", make_hu(shape), grid)
     volume = read_image(tmp_path / "CT")
     assert volume.array.dtype == np.int16
@@ -57,12 +63,16 @@ def test_every_voxel_keeps_its_place(tmp_path: Path, number: int, name: str) -> 
     indices = np.indices(shape).reshape(3, -1).T
     found = volume.grid.world_to_index_zyx(grid.index_to_world_xyz_mm(indices))
     assert np.abs(found - np.rint(found)).max() < 1e-4
-    assert np.array_equal(volume.array[tuple(np.rint(found).astype(int).T)], make_hu(shape)[tuple(indices.T)])
+    assert np.array_equal(
+        volume.array[tuple(np.rint(found).astype(int).T)], make_hu(shape)[tuple(indices.T)]
+    )
 
 
 def test_itk_reads_the_same(tmp_path: Path) -> None:
     sitk = pytest.importorskip("SimpleITK")
-    grid = VoxelGrid((5, 7, 9), (2.5, 0.8, 0.6484375), (-120.25, 33.5, -1434.5), rotation(0.4, -0.25).tolist())
+    grid = VoxelGrid(
+        (5, 7, 9), (2.5, 0.8, 0.6484375), (-120.25, 33.5, -1434.5), rotation(0.4, -0.25).tolist()
+    )
     save_grid(tmp_path, make_hu(), grid)
     reader = sitk.ImageSeriesReader()
     reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(tmp_path)))
@@ -121,7 +131,9 @@ def test_what_is_filled_in_is_the_mean_of_the_neighbours(tmp_path: Path) -> None
         ),
     ],
 )
-def test_wide_and_many_gaps_are_refused(tmp_path: Path, step_mm: float, missing: list[int], sentence: str) -> None:
+def test_wide_and_many_gaps_are_refused(
+    tmp_path: Path, step_mm: float, missing: list[int], sentence: str
+) -> None:
     files = save_stack(tmp_path / "d", make_hu((30, 7, 9)), list(step_mm * np.arange(30)))
     for index in missing:
         files[index].unlink()
@@ -130,19 +142,26 @@ def test_wide_and_many_gaps_are_refused(tmp_path: Path, step_mm: float, missing:
 
 def test_uneven_slices_are_laid_on_an_even_grid(tmp_path: Path) -> None:
     heights = np.array([0, 1.0, 2.3, 3.0, 4.2, 5.0, 6.0, 7.0, 8.3, 9.0])
-    points = np.stack([pixel_points((7, 9), np.array([-120.25, 33.5, height])) for height in heights])
+    points = np.stack(
+        [pixel_points((7, 9), np.array([-120.25, 33.5, height])) for height in heights]
+    )
     save_stack(tmp_path / "d", smooth((10, 7, 9), points), list(heights))
     volume = read_image(tmp_path / "d")
     assert volume.grid.shape == (10, 7, 9)
     assert volume.grid.spacing_mm[0] == pytest.approx(1.0)
-    expected = smooth(volume.grid.shape, volume.grid.index_to_world_xyz_mm(np.moveaxis(np.indices(volume.grid.shape), 0, -1)))
+    expected = smooth(
+        volume.grid.shape,
+        volume.grid.index_to_world_xyz_mm(np.moveaxis(np.indices(volume.grid.shape), 0, -1)),
+    )
     assert np.abs(volume.array - expected).max() <= 1
     says = "the slices lie 0.70 to 1.30 mm apart: 3 of 10 were interpolated linearly onto an even grid of 1.00 mm"
     assert finding_texts(volume) == (says,)
 
 
 def test_two_distances_in_one_stack_are_refused(tmp_path: Path) -> None:
-    files = save_stack(tmp_path / "d", make_hu((9, 7, 9)), [0, 5, 10, 15, 20, 25, 26.25, 27.5, 28.75])
+    files = save_stack(
+        tmp_path / "d", make_hu((9, 7, 9)), [0, 5, 10, 15, 20, 25, 26.25, 27.5, 28.75]
+    )
     refused(
         tmp_path / "d",
         f"expected evenly spaced slices, but '{files[5].name}' and '{files[6].name}' are 1.250 mm apart where 5.000 mm are usual "
@@ -206,8 +225,13 @@ def test_a_tilted_gantry(tmp_path: Path, slant: tuple[float, float]) -> None:
     assert np.abs(volume.array[tuple(np.moveaxis(near, -1, 0))][inner] - expected[inner]).max() <= 1
     outside = np.ones(volume.grid.shape, dtype=bool)
     for step in np.ndindex(2, 2):
-        y, x = (np.clip(np.floor(index[..., axis + 1] + 1e-6).astype(int) + step[axis], 0, None) for axis in range(2))
-        outside[near[..., 0], np.minimum(y, outside.shape[1] - 1), np.minimum(x, outside.shape[2] - 1)] = False
+        y, x = (
+            np.clip(np.floor(index[..., axis + 1] + 1e-6).astype(int) + step[axis], 0, None)
+            for axis in range(2)
+        )
+        outside[
+            near[..., 0], np.minimum(y, outside.shape[1] - 1), np.minimum(x, outside.shape[2] - 1)
+        ] = False
     assert (volume.array[outside] == -1024).all()
 
 
@@ -230,12 +254,16 @@ def test_a_slant_within_rounding_stays(tmp_path: Path) -> None:
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
     assert finding_texts(volume) == ()
-    assert volume.grid.index_to_world_xyz_mm((4, 0, 0)) == pytest.approx((-120.25, 33.5 + 0.008, 10.0))
+    assert volume.grid.index_to_world_xyz_mm((4, 0, 0)) == pytest.approx(
+        (-120.25, 33.5 + 0.008, 10.0)
+    )
 
 
 def test_slices_beside_each_other(tmp_path: Path) -> None:
     image_hu = make_hu()
-    for index, x_mm in enumerate((0.0, 0.0, 2 * SPACING_MM[1], 2 * SPACING_MM[1], 2 * SPACING_MM[1])):
+    for index, x_mm in enumerate(
+        (0.0, 0.0, 2 * SPACING_MM[1], 2 * SPACING_MM[1], 2 * SPACING_MM[1])
+    ):
         save_slice(tmp_path / "d" / str(index), image_hu[index], (x_mm, 0.0, 2.5 * index))
     volume = read_image(tmp_path / "d")
     assert volume.grid.shape == (5, 7, 11)
@@ -267,6 +295,8 @@ def test_negative_intensities_of_another_modality_survive_a_missing_slice(tmp_pa
     image = make_hu()
     save_stack(tmp_path / "d", image, list(2.5 * np.arange(len(image))))
     sorted((tmp_path / "d").iterdir())[2].unlink()
-    hu, other = (read_image(tmp_path / "d", modality=modality).array for modality in ("ct", "other"))
+    hu, other = (
+        read_image(tmp_path / "d", modality=modality).array for modality in ("ct", "other")
+    )
     assert other.min() < -500
     assert np.array_equal(np.maximum(other, -1024), hu)

@@ -59,7 +59,9 @@ def add_unreadable(folder: Path, kind: str) -> tuple[list[Path], str]:
 
 
 @pytest.mark.parametrize("kind", ["no HU", "no spacing", "truncated"])
-def test_a_series_that_cannot_be_read_is_refused_where_it_is_chosen(tmp_path: Path, kind: str) -> None:
+def test_a_series_that_cannot_be_read_is_refused_where_it_is_chosen(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "d"
     chest = save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3)
     files, sentence = add_unreadable(folder, kind)
@@ -109,7 +111,10 @@ def names(style: str) -> list[str]:
     if style == "letters":
         return ["IM00000E", "IM00000F", "IM00000G", "IM00000Z", "IM000010"]
     return [
-        {"plain": f"IM{index:04d}", "uid": f"1.2.840.{index}", "hash": f"{index}f0c{9 - index}ab"}[style] for index in range(5)
+        {"plain": f"IM{index:04d}", "uid": f"1.2.840.{index}", "hash": f"{index}f0c{9 - index}ab"}[
+            style
+        ]
+        for index in range(5)
     ]
 
 
@@ -147,7 +152,9 @@ def test_foreign_files_are_passed_over(tmp_path: Path, style: str) -> None:
 @pytest.mark.parametrize("style", ["plain", "suffix", "letters", "uid", "hash"])
 @pytest.mark.parametrize("which", [[0], [2], [4], [3, 4]])
 @pytest.mark.parametrize("num_bytes", [0, 100, 131])
-def test_a_copy_that_broke_off_before_its_header(tmp_path: Path, style: str, which: list[int], num_bytes: int) -> None:
+def test_a_copy_that_broke_off_before_its_header(
+    tmp_path: Path, style: str, which: list[int], num_bytes: int
+) -> None:
     files = write(tmp_path / "d", style)
     for index in which:
         cut(files[index], num_bytes)
@@ -160,9 +167,18 @@ def test_a_copy_that_broke_off_before_its_header(tmp_path: Path, style: str, whi
 @pytest.mark.parametrize("which", [0, 2, 4])
 @pytest.mark.parametrize(
     ("num_bytes", "sentence"),
-    [(132, NO_IMAGE), (300, CUT_HEADER), (594, NO_IMAGE), (645, NO_PIXELS), (720, CUT_PIXELS), (-1, CUT_PIXELS)],
+    [
+        (132, NO_IMAGE),
+        (300, CUT_HEADER),
+        (594, NO_IMAGE),
+        (645, NO_PIXELS),
+        (720, CUT_PIXELS),
+        (-1, CUT_PIXELS),
+    ],
 )
-def test_a_copy_that_broke_off_later(tmp_path: Path, which: int, num_bytes: int, sentence: str) -> None:
+def test_a_copy_that_broke_off_later(
+    tmp_path: Path, which: int, num_bytes: int, sentence: str
+) -> None:
     files = write(tmp_path / "d", "plain")
     cut(files[which], num_bytes)
     for path in (tmp_path / "d", files[1]):
@@ -175,18 +191,29 @@ def test_no_length_of_a_broken_copy_is_missed(tmp_path: Path) -> None:
     for num_bytes in range(0, len(data), 9):
         last.write_bytes(data[:num_bytes])
         assert re.fullmatch(
-            f"{last}: (expected a slice|the DICOM file (is truncated|cannot be read)).* again( or remove it)?", said(last.parent)
+            f"{last}: (expected a slice|the DICOM file (is truncated|cannot be read)).* again( or remove it)?",
+            said(last.parent),
         )
 
 
 @pytest.mark.parametrize(
-    "syntax", ["JPEGLosslessProcess14_1", "JPEGLSLossless", "JPEG2000Lossless", "DeflatedExplicitVRLittleEndian"]
+    "syntax",
+    [
+        "JPEGLosslessProcess14_1",
+        "JPEGLSLossless",
+        "JPEG2000Lossless",
+        "DeflatedExplicitVRLittleEndian",
+    ],
 )
 @pytest.mark.parametrize("which", [0, 2, 4])
-def test_a_copy_of_a_compressed_slice_that_broke_off(tmp_path: Path, syntax: str, which: int) -> None:
+def test_a_copy_of_a_compressed_slice_that_broke_off(
+    tmp_path: Path, syntax: str, which: int
+) -> None:
     plain = save_stack(tmp_path / "plain", make_hu((5, 16, 24)), HEIGHTS)
     (tmp_path / "d").mkdir()
-    files = [save_by_gdcm(file, tmp_path / "d" / f"{index}", syntax) for index, file in enumerate(plain)]
+    files = [
+        save_by_gdcm(file, tmp_path / "d" / f"{index}", syntax) for index, file in enumerate(plain)
+    ]
     assert read_image(tmp_path / "d").grid.shape == (5, 16, 24)
     data = files[which].read_bytes()
     for share in (0.05, 0.2, 0.5, 0.9, 0.97):
@@ -228,7 +255,9 @@ def test_a_broken_file_is_one_of_its_folder(tmp_path: Path) -> None:
 
 def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
     save_stack(tmp_path, make_hu(), HEIGHTS)
-    protocol = header(make_hu()[0], SOPClassUID="1.2.840.10008.5.1.4.1.1.200.2", Modality="CTPROTOCOL")
+    protocol = header(
+        make_hu()[0], SOPClassUID="1.2.840.10008.5.1.4.1.1.200.2", Modality="CTPROTOCOL"
+    )
     del protocol.Rows, protocol.Columns, protocol.PixelData
     save(protocol, tmp_path / "protocol")
     assert finding_texts(read_image(tmp_path)) == (
@@ -239,12 +268,20 @@ def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
 def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
     """What is no CT image may well have no pixels."""
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, SeriesNumber=3)
-    raw = header(np.zeros((4, 6), np.uint16), uid="1.2.3.6", SeriesNumber=6, SOPClassUID="1.2.840.10008.5.1.4.1.1.66", Rows=None)
+    raw = header(
+        np.zeros((4, 6), np.uint16),
+        uid="1.2.3.6",
+        SeriesNumber=6,
+        SOPClassUID="1.2.840.10008.5.1.4.1.1.66",
+        Rows=None,
+    )
     del raw.PixelData
     save(raw, tmp_path / "d" / "raw")
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, make_hu())
-    assert finding_texts(volume) == ("left out, because they are not slices of the scan: 1 x object without an image (series 6)",)
+    assert finding_texts(volume) == (
+        "left out, because they are not slices of the scan: 1 x object without an image (series 6)",
+    )
 
 
 def test_a_file_of_unknown_series_may_belong_to_the_chosen_study(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def only_once(function: Callable[..., object]) -> Callable[..., object]:
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("where", ["the voxels", "os.fsync", "os.replace"])
 @pytest.mark.parametrize("has_old", [True, False])
-def test_a_full_disk(tmp_path: Path, suffix: str, where: str, has_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(
+    tmp_path: Path, suffix: str, where: str, has_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / f"labels{suffix}"
     if has_old:
         write_labels(path, make_labels(), make_grid(np.eye(3)))
@@ -87,16 +89,23 @@ def test_a_full_disk(tmp_path: Path, suffix: str, where: str, has_old: bool, mon
     told = sentence(path, 1 - make_labels() // 2)
     name = told.split(":")[0]
     assert name in (f"labels{suffix}", "labels.zraw", "labels-2.zraw")
-    assert told == f"{name}: cannot be written (No space left on device); check the folder, its permissions and its space."
+    assert (
+        told
+        == f"{name}: cannot be written (No space left on device); check the folder, its permissions and its space."
+    )
     monkeypatch.undo()
     assert contents(tmp_path) == before
 
 
-def test_a_pair_of_which_only_one_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_which_only_one_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_labels(tmp_path / "labels.mhd", make_labels(), make_grid(np.eye(3)))
     before = contents(tmp_path)
     monkeypatch.setattr("os.replace", only_once(os.replace))
-    assert sentence(tmp_path / "labels.mhd", 1 - make_labels() // 2).startswith("labels.mhd: cannot be written (No space left")
+    assert sentence(tmp_path / "labels.mhd", 1 - make_labels() // 2).startswith(
+        "labels.mhd: cannot be written (No space left"
+    )
     monkeypatch.undo()
     assert contents(tmp_path) == before
 
@@ -116,7 +125,10 @@ def test_a_file_that_may_not_grow(tmp_path: Path, suffix: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reason = "_nrrdGzWrite: failed to write to file" if suffix == ".nrrd" else "File too large"
-    assert told == f"labels{suffix}: cannot be written ({reason}); check the folder, its permissions and its space."
+    assert (
+        told
+        == f"labels{suffix}: cannot be written ({reason}); check the folder, its permissions and its space."
+    )
     assert contents(tmp_path) == before
 
 
@@ -161,14 +173,18 @@ def test_a_process_that_is_ended_while_it_writes(tmp_path: Path, number: signal.
     process.communicate(timeout=60)
     assert process.returncode == {signal.SIGTERM: 143}.get(number, -number)
     after = contents(tmp_path)
-    if number == signal.SIGKILL:  # nobody can tidy up then, but nothing takes what is left for a scan
+    if (
+        number == signal.SIGKILL
+    ):  # nobody can tidy up then, but nothing takes what is left for a scan
         assert next(name for name in after if name not in before).startswith(".medseg-")
         assert list_inputs(tmp_path) == [("a", path)]
         after = {name: content for name, content in after.items() if name in before}
     assert after == before
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(
+    tmp_path: Path,
+) -> None:
     for name, age_s in (("old.part", 4000), ("new.part", 3000), ("old.nii", 4000)):
         path = tmp_path / f".medseg-{name}"
         path.write_bytes(b"half")
@@ -180,13 +196,26 @@ def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(tm
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     tail = "; check the folder, its permissions and its space."
     (tmp_path / "file").write_bytes(b"kept")
-    assert sentence(tmp_path / "file" / "a.nii") == f"a.nii: cannot be written (a part of its path is a file){tail}"
+    assert (
+        sentence(tmp_path / "file" / "a.nii")
+        == f"a.nii: cannot be written (a part of its path is a file){tail}"
+    )
     (tmp_path / "a.nii").mkdir()
-    assert sentence(tmp_path / "a.nii") == "a.nii: cannot be written, since it is a folder or a device; choose another name."
-    assert sentence(tmp_path / ("n" * 300 + ".nii")).endswith(f".nii: cannot be written (File name too long){tail}")
+    assert (
+        sentence(tmp_path / "a.nii")
+        == "a.nii: cannot be written, since it is a folder or a device; choose another name."
+    )
+    assert sentence(tmp_path / ("n" * 300 + ".nii")).endswith(
+        f".nii: cannot be written (File name too long){tail}"
+    )
     (tmp_path / "b.nii").symlink_to("/dev/null")
-    assert sentence(tmp_path / "b.nii") == "b.nii: cannot be written, since it is a folder or a device; choose another name."
-    with pytest.raises(UserError, match=r"file/out: cannot be written \(a part of its path is a file\)"):
+    assert (
+        sentence(tmp_path / "b.nii")
+        == "b.nii: cannot be written, since it is a folder or a device; choose another name."
+    )
+    with pytest.raises(
+        UserError, match=r"file/out: cannot be written \(a part of its path is a file\)"
+    ):
         check_writable(tmp_path / "file" / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a.nii", "b.nii", "file"]
     assert (tmp_path / "file").read_bytes() == b"kept"
@@ -194,7 +223,10 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_place_that_even_root_cannot_write() -> None:
-    with pytest.raises(UserError, match=r"^/proc/medseg/a\.nii: cannot be written \(No such file or directory\); check"):
+    with pytest.raises(
+        UserError,
+        match=r"^/proc/medseg/a\.nii: cannot be written \(No such file or directory\); check",
+    ):
         write_labels(Path("/proc/medseg/a.nii"), make_labels(), make_grid(np.eye(3)))
 
 
@@ -212,7 +244,9 @@ def test_a_pair_of_files_is_replaced_as_one(tmp_path: Path) -> None:
     grid = make_grid(np.eye(3))
     (tmp_path / "a.zraw").write_bytes(b"of another program")
     write_labels(tmp_path / "a.mhd", make_labels(), grid)
-    assert sorted(contents(tmp_path)) == ["a-2.zraw", "a.mhd", "a.zraw"], "what another program wrote stays"
+    assert sorted(contents(tmp_path)) == ["a-2.zraw", "a.mhd", "a.zraw"], (
+        "what another program wrote stays"
+    )
     for labels in (1 - make_labels() // 2, make_labels()):
         write_labels(tmp_path / "a.mhd", labels, grid)
         assert np.array_equal(read_labels(tmp_path / "a.mhd").array, labels)
@@ -232,7 +266,9 @@ def test_a_scan_that_is_too_long_for_nifti_1(length: int, version: int, tmp_path
     assert type(image) is {1: nib.Nifti1Image, 2: nib.Nifti2Image}[version]
     assert np.array_equal(np.asarray(image.dataobj).T, labels)
     last_ras = (image.affine @ [length - 1, 1, 1, 1])[:3]
-    assert np.allclose(last_ras * [-1, -1, 1], grid.index_to_world_xyz_mm((1, 1, length - 1)), atol=0.01)
+    assert np.allclose(
+        last_ras * [-1, -1, 1], grid.index_to_world_xyz_mm((1, 1, length - 1)), atol=0.01
+    )
 
 
 def test_text_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,9 @@ def test_nifti_1(tmp_path: Path, name: str) -> None:
     save_nifti(path, make_hu(), **NIFTI_CASES[name])
     scan = read_image(path)
     assert np.array_equal(scan.array, make_hu())
-    assert scan.grid.is_close(load_itk(path)[1], 2e-3 if "micro" not in name else 2.0), "ITK reads another place"
+    assert scan.grid.is_close(load_itk(path)[1], 2e-3 if "micro" not in name else 2.0), (
+        "ITK reads another place"
+    )
     for suffix in (".nii", ".nii.gz"):
         write_labels(tmp_path / f"out{suffix}", make_labels(), scan.grid, scan.header)
     old, new = path.read_bytes(), (tmp_path / "out.nii").read_bytes()
@@ -83,7 +85,9 @@ def test_nifti_1(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("endianness", ["<", ">"])
 @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
-def test_nifti_of_either_version_and_byte_order(tmp_path: Path, kind: type, endianness: str) -> None:
+def test_nifti_of_either_version_and_byte_order(
+    tmp_path: Path, kind: type, endianness: str
+) -> None:
     path = tmp_path / "scan.nii.gz"
     save_nifti(path, make_hu(), q=(TURNED, 1), s=(LIFTED, 2), kind=kind, endianness=endianness)
     scan = read_image(path)
@@ -93,7 +97,16 @@ def test_nifti_of_either_version_and_byte_order(tmp_path: Path, kind: type, endi
     old, new = nib.load(path), nib.load(tmp_path / "out.nii.gz")
     assert type(new) is kind
     assert new.header.endianness == old.header.endianness == endianness
-    for field in ("pixdim", "qform_code", "sform_code", "quatern_b", "qoffset_x", "srow_x", "srow_z", "xyzt_units"):
+    for field in (
+        "pixdim",
+        "qform_code",
+        "sform_code",
+        "quatern_b",
+        "qoffset_x",
+        "srow_x",
+        "srow_z",
+        "xyzt_units",
+    ):
         assert new.header[field].tobytes() == old.header[field].tobytes(), field
     assert np.array_equal(np.asarray(new.dataobj).T, make_labels())
 
@@ -104,7 +117,10 @@ def test_a_nifti_2_file_that_was_copied_as_text_is_refused(tmp_path: Path) -> No
     data = path.read_bytes()
     assert data[4:12] == b"n+2\0\r\n\x1a\n"
     path.write_bytes(data[:8] + b"\n\x1a\n\0" + data[12:])
-    with pytest.raises(UserError, match="the line ends of the NIfTI-2 header were changed, as by a transfer in text mode"):
+    with pytest.raises(
+        UserError,
+        match="the line ends of the NIfTI-2 header were changed, as by a transfer in text mode",
+    ):
         read_image(path)
 
 
@@ -126,19 +142,34 @@ NRRD_LINES = {
         'space units: "mm" "mm" "mm"',
         "centerings: cell cell cell",
     ],
-    "las": ["space: LAS", "space directions: (0.7,0,0) (0,0.8,0) (0,0,-2.5)", "space origin: (1,2,3)"],
+    "las": [
+        "space: LAS",
+        "space directions: (0.7,0,0) (0,0.8,0) (0,0,-2.5)",
+        "space origin: (1,2,3)",
+    ],
     "no space": ["spacings: 0.70 0.80 2.5"],
     "no space, with bounds": ["spacings: 0.70 0.80 2.5", "axis mins: 1 2 3"],
-    "scanner": ["space dimension: 3", "space directions: (0.7,0,0) (0,0.8,0) (0,0,2.5)", "space origin: (1,2,3)"],
+    "scanner": [
+        "space dimension: 3",
+        "space directions: (0.7,0,0) (0,0.8,0) (0,0,2.5)",
+        "space origin: (1,2,3)",
+    ],
 }
 
 
-def save_nrrd(path: Path, lines: list[str], data: bytes, type_name: str = "short", encoding: str = "raw") -> None:
+def save_nrrd(
+    path: Path, lines: list[str], data: bytes, type_name: str = "short", encoding: str = "raw"
+) -> None:
     """Write a NRRD file by hand."""
     head = ["NRRD0004", "# a comment: no field", f"type: {type_name}", "dimension: 3"]
     if lines and lines[0].startswith("space"):
         head.append(lines[0])
-    head += ["sizes: 9 7 5", *[line for line in lines if line not in head], "endian: little", f"encoding: {encoding}"]
+    head += [
+        "sizes: 9 7 5",
+        *[line for line in lines if line not in head],
+        "endian: little",
+        f"encoding: {encoding}",
+    ]
     path.write_bytes("\n".join([*head, "note:=space: nowhere"]).encode() + b"\n\n" + data)
 
 
@@ -171,8 +202,16 @@ META_LINES = {
         "AnatomicalOrientation = RAI",
         "ElementSpacing = 1.3660 1.366 2.50",
     ],
-    "old names": ["Position = -1 2 3.50", "Orientation = -1 0 0 0 1 0 0 0 1", "ElementSize = 0.7 0.8 2.5"],
-    "oldest names": ["Origin = -1 2 3.50", "Rotation = 0 1 0 1 0 0 0 0 1", "ElementSpacing = 0.7 0.8 2.5"],
+    "old names": [
+        "Position = -1 2 3.50",
+        "Orientation = -1 0 0 0 1 0 0 0 1",
+        "ElementSize = 0.7 0.8 2.5",
+    ],
+    "oldest names": [
+        "Origin = -1 2 3.50",
+        "Rotation = 0 1 0 1 0 0 0 0 1",
+        "ElementSpacing = 0.7 0.8 2.5",
+    ],
 }
 
 
@@ -180,7 +219,13 @@ META_LINES = {
 @pytest.mark.parametrize("suffix", [".mha", ".mhd"])
 def test_metaimage(tmp_path: Path, name: str, suffix: str) -> None:
     path = tmp_path / f"scan{suffix}"
-    head = ["ObjectType = Image", "NDims = 3", "BinaryData = True", "BinaryDataByteOrderMSB = True", *META_LINES[name]]
+    head = [
+        "ObjectType = Image",
+        "NDims = 3",
+        "BinaryData = True",
+        "BinaryDataByteOrderMSB = True",
+        *META_LINES[name],
+    ]
     head += ["DimSize = 9 7 5", "ElementType = MET_SHORT"]
     data = make_hu().astype(">i2").tobytes()
     if suffix == ".mha":
@@ -221,9 +266,15 @@ def test_rounded_decimals_in_a_header_move_no_corner(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float64])
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
-def test_each_volume_of_a_4d_file_is_read_by_its_number(dtype: type, suffix: str, tmp_path: Path) -> None:
-    volumes = np.random.default_rng(0).integers(0, 200, (3, 4, 5, 6)).astype(dtype)  # channel, z, y, x
+def test_each_volume_of_a_4d_file_is_read_by_its_number(
+    dtype: type, suffix: str, tmp_path: Path
+) -> None:
+    volumes = (
+        np.random.default_rng(0).integers(0, 200, (3, 4, 5, 6)).astype(dtype)
+    )  # channel, z, y, x
     nib.save(nib.Nifti1Image(volumes.transpose(3, 2, 1, 0), FLIPPED), tmp_path / f"scan{suffix}")
     for channel, expected in enumerate(volumes):
-        volume = read_image(tmp_path / f"scan{suffix}", modality="mr", channel=channel, num_channels=3)
+        volume = read_image(
+            tmp_path / f"scan{suffix}", modality="mr", channel=channel, num_channels=3
+        )
         np.testing.assert_array_equal(volume.array, expected)

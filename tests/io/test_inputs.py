@@ -64,7 +64,9 @@ def test_a_folder_of_scans(tmp_path: Path) -> None:
     for name in ("cases.csv", "b.json", "._b.nii.gz", ".DS_Store", "notes.txt"):
         (tmp_path / name).write_text("no scan")
     assert [name for name, _ in list_inputs(tmp_path)] == ["C", "a", "b", "bb", "d.1"]
-    assert all(np.array_equal(read_image(path).array, make_hu()) for _, path in list_inputs(tmp_path))
+    assert all(
+        np.array_equal(read_image(path).array, make_hu()) for _, path in list_inputs(tmp_path)
+    )
 
 
 def test_a_folder_of_each_case_has_its_image(tmp_path: Path) -> None:
@@ -137,7 +139,10 @@ def test_nothing_to_read(tmp_path: Path) -> None:
         ),
         (tmp_path / "nowhere", "this file or folder does not exist; check the path."),
         (tmp_path / "nowhere.nrrd", "this file or folder does not exist; check the path."),
-        (tmp_path / "cases.csv", f"expected {suffixes} or a DICOM series, got a file of another kind."),
+        (
+            tmp_path / "cases.csv",
+            f"expected {suffixes} or a DICOM series, got a file of another kind.",
+        ),
     ):
         with pytest.raises(UserError) as caught:
             list_inputs(path)
@@ -150,7 +155,9 @@ def test_a_level_too_high_is_answered_with_the_folders_that_hold_scans(tmp_path:
         list_inputs(tmp_path)
 
 
-def test_a_folder_that_may_not_be_looked_into_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_looked_into_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `lost+found` of a disk does."""
     write_image(tmp_path / "a.nii.gz", make_hu(), make_grid(np.eye(3)))
     (tmp_path / "lost+found").mkdir()
@@ -166,7 +173,9 @@ def test_a_folder_that_may_not_be_looked_into_fails_alone(tmp_path: Path, monkey
     with pytest.raises(UserError) as caught:
         read_image(tmp_path / "lost+found")
     said = "cannot be read (Permission denied); check"
-    assert str(caught.value) == f"{tmp_path}/lost+found: the file {said} the file and its permissions."
+    assert (
+        str(caught.value) == f"{tmp_path}/lost+found: the file {said} the file and its permissions."
+    )
     with pytest.raises(UserError) as caught:
         list_inputs(tmp_path / "lost+found")
     assert str(caught.value) == f"{tmp_path}/lost+found: {said} the path and its permissions."

@@ -16,8 +16,17 @@ from medseg.io.label_table import Structure, nifti_extension
 from medseg.io.read import read_labels
 from medseg.io.write import write_image, write_labels
 
-TABLE = [Structure("left_lung", 1, "#38bdf8"), Structure("a < b & ]]>", 2, "#fb923c"), Structure("empty", 3, "#000000")]
-GRID = VoxelGrid((5, 7, 9), (3.0, 0.5, 0.7), (-10.0, 20.0, 30.0), ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0)))
+TABLE = [
+    Structure("left_lung", 1, "#38bdf8"),
+    Structure("a < b & ]]>", 2, "#fb923c"),
+    Structure("empty", 3, "#000000"),
+]
+GRID = VoxelGrid(
+    (5, 7, 9),
+    (3.0, 0.5, 0.7),
+    (-10.0, 20.0, 30.0),
+    ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0)),
+)
 
 
 @pytest.fixture
@@ -28,16 +37,23 @@ def labels() -> np.ndarray:
 
 
 @pytest.mark.parametrize("suffix", [".nii.gz", ".nii"])
-def test_nifti_carries_the_table_and_the_same_voxels(tmp_path: Path, labels: np.ndarray, suffix: str) -> None:
+def test_nifti_carries_the_table_and_the_same_voxels(
+    tmp_path: Path, labels: np.ndarray, suffix: str
+) -> None:
     path = tmp_path / f"a{suffix}"
     write_labels(path, labels, GRID, structures=TABLE)
     image = nibabel.load(path)
     (extension,) = image.header.extensions
     assert extension.get_code() == 0
     content = extension.get_content()
-    entries = ElementTree.fromstring((content if isinstance(content, bytes) else content.encode()).rstrip(b"\0")).iter("Label")
+    entries = ElementTree.fromstring(
+        (content if isinstance(content, bytes) else content.encode()).rstrip(b"\0")
+    ).iter("Label")
     found = {
-        int(one.get("Key", "")): (one.text, [round(255 * float(one.get(channel, ""))) for channel in ("Red", "Green", "Blue")])
+        int(one.get("Key", "")): (
+            one.text,
+            [round(255 * float(one.get(channel, ""))) for channel in ("Red", "Green", "Blue")],
+        )
         for one in entries
     }
     assert found == {entry.value: (entry.name, list(entry.rgb)) for entry in TABLE}
@@ -75,7 +91,11 @@ def test_slicer_gets_a_segmentation(tmp_path: Path, labels: np.ndarray) -> None:
     assert fields["Segment0_Name"] == fields["Segment0_ID"] == "left_lung"
     assert fields["Segment0_LabelValue"] == "1"
     assert fields["Segment0_Extent"] == "4 4 2 5 1 2"
-    assert [round(255 * float(part)) for part in fields["Segment1_Color"].split()] == [0xFB, 0x92, 0x3C]
+    assert [round(255 * float(part)) for part in fields["Segment1_Color"].split()] == [
+        0xFB,
+        0x92,
+        0x3C,
+    ]
     assert fields["Segment2_Extent"] == "0 -1 0 -1 0 -1"
     assert fields["Segmentation_ContainedRepresentationNames"] == "Binary labelmap|"
     assert "Segment3_ID" not in fields
@@ -89,7 +109,9 @@ def test_a_plain_nrrd_has_no_segments(tmp_path: Path, labels: np.ndarray) -> Non
     assert b"Segment" not in (tmp_path / "a.nrrd").read_bytes()
 
 
-def test_a_segmentation_of_slicer_is_no_scan_of_its_folder(tmp_path: Path, labels: np.ndarray) -> None:
+def test_a_segmentation_of_slicer_is_no_scan_of_its_folder(
+    tmp_path: Path, labels: np.ndarray
+) -> None:
     write_image(tmp_path / "ct.nrrd", labels.astype(np.int16), GRID)
     write_labels(tmp_path / "ct.seg.nrrd", labels, GRID, structures=TABLE)
     assert list_inputs(tmp_path) == [("ct", tmp_path / "ct.nrrd")]

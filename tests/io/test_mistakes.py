@@ -26,16 +26,24 @@ FORMATS = "expected .nii.gz, .nii, .nrrd, .nhdr, .mha, .mhd or a DICOM series, g
 
 
 def test_missing_and_unknown_files(tmp_path: Path) -> None:
-    assert told(tmp_path / "none.nii.gz") == "none.nii.gz: this file or folder does not exist; check the path."
+    assert (
+        told(tmp_path / "none.nii.gz")
+        == "none.nii.gz: this file or folder does not exist; check the path."
+    )
     (tmp_path / "scan.img").write_bytes(b"nothing")
     assert told(tmp_path / "scan.img") == f"scan.img: {FORMATS} file of another kind."
     (tmp_path / "scan.nii").mkdir()
     assert told(tmp_path / "scan.nii") == f"scan.nii: {FORMATS} folder without DICOM files."
     save_itk(tmp_path / "scan.mhd", make_hu(), make_grid(np.eye(3)), compress=False)
     (tmp_path / "scan.raw").unlink()
-    assert told(tmp_path / "scan.mhd") == ("scan.mhd: its voxels should be in 'scan.raw', which does not exist; copy both files.")
+    assert told(tmp_path / "scan.mhd") == (
+        "scan.mhd: its voxels should be in 'scan.raw', which does not exist; copy both files."
+    )
     (tmp_path / "scan.nrrd").symlink_to(tmp_path / "nowhere.nrrd")
-    assert told(tmp_path / "scan.nrrd") == "scan.nrrd: this file or folder does not exist; check the path."
+    assert (
+        told(tmp_path / "scan.nrrd")
+        == "scan.nrrd: this file or folder does not exist; check the path."
+    )
 
 
 SHAPE = (20, 21, 22)
@@ -50,10 +58,16 @@ def test_truncated_files(tmp_path: Path, suffix: str, part: float | str, compres
     path = tmp_path / f"scan{suffix}"
     save_itk(path, make_hu(SHAPE), make_grid(np.eye(3), SHAPE), compress)
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) - 1 if isinstance(part, str) else int(part * (len(whole) - 16))])
+    path.write_bytes(
+        whole[: len(whole) - 1 if isinstance(part, str) else int(part * (len(whole) - 16))]
+    )
     sentence = told(path)
     if isinstance(part, float) and part < 0.01:
-        starts = ("expected a", "the file cannot be read: its compressed voxels end too early", "expected the field")
+        starts = (
+            "expected a",
+            "the file cannot be read: its compressed voxels end too early",
+            "expected the field",
+        )
         assert sentence.removeprefix(f"scan{suffix}: ").startswith(starts)
     elif (compress and suffix != ".nii") or suffix == ".nii.gz":
         assert sentence == f"scan{suffix}: {CUT}"
@@ -72,7 +86,9 @@ def test_a_flipped_byte_is_found_by_the_checksum(tmp_path: Path, suffix: str) ->
     damaged[len(damaged) * 2 // 3] ^= 0x40
     path.write_bytes(damaged)
     sentence = told(path)
-    assert sentence.startswith(f"scan{suffix}: the file cannot be read: its compressed voxels are damaged: ")
+    assert sentence.startswith(
+        f"scan{suffix}: the file cannot be read: its compressed voxels are damaged: "
+    )
     assert sentence.endswith("; copy or export it again.")
 
 
@@ -105,14 +121,17 @@ def test_what_a_packed_file_could_hold_is_counted_before_memory_is_asked_for(
     tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"scan{suffix}"
-    # The 1 MB of zeros are packed to a thousandth: the file might hold the 400 MB that its header promises.
+    # The 1 MB of zeros are packed to a thousandth: the file might hold the 400 MB that its header
+    # promises.
     with_size(path, (600, 600, 600))
     raw = gzip.decompress(path.read_bytes()) if suffix == ".nii.gz" else path.read_bytes()
     zeros = bytes(10**6)
     if suffix == ".nii.gz":
         path.write_bytes(gzip.compress(raw[:352] + zeros))
     else:
-        head = raw[: raw.index(b"LOCAL\n") + 6] if suffix == ".mha" else raw[: raw.index(b"\n\n") + 2]
+        head = (
+            raw[: raw.index(b"LOCAL\n") + 6] if suffix == ".mha" else raw[: raw.index(b"\n\n") + 2]
+        )
         path.write_bytes(head + (zlib.compress if suffix == ".mha" else gzip.compress)(zeros))
     with path.open("ab") as file:
         file.truncate(path.stat().st_size + 420_000)  # zeros after the end of the stream
@@ -174,7 +193,11 @@ def test_content_of_another_format(tmp_path: Path, suffix: str, content: bytes) 
     line = "expected a MetaImage file with a name, '=' and a value on each line of its header, got "
     sentence = told(tmp_path / f"scan{suffix}")
     is_line = suffix == ".mha" and content.strip()
-    assert sentence.startswith(f"scan{suffix}: {line}") if is_line else sentence == f"scan{suffix}: {OTHER_CONTENT[suffix]}"
+    assert (
+        sentence.startswith(f"scan{suffix}: {line}")
+        if is_line
+        else sentence == f"scan{suffix}: {OTHER_CONTENT[suffix]}"
+    )
 
 
 def test_a_nifti_header_of_an_old_pair(tmp_path: Path) -> None:
@@ -219,13 +242,18 @@ def test_not_one_grey_volume(tmp_path: Path, suffix: str, kind: str) -> None:
     path = tmp_path / f"scan{suffix}"
     shape = {"2d": (7, 9), "4d": (2, 5, 7, 9), "colour": (5, 7, 9, 3), "vector": (5, 7, 9, 2)}[kind]
     is_vector = kind in ("colour", "vector")
-    image = sitk.GetImageFromArray(np.zeros(shape, np.uint8 if kind == "colour" else np.int16), isVector=is_vector)
+    image = sitk.GetImageFromArray(
+        np.zeros(shape, np.uint8 if kind == "colour" else np.int16), isVector=is_vector
+    )
     sitk.WriteImage(image, str(path))
     key = kind if kind == "4d" else f"{kind}, {suffix.removesuffix('.gz')}"
     assert told(path) == f"scan{suffix}: {NOT_ONE_GREY_VOLUME[key]}"
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("RGB", [("R", "u1"), ("G", "u1"), ("B", "u1")]), ("complex64", np.complex64)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("RGB", [("R", "u1"), ("G", "u1"), ("B", "u1")]), ("complex64", np.complex64)],
+)
 def test_nifti_colours_and_complex_numbers(tmp_path: Path, name: str, dtype: Any) -> None:
     nib.Nifti1Image(np.zeros((9, 7, 5), dtype), np.eye(4)).to_filename(tmp_path / "a.nii")
     assert told(tmp_path / "a.nii") == (

@@ -25,7 +25,9 @@ def raw_path(folder: Path, name: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [b"a.mha", b"a.mhd", b"a.nrrd", b"a.nii.gz", b"\xe4.mha", b"\xe4.mhd", b"\xe4.seg.nrrd"])
+@pytest.mark.parametrize(
+    "name", [b"a.mha", b"a.mhd", b"a.nrrd", b"a.nii.gz", b"\xe4.mha", b"\xe4.mhd", b"\xe4.seg.nrrd"]
+)
 def test_label_maps_in_a_folder_of_latin_1(tmp_path: Path, name: bytes) -> None:
     path, labels, grid = raw_path(tmp_path, name), make_labels(), make_grid(np.eye(3))
     write_labels(path, labels, grid)

@@ -75,11 +75,15 @@ def test_sform_and_qform_that_agree_are_not_spoken_of(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii", TURNED, quaternion(turn))
     assert finding_texts(read_image(path)) == ()
     assert np.allclose(ends_of(path), corners(TURNED), atol=1e-3)
-    assert np.allclose(load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), corners(TURNED)[1], atol=1e-3)
+    assert np.allclose(
+        load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), corners(TURNED)[1], atol=1e-3
+    )
 
 
 @pytest.mark.parametrize(("sform_code", "taken"), [(1, "sform"), (2, "qform"), (4, "qform")])
-def test_of_two_places_the_one_that_itk_takes_wins_with_a_warning(tmp_path: Path, sform_code: int, taken: str) -> None:
+def test_of_two_places_the_one_that_itk_takes_wins_with_a_warning(
+    tmp_path: Path, sform_code: int, taken: str
+) -> None:
     path = save(
         tmp_path / "a.nii",
         np.diag(STEPS),
@@ -92,13 +96,24 @@ def test_of_two_places_the_one_that_itk_takes_wins_with_a_warning(tmp_path: Path
     )
     place = (17.0 if taken == "sform" else 10.0, 20.0, 30.0)
     assert np.allclose(ends_of(path), corners(np.diag(STEPS), place), atol=1e-3)
-    assert np.allclose(load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), corners(np.diag(STEPS), place)[1], atol=1e-3)
+    assert np.allclose(
+        load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)),
+        corners(np.diag(STEPS), place)[1],
+        atol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("sform_code", [1, 2])
 @pytest.mark.parametrize("signs", [(-1, 1, 1), (-1, -1, 1), (1, 1, -1)])
-def test_two_places_of_opposite_directions_are_refused(tmp_path: Path, signs: tuple[int, int, int], sform_code: int) -> None:
-    path = save(tmp_path / "a.nii", np.diag(np.multiply(STEPS, signs)), (0.0, 0.0, 0.0), sform_code=sform_code)
+def test_two_places_of_opposite_directions_are_refused(
+    tmp_path: Path, signs: tuple[int, int, int], sform_code: int
+) -> None:
+    path = save(
+        tmp_path / "a.nii",
+        np.diag(np.multiply(STEPS, signs)),
+        (0.0, 0.0, 0.0),
+        sform_code=sform_code,
+    )
     assert told(path) == (
         "a.nii: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that "
         "its left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0."
@@ -126,7 +141,9 @@ def test_an_sform_that_places_nothing_is_refused(tmp_path: Path, fault: str) -> 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_sform_that_places_nothing_gives_way_to_a_qform(tmp_path: Path, fault: str) -> None:
     path = save(tmp_path / "a.nii", FAULTS[fault], (0.0, 0.0, 0.0))
-    assert finding_texts(read_image(path)) == (f"the sform of the header {fault}: the qform is used",)
+    assert finding_texts(read_image(path)) == (
+        f"the sform of the header {fault}: the qform is used",
+    )
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
 
 
@@ -146,12 +163,16 @@ def test_a_qform_that_places_nothing_is_refused_or_gives_way(tmp_path: Path, fau
         "or export the scan again."
     )
     path = save(tmp_path / "b.nii", np.diag(STEPS), turn, pixdim=(1.0, *steps), sform_code=2)
-    assert finding_texts(read_image(path))[0] == f"the qform of the header {fault}: the sform is used"
+    assert (
+        finding_texts(read_image(path))[0] == f"the qform of the header {fault}: the sform is used"
+    )
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
 
 
 @pytest.mark.parametrize("steps", [(0.0, 0.8, 2.5), (0.7, -0.8, 2.5), (0.7, 0.8, NAN)])
-def test_without_both_places_the_spacing_must_be_right(tmp_path: Path, steps: tuple[float, ...]) -> None:
+def test_without_both_places_the_spacing_must_be_right(
+    tmp_path: Path, steps: tuple[float, ...]
+) -> None:
     text = " x ".join(f"{step:g}" for step in steps)
     assert told(save(tmp_path / "a.nii", pixdim=(1.0, *steps))) == (
         f"a.nii: expected a positive spacing on every axis, but the NIfTI header's pixdim is {text}; repair the header or export "
@@ -194,4 +215,6 @@ def test_a_rotation_by_about_half_a_turn(tmp_path: Path, degrees: float) -> None
 @pytest.mark.parametrize("scale", [1e-30, 1e-7])
 def test_voxels_smaller_than_any_scanner_resolves(tmp_path: Path, scale: float) -> None:
     path = save(tmp_path / "a.nii", pixdim=(1.0, *(scale * step for step in STEPS)))
-    assert told(path).startswith("a.nii: expected voxels of at least 0.0001 mm, but the header gives a spacing of ")
+    assert told(path).startswith(
+        "a.nii: expected voxels of at least 0.0001 mm, but the header gives a spacing of "
+    )

@@ -18,7 +18,9 @@ WRITTEN = (".nii", ".nii.gz", ".nrrd", ".mha", ".mhd")
 @pytest.mark.parametrize("name", DIRECTIONS)
 @pytest.mark.parametrize("suffix", READ)
 @pytest.mark.parametrize("compress", [True, False])
-def test_reads_what_simpleitk_writes(tmp_path: Path, suffix: str, name: str, compress: bool) -> None:
+def test_reads_what_simpleitk_writes(
+    tmp_path: Path, suffix: str, name: str, compress: bool
+) -> None:
     grid, image_hu = make_grid(DIRECTIONS[name]), make_hu()
     path = tmp_path / f"scan{suffix}"
     save_itk(path, image_hu, grid, compress)
@@ -31,7 +33,9 @@ def test_reads_what_simpleitk_writes(tmp_path: Path, suffix: str, name: str, com
 @pytest.mark.parametrize("name", DIRECTIONS)
 @pytest.mark.parametrize("source", READ)
 @pytest.mark.parametrize("target", WRITTEN)
-def test_labels_come_back_on_the_grid_of_the_scan(tmp_path: Path, source: str, target: str, name: str) -> None:
+def test_labels_come_back_on_the_grid_of_the_scan(
+    tmp_path: Path, source: str, target: str, name: str
+) -> None:
     save_itk(tmp_path / f"scan{source}", make_hu(), make_grid(DIRECTIONS[name]))
     scan = read_image(tmp_path / f"scan{source}")
     path = tmp_path / f"labels{target}"
@@ -71,7 +75,9 @@ SHAPE_SWAPPED = (4, 6, 8)
 
 
 @pytest.mark.parametrize("suffix", WRITTEN)
-def test_volumes_of_several_slabs(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_volumes_of_several_slabs(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medseg.io.volume.SLAB_BYTES", 150)
     monkeypatch.setattr("medseg.io.volume.PACKED_BYTES", 64)
     image_hu = make_hu((40, 7, 9))
@@ -81,7 +87,9 @@ def test_volumes_of_several_slabs(tmp_path: Path, suffix: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("suffix", WRITTEN)
-@pytest.mark.parametrize(("dtype", "stored"), [(bool, np.uint8), (np.int64, np.uint8), (np.int16, np.int16)])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(bool, np.uint8), (np.int64, np.uint8), (np.int16, np.int16)]
+)
 def test_label_types(tmp_path: Path, suffix: str, dtype: type, stored: type) -> None:
     labels = (make_labels() > 1).astype(dtype)
     write_labels(tmp_path / f"l{suffix}", labels, make_grid(np.eye(3)))
@@ -105,7 +113,9 @@ def test_nibabel_reads_the_same_world_points(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(image.dataobj).T, make_labels())
         for affine in (image.affine, image.get_qform(), image.get_sform()):
             last = affine @ [8, 6, 4, 1]
-            assert np.allclose(last[:3] * [-1, -1, 1], grid.index_to_world_xyz_mm((4, 6, 8)), atol=1e-3)
+            assert np.allclose(
+                last[:3] * [-1, -1, 1], grid.index_to_world_xyz_mm((4, 6, 8)), atol=1e-3
+            )
 
 
 @pytest.mark.parametrize("name", ["identity", "ras_stored", "coronal", "oblique"])
@@ -136,7 +146,9 @@ def test_real_files_of_other_formats_equal_their_nifti(shared_ct: Path) -> None:
         assert labels.grid.is_close(other.grid), case
 
 
-def test_equal_labels_give_equal_files_whenever_and_wherever_they_are_written(tmp_path: Path) -> None:
+def test_equal_labels_give_equal_files_whenever_and_wherever_they_are_written(
+    tmp_path: Path,
+) -> None:
     """A gzip stream may hold a name and a time (RFC 1952): checksums of results would change with both."""
     labels = np.zeros((4, 5, 6), dtype=np.uint8)
     labels[1:3, 2, 3] = 1

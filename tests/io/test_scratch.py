@@ -33,7 +33,11 @@ def test_only_larger_arrays_of_this_thread_are_files() -> None:
 
     before = num_files()
     with scratch_above(1000):
-        small, large, tensor = new_array((10, 50), np.int16), new_array((10, 51), np.int16), new_tensor((3, 100), torch.float32)
+        small, large, tensor = (
+            new_array((10, 50), np.int16),
+            new_array((10, 51), np.int16),
+            new_tensor((3, 100), torch.float32),
+        )
         assert num_files() == before + 2
         other = threading.Thread(target=lambda: new_array((4000,), np.uint8))
         other.start()
@@ -53,9 +57,13 @@ def test_only_larger_arrays_of_this_thread_are_files() -> None:
     assert num_files() == before
 
 
-def test_released_pages_leave_the_memory_and_keep_their_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_pages_leave_the_memory_and_keep_their_values(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def bytes_held() -> int:
-        return sum(area.rss for area in psutil.Process().memory_maps() if area.path.startswith(str(folder)))
+        return sum(
+            area.rss for area in psutil.Process().memory_maps() if area.path.startswith(str(folder))
+        )
 
     # The thread of this array, or of one of an earlier test, releases nothing.
     monkeypatch.setattr(scratch, "release_pages", lambda: None)
@@ -67,7 +75,9 @@ def test_released_pages_leave_the_memory_and_keep_their_values(folder: Path, mon
     assert (array[:, ::4096] == np.arange(64)[:, None]).all()
 
 
-def test_no_name_is_left_and_a_full_disk_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_name_is_left_and_a_full_disk_is_one_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     array = scratch_array((1000,), np.float32)
     assert list(folder.iterdir()) == []
     assert array.nbytes == 4000
@@ -76,18 +86,29 @@ def test_no_name_is_left_and_a_full_disk_is_one_sentence(folder: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"expected room for a temporary file of 0\.50 GiB, but found none \(No space left"):
+    with pytest.raises(
+        UserError,
+        match=r"expected room for a temporary file of 0\.50 GiB, but found none \(No space left",
+    ):
         scratch_array((2**29,), np.uint8)
 
 
 def test_without_tmpdir_the_files_are_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TMPDIR")
-    assert scratch.scratch_folder() == Path("/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir())
+    assert scratch.scratch_folder() == Path(
+        "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
+    )
 
 
-def test_one_thread_releases_the_pages_while_there_are_arrays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_releases_the_pages_while_there_are_arrays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(scratch._thread, "start_new_thread", lambda entry, arguments: started.append((entry, arguments)))
+    monkeypatch.setattr(
+        scratch._thread,
+        "start_new_thread",
+        lambda entry, arguments: started.append((entry, arguments)),
+    )
     monkeypatch.setattr(scratch, "_maps", set[Any]())
     with scratch_above(1000):
         arrays = [new_array((2000,), np.uint8)]
@@ -98,7 +119,9 @@ def test_one_thread_releases_the_pages_while_there_are_arrays(folder: Path, monk
     slept: list[float] = []
     released: list[int] = []
     monkeypatch.setattr(scratch.time, "sleep", slept.append)
-    monkeypatch.setattr(scratch, "release_pages", lambda: (released.append(len(scratch._maps)), scratch._maps.pop()))
+    monkeypatch.setattr(
+        scratch, "release_pages", lambda: (released.append(len(scratch._maps)), scratch._maps.pop())
+    )
     scratch._release_repeatedly()
     assert released == [2, 1], "it ends with the last array"
     assert slept == [scratch.RELEASE_INTERVAL_S] * 2

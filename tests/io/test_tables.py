@@ -31,18 +31,24 @@ def test_columns_are_ordered_renamed_and_complete() -> None:
 
 
 def test_markdown_takes_the_columns_it_is_given() -> None:
-    text = markdown_table(ROWS[1:], {"dice": "Dice", "n": "number"}, {"n": lambda n: f"{n} of 9"}, missing="none")
+    text = markdown_table(
+        ROWS[1:], {"dice": "Dice", "n": "number"}, {"n": lambda n: f"{n} of 9"}, missing="none"
+    )
     assert text == "| Dice | number |\n|---|---|\n| none | 3 of 9 |\n"
 
 
-def test_a_printed_table_lines_up_and_keeps_every_character(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_printed_table_lines_up_and_keeps_every_character(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = [*ROWS, {"case": "x" * 300, "n": 7, "dice": 1.0}]
     columns = ["case", "n", "dice"]
     print_table(rows, columns, {"dice": ".4f"}, missing="-")
     lines = capsys.readouterr().out.splitlines()
     assert lines == table_lines(rows, columns, {"dice": ".4f"}, missing="-")
     assert lines[1].split("  ")[0] == ROWS[0]["case"]
-    assert {len(line) for line in lines} == {300 + 2 + 2 + 2 + 6}, "numbers end where the headings end"
+    assert {len(line) for line in lines} == {300 + 2 + 2 + 2 + 6}, (
+        "numbers end where the headings end"
+    )
     assert lines[2].endswith(" 3       -")
     assert lines[3] == "x" * 300 + "   7  1.0000"
 
@@ -50,7 +56,8 @@ def test_a_printed_table_lines_up_and_keeps_every_character(capsys: pytest.Captu
 def test_a_damaged_table_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"a,b\n" + b"x" * 200_000)
     with pytest.raises(
-        UserError, match=r"a\.csv: expected a CSV file, but it is damaged \(field larger than field limit \(131072\)\)"
+        UserError,
+        match=r"a\.csv: expected a CSV file, but it is damaged \(field larger than field limit \(131072\)\)",
     ):
         read_csv(tmp_path / "a.csv")
     with pytest.raises(UserError, match="got a folder, a pipe or a device"):
@@ -58,8 +65,19 @@ def test_a_damaged_table_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_no_text_becomes_a_formula_in_a_spreadsheet(tmp_path: Path) -> None:
-    row = {"a": "=1+1", "b": "+1e-3", "c": "-5", "d": "@x", "e": "-x", "f": "'=1", "g": -2.5, "h": "1=1"}
+    row = {
+        "a": "=1+1",
+        "b": "+1e-3",
+        "c": "-5",
+        "d": "@x",
+        "e": "-x",
+        "f": "'=1",
+        "g": -2.5,
+        "h": "1=1",
+    }
     write_csv(tmp_path / "a.csv", [row])
-    assert (tmp_path / "a.csv").read_text() == "a,b,c,d,e,f,g,h\n'=1+1,+1e-3,-5,'@x,'-x,'=1,-2.5,1=1\n"
+    assert (
+        tmp_path / "a.csv"
+    ).read_text() == "a,b,c,d,e,f,g,h\n'=1+1,+1e-3,-5,'@x,'-x,'=1,-2.5,1=1\n"
     back = read_csv(tmp_path / "a.csv")[0]
     assert [back[key] for key in "abcdegh"] == [str(row[key]) for key in "abcdegh"]

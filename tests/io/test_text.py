@@ -33,13 +33,19 @@ def test_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", READERS)
-def test_devices_pipes_folders_and_missing_files(read: Callable[[Path], Any], tmp_path: Path) -> None:
+def test_devices_pipes_folders_and_missing_files(
+    read: Callable[[Path], Any], tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):
-        assert told(read, path) == f"{path.name}: expected a text file, got a folder, a pipe or a device; check the path."
+        assert (
+            told(read, path)
+            == f"{path.name}: expected a text file, got a folder, a pipe or a device; check the path."
+        )
     assert (
-        told(read, tmp_path / "none") == "none: cannot be read (No such file or directory); check the path and its permissions."
+        told(read, tmp_path / "none")
+        == "none: cannot be read (No such file or directory); check the path and its permissions."
     )
 
 
@@ -48,9 +54,15 @@ def test_limits_and_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     path.write_bytes(b"a" * 100)
     assert read_text(path, 100) == "a" * 100
     path.write_bytes(b"a" * 2**20 + b"b")
-    assert told(read_yaml_text, path) == "a.txt: expected a text file of at most 1 MiB, got a longer one; check the path."
+    assert (
+        told(read_yaml_text, path)
+        == "a.txt: expected a text file of at most 1 MiB, got a longer one; check the path."
+    )
     path.write_bytes(b"ab\xff")
-    assert told(read_text, path) == "a.txt: expected text in UTF-8, but byte 2 is none; save it in UTF-8."
+    assert (
+        told(read_text, path)
+        == "a.txt: expected text in UTF-8, but byte 2 is none; save it in UTF-8."
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "1" * 10_000, "nul"])
@@ -64,7 +76,9 @@ def test_damaged_json(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a: [1", "a: b: c", "\0", "\t- a"])
 def test_damaged_yaml(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
-    assert told(read_yaml_text, tmp_path / "a.yaml").startswith("a.yaml: expected YAML, but the file is damaged (")
+    assert told(read_yaml_text, tmp_path / "a.yaml").startswith(
+        "a.yaml: expected YAML, but the file is damaged ("
+    )
 
 
 def test_a_yaml_file_cannot_grow_in_memory(tmp_path: Path) -> None:

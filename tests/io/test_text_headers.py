@@ -52,7 +52,9 @@ def meta(folder: Path, changes: Changes, data: bytes = RAW, name: str = "a.mha")
     """Write a MetaImage file with some fields changed or left out."""
     fields = {key: value for key, value in (META | changes).items() if value is not WITHOUT}
     fields["ElementDataFile"] = fields.pop("ElementDataFile", "LOCAL")
-    (folder / name).write_bytes("".join(f"{key} = {value}\n" for key, value in fields.items()).encode() + data)
+    (folder / name).write_bytes(
+        "".join(f"{key} = {value}\n" for key, value in fields.items()).encode() + data
+    )
     return folder / name
 
 
@@ -80,7 +82,10 @@ NRRD_READ: dict[str, tuple[Changes, bytes]] = {
     "lines skipped": ({"line skip": "2"}, b"a\nb\n" + RAW),
     "the last bytes": ({"byte skip": "-1"}, b"abc" + RAW),
     "unpacked bytes skipped": ({"encoding": "gz", "byteskip": "3"}, gzip.compress(b"abc" + RAW)),
-    "lines before packed bytes skipped": ({"encoding": "gz", "line skip": "1"}, b"x\n" + gzip.compress(RAW)),
+    "lines before packed bytes skipped": (
+        {"encoding": "gz", "line skip": "1"},
+        b"x\n" + gzip.compress(RAW),
+    ),
     "a comment": ({"# space": "none"}, RAW),
     "a pair": ({"space:=x\n# ": "y"}, RAW),
 }
@@ -95,7 +100,10 @@ def test_nrrd_is_read(tmp_path: Path, name: str) -> None:
 
 META_READ: dict[str, tuple[Changes, bytes]] = {
     "as it is": ({}, RAW),
-    "zlib": ({"CompressedData": "True", "CompressedDataSize": str(len(zlib.compress(RAW)))}, zlib.compress(RAW)),
+    "zlib": (
+        {"CompressedData": "True", "CompressedDataSize": str(len(zlib.compress(RAW)))},
+        zlib.compress(RAW),
+    ),
     "text": ({"BinaryData": "False"}, TEXT),
     "BinaryData not given": ({"BinaryData": WITHOUT}, RAW),
 }
@@ -133,9 +141,13 @@ def test_voxels_in_several_files(tmp_path: Path, suffix: str, value: str) -> Non
 
 
 @pytest.mark.parametrize(("given", "skipped"), [(b"abc", "3"), (b"abc", "-1")])
-def test_a_header_of_another_program_before_the_voxels_is_passed_over(tmp_path: Path, given: bytes, skipped: str) -> None:
+def test_a_header_of_another_program_before_the_voxels_is_passed_over(
+    tmp_path: Path, given: bytes, skipped: str
+) -> None:
     (tmp_path / "v.raw").write_bytes(given + RAW)
-    assert is_right(meta(tmp_path, {"HeaderSize": skipped, "ElementDataFile": "v.raw"}, b"", "a.mhd"))
+    assert is_right(
+        meta(tmp_path, {"HeaderSize": skipped, "ElementDataFile": "v.raw"}, b"", "a.mhd")
+    )
 
 
 FOUR_NRRD: Changes = {
@@ -150,7 +162,11 @@ FOUR_NRRD: Changes = {
     "changes",
     [
         FOUR_NRRD,
-        {"dimension": "4", "sizes": "1 9 7 5", "space directions": "none (0.7,0,0) (0,0.8,0) (0,0,2.5)"},
+        {
+            "dimension": "4",
+            "sizes": "1 9 7 5",
+            "space directions": "none (0.7,0,0) (0,0.8,0) (0,0,2.5)",
+        },
         {
             "dimension": "4",
             "space": "left-posterior-superior-time",
@@ -220,9 +236,13 @@ MISSING = {
 @pytest.mark.parametrize("given", MISSING)
 def test_what_a_header_does_not_say_is_assumed_aloud(tmp_path: Path, given: str) -> None:
     name, field = given.split(", ")
-    path = nrrd(tmp_path, {field: WITHOUT}) if name == "a.nrrd" else meta(tmp_path, {field: WITHOUT})
+    path = (
+        nrrd(tmp_path, {field: WITHOUT}) if name == "a.nrrd" else meta(tmp_path, {field: WITHOUT})
+    )
     if field == "space+":
-        path.write_bytes(path.read_bytes().replace(b"space: left-posterior-superior", b"space dimension: 3"))
+        path.write_bytes(
+            path.read_bytes().replace(b"space: left-posterior-superior", b"space dimension: 3")
+        )
     scan = read_image(path)
     assert finding_texts(scan) == (MISSING[given],)
     itk_array, itk_grid = load_itk(path)
@@ -235,7 +255,9 @@ EXPECTED = "expected 630 bytes of voxels (9 x 7 x 5 of 2 bytes), but the file "
 SURPLUS = "holds more; its header belongs to other voxels: export it again."
 EARLY = "the file cannot be read: its compressed voxels end too early; copy or export it again."
 REPAIR = "; repair the header or export the scan again."
-NO_LENGTH = "expected three axes of positive length and a finite origin, but the header gives steps of"
+NO_LENGTH = (
+    "expected three axes of positive length and a finite origin, but the header gives steps of"
+)
 SHEARED = "expected axes at right angles, but direction is not orthonormal: off by {}, allowed 0.001; resample the scan to a regular grid first."
 PATTERN = "expected a pattern such as 'slice%03d.raw 1 120 1', got {!r}; repair the header."
 
@@ -358,7 +380,9 @@ def test_what_is_refused_of_metaimage(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("kind", ["nrrd", "meta"])
 @pytest.mark.parametrize(("size", "ending"), [(100, f"holds 100{LENGTH}"), (700, SURPLUS)])
-def test_voxels_beside_the_header_that_are_not_its_own(tmp_path: Path, kind: str, size: int, ending: str) -> None:
+def test_voxels_beside_the_header_that_are_not_its_own(
+    tmp_path: Path, kind: str, size: int, ending: str
+) -> None:
     (tmp_path / "v.raw").write_bytes((RAW * 2)[:size])
     path = (
         nrrd(tmp_path, {"data file": "v.raw"}, b"", "a.nhdr")
@@ -391,7 +415,9 @@ OUTSIDE = ["/etc/passwd", "../v.raw", "folder/../../v.raw", "/dev/zero"]
 @pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("way", ["name", "LIST", "pattern"])
-def test_a_header_reads_no_file_outside_its_folder(tmp_path: Path, suffix: str, name: str, way: str) -> None:
+def test_a_header_reads_no_file_outside_its_folder(
+    tmp_path: Path, suffix: str, name: str, way: str
+) -> None:
     folder = tmp_path / "scan"
     folder.mkdir()
     (tmp_path / "v.raw").write_bytes(RAW)
@@ -404,11 +430,15 @@ def test_a_header_reads_no_file_outside_its_folder(tmp_path: Path, suffix: str, 
     )
     (folder / "below").mkdir()
     (folder / "below" / "v.raw").write_bytes(RAW)
-    assert np.array_equal(read_image(make(folder, {key: "below/v.raw"}, b"", f"a{suffix}")).array, make_hu())
+    assert np.array_equal(
+        read_image(make(folder, {key: "below/v.raw"}, b"", f"a{suffix}")).array, make_hu()
+    )
 
 
 @pytest.mark.parametrize("name", ["a.nrrd", "a.mha"])
-def test_simpleitk_reads_checked_fields_only(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simpleitk_reads_checked_fields_only(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import SimpleITK
 
     opened: list[str] = []

@@ -62,7 +62,9 @@ def test_a_shift_that_is_no_number_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_fraction_in_a_late_slab_turns_the_whole_volume_to_float(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_in_a_late_slab_turns_the_whole_volume_to_float(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medseg.io.volume.SLAB_BYTES", 300)
     values = make_hu().astype(np.float32)
     values[4, 3, 2] += 0.5
@@ -134,7 +136,9 @@ def test_labels_that_miss_a_whole_number_by_rounding(
 
 
 @pytest.mark.parametrize("residue", [1e-8, -1e-7])
-def test_labels_that_resampling_has_mixed_with_the_background(tmp_path: Path, residue: float) -> None:
+def test_labels_that_resampling_has_mixed_with_the_background(
+    tmp_path: Path, residue: float
+) -> None:
     """Interpolation at the places of the voxels leaves 1e-08 of a label in the background."""
     want = make_labels()
     values = want.astype(np.float32)
@@ -145,7 +149,9 @@ def test_labels_that_resampling_has_mixed_with_the_background(tmp_path: Path, re
 
 @pytest.mark.parametrize("num_labels", [2, 7, 117])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
-def test_labels_that_were_rounded_to_the_steps_of_their_scale(tmp_path: Path, num_labels: int, dtype: type) -> None:
+def test_labels_that_were_rounded_to_the_steps_of_their_scale(
+    tmp_path: Path, num_labels: int, dtype: type
+) -> None:
     """Floating point labels that nibabel stores as integers: in uint8, 1 of 2 labels becomes 128 * 2/255 = 1.004."""
     want = np.resize(np.arange(num_labels + 1), (5, 7, 9))
     image = nib.Nifti1Image(want.T.astype(np.float64), np.eye(4))
@@ -161,7 +167,13 @@ def test_probabilities_in_steps_of_a_byte_are_no_labels(tmp_path: Path, stored: 
 
 
 @pytest.mark.parametrize(
-    ("value", "told_value"), [(1.00001, "1.00001"), (0.999, "0.999"), (2_000_000.3, "2000000.3"), (1e9 + 0.5, "1000000000.5")]
+    ("value", "told_value"),
+    [
+        (1.00001, "1.00001"),
+        (0.999, "0.999"),
+        (2_000_000.3, "2000000.3"),
+        (1e9 + 0.5, "1000000000.5"),
+    ],
 )
 def test_labels_that_miss_a_whole_number_by_more_are_named_with_their_digits(
     tmp_path: Path, value: float, told_value: str
@@ -174,7 +186,9 @@ def test_labels_that_miss_a_whole_number_by_more_are_named_with_their_digits(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_voxels_without_a_number_count_as_air_with_a_warning(tmp_path: Path, value: float, dtype: type) -> None:
+def test_voxels_without_a_number_count_as_air_with_a_warning(
+    tmp_path: Path, value: float, dtype: type
+) -> None:
     values: Any = make_hu().astype(dtype)
     values[2, 3, 4] = values[4, 0, 0] = value
     save_itk(tmp_path / "scan.nii.gz", values, make_grid(np.eye(3)))
@@ -183,7 +197,9 @@ def test_voxels_without_a_number_count_as_air_with_a_warning(tmp_path: Path, val
     want[2, 3, 4] = want[4, 0, 0] = -1024
     assert scan.array.dtype == np.int16, "what is left are whole numbers"
     assert np.array_equal(scan.array, want)
-    assert finding_texts(scan) == ("2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",)
+    assert finding_texts(scan) == (
+        "2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",
+    )
     assert told(tmp_path / "scan.nii.gz", read_labels) == (
         f"scan.nii.gz: expected a label map of whole numbers, but the file holds values such as {value:g}; is it an image or a "
         "probability map?"
@@ -217,7 +233,9 @@ def test_one_slice_is_read_with_a_warning(tmp_path: Path, suffix: str) -> None:
     save_itk(tmp_path / f"a{suffix}", make_hu((1, 7, 9)), make_grid(np.eye(3), (1, 7, 9)))
     scan = read_image(tmp_path / f"a{suffix}")
     assert np.array_equal(scan.array, make_hu((1, 7, 9)))
-    assert finding_texts(scan) == ("the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",)
+    assert finding_texts(scan) == (
+        "the scan of 9 x 7 x 1 voxels is a single slice: expect a poor result",
+    )
 
 
 INTEGERS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
@@ -246,11 +264,27 @@ def test_every_number_type_of_the_other_byte_order(tmp_path: Path, suffix: str, 
         header.set_data_dtype(big.dtype)
         nib.Nifti1Image(big.T, np.eye(4), header).to_filename(path)
     elif suffix == ".nrrd":
-        names = {"u2": "ushort", "i2": "short", "u4": "uint", "i4": "int", "u8": "ulonglong", "i8": "longlong", "f4": "float"}
+        names = {
+            "u2": "ushort",
+            "i2": "short",
+            "u4": "uint",
+            "i4": "int",
+            "u8": "ulonglong",
+            "i8": "longlong",
+            "f4": "float",
+        }
         head = f"NRRD0001\ntype: {names.get(code, 'double')}\ndimension: 3\nsizes: 9 7 5\nendian: big\nencoding: raw\n\n"
         path.write_bytes(head.encode() + big.tobytes())
     else:
-        names = {"u2": "USHORT", "i2": "SHORT", "u4": "UINT", "i4": "INT", "u8": "ULONG_LONG", "i8": "LONG_LONG", "f4": "FLOAT"}
+        names = {
+            "u2": "USHORT",
+            "i2": "SHORT",
+            "u4": "UINT",
+            "i4": "INT",
+            "u8": "ULONG_LONG",
+            "i8": "LONG_LONG",
+            "f4": "FLOAT",
+        }
         head = f"NDims = 3\nDimSize = 9 7 5\nElementType = MET_{names.get(code, 'DOUBLE')}\nBinaryDataByteOrderMSB = True\n"
         path.write_bytes(f"{head}ElementDataFile = LOCAL\n".encode() + big.tobytes())
     image = read_image(path)
@@ -267,7 +301,9 @@ def test_large_numbers_of_64_bits(tmp_path: Path) -> None:
     assert "holds values such as 9.22337203685e+18" in told(tmp_path / "a.mha", read_labels)
 
 
-@pytest.mark.parametrize(("suffix", "banned"), [(".nii.gz", "SimpleITK"), (".nrrd", "nibabel"), (".mha", "nibabel")])
+@pytest.mark.parametrize(
+    ("suffix", "banned"), [(".nii.gz", "SimpleITK"), (".nrrd", "nibabel"), (".mha", "nibabel")]
+)
 def test_a_format_imports_no_library_of_another(tmp_path: Path, suffix: str, banned: str) -> None:
     path = tmp_path / f"scan{suffix}"
     save_itk(path, make_hu(), make_grid(np.eye(3)))
@@ -277,4 +313,6 @@ def test_a_format_imports_no_library_of_another(tmp_path: Path, suffix: str, ban
         "sys.exit(sys.argv[2] in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code, str(path), banned], check=True, cwd=root, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", code, str(path), banned], check=True, cwd=root, timeout=120
+    )

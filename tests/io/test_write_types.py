@@ -45,7 +45,9 @@ def test_labels_are_narrowed_to_a_format_that_holds_all_of_them(
 
 def test_labels_that_fit_no_format_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"labels must fit into 32 bits, got 0 to 1099511627776"):
-        write_labels(tmp_path / "labels.nrrd", np.full(GRID.shape, 2**40) * (np.arange(5) > 0), GRID)
+        write_labels(
+            tmp_path / "labels.nrrd", np.full(GRID.shape, 2**40) * (np.arange(5) > 0), GRID
+        )
     with pytest.raises(ValueError, match="labels must be whole numbers, got float32"):
         write_labels(tmp_path / "labels.nrrd", np.zeros(GRID.shape, np.float32), GRID)
 

@@ -21,12 +21,17 @@ def naive(logits: Tensor, target: Tensor, loss: DiceCrossEntropyLoss) -> float:
     probs = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
     groups = [list(range(len(logits)))] if loss.batch_dice else [[n] for n in range(len(logits))]
     scores = []
-    for group, k in itertools.product(groups, range(0 if loss.include_background else 1, logits.shape[1])):
+    for group, k in itertools.product(
+        groups, range(0 if loss.include_background else 1, logits.shape[1])
+    ):
         p, t = probs[group, k], (target[group] == k).double()
         scores.append((2 * (p * t).sum() + loss.smooth) / (p.sum() + t.sum() + loss.smooth))
     entropy = [-torch.log(probs[n, target[n, z, y, x], z, y, x])
                for n in range(len(logits)) for z, y, x in itertools.product(*map(range, target.shape[1:]))]  # fmt: skip
-    return float(loss.dice_weight * (1 - torch.stack(scores).mean()) + loss.ce_weight * torch.stack(entropy).mean())
+    return float(
+        loss.dice_weight * (1 - torch.stack(scores).mean())
+        + loss.ce_weight * torch.stack(entropy).mean()
+    )
 
 
 def problem(classes: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -40,11 +45,15 @@ def test_equals_the_formula(include_background: bool, batch_dice: bool) -> None:
     loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice, smooth=0.1)
     logits, target = problem()
     assert loss(logits, target).item() == pytest.approx(naive(logits, target, loss), rel=1e-12)
-    assert loss(logits.float(), target.to(torch.uint8)).item() == pytest.approx(naive(logits, target, loss), rel=1e-6)
+    assert loss(logits.float(), target.to(torch.uint8)).item() == pytest.approx(
+        naive(logits, target, loss), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
-def test_gradient_is_the_numerical_one(include_background: bool, batch_dice: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_the_numerical_one(
+    include_background: bool, batch_dice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dice_ce, "SLAB_VOXELS_CPU", 30)  # two slabs of two slices
     loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice, smooth=0.1)
     logits, target = problem()
@@ -61,7 +70,9 @@ def test_equals_monai(include_background: bool, batch_dice: bool) -> None:
     logits, target = problem()
     theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     reference(theirs, target.unsqueeze(1)).backward()
-    DiceCrossEntropyLoss(include_background=include_background, batch_dice=batch_dice)(ours, target).backward()
+    DiceCrossEntropyLoss(include_background=include_background, batch_dice=batch_dice)(
+        ours, target
+    ).backward()
     assert theirs.grad is not None
     assert ours.grad is not None
     # MONAI casts its one-hot target to fp32.
@@ -105,18 +116,27 @@ def test_saves_logits_and_target_only() -> None:
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         DiceCrossEntropyLoss()(logits.float().requires_grad_(), target)
-    assert [shape for shape in saved if len(shape) > 2] == [tuple(logits.shape), tuple(target.shape)]
+    assert [shape for shape in saved if len(shape) > 2] == [
+        tuple(logits.shape),
+        tuple(target.shape),
+    ]
 
 
 def test_layout_changes_nothing() -> None:
     logits, target = problem()
     last = logits.contiguous(memory_format=torch.channels_last_3d)
-    assert DiceCrossEntropyLoss()(last, target).item() == DiceCrossEntropyLoss()(logits, target).item()
+    assert (
+        DiceCrossEntropyLoss()(last, target).item() == DiceCrossEntropyLoss()(logits, target).item()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"dice_weight": -1.0}, "weights"), ({"dice_weight": 0.0, "ce_weight": 0.0}, "weights"), ({"smooth": 0.0}, "smooth")],
+    [
+        ({"dice_weight": -1.0}, "weights"),
+        ({"dice_weight": 0.0, "ce_weight": 0.0}, "weights"),
+        ({"smooth": 0.0}, "smooth"),
+    ],
 )
 def test_senseless_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):

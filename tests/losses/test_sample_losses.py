@@ -24,8 +24,12 @@ from medseg.losses.sample_losses import (
 
 def sample(num_classes: int = 3, shape: tuple[int, ...] = (2, 8, 10, 6)) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(shape[0], num_classes, *shape[1:], generator=generator, dtype=torch.float64)
-    return logits.requires_grad_(), torch.randint(0, num_classes, shape, generator=generator, dtype=torch.uint8)
+    logits = torch.randn(
+        shape[0], num_classes, *shape[1:], generator=generator, dtype=torch.float64
+    )
+    return logits.requires_grad_(), torch.randint(
+        0, num_classes, shape, generator=generator, dtype=torch.uint8
+    )
 
 
 def adapted(target: type, ignore_value: int | None = None, **given: Any) -> TrainingLoss:
@@ -34,7 +38,10 @@ def adapted(target: type, ignore_value: int | None = None, **given: Any) -> Trai
 
     known = inspect.signature(target).parameters
     arguments = given | default_arguments(target, known, given)
-    return TrainingLoss([Term(1.0, target(**arguments), find_target_form(target, arguments))], ignore_value=ignore_value)
+    return TrainingLoss(
+        [Term(1.0, target(**arguments), find_target_form(target, arguments))],
+        ignore_value=ignore_value,
+    )
 
 
 def loss_and_gradient(loss: nn.Module, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +53,9 @@ def loss_and_gradient(loss: nn.Module, logits: Tensor, target: Tensor) -> tuple[
 def test_dice_ce_of_monai_is_ours() -> None:
     logits, target = sample()
     ours, our_gradient = loss_and_gradient(adapted(DiceCrossEntropyLoss), logits, target)
-    theirs, their_gradient = loss_and_gradient(adapted(monai.losses.DiceCELoss, include_background=False), logits, target)
+    theirs, their_gradient = loss_and_gradient(
+        adapted(monai.losses.DiceCELoss, include_background=False), logits, target
+    )
     assert float(theirs) == pytest.approx(float(ours), abs=1e-6)
     assert torch.allclose(their_gradient, our_gradient, atol=1e-6, rtol=0)
 
@@ -108,7 +117,8 @@ def test_outputs_without_a_weight_are_refused(weights: list[float]) -> None:
 
 def test_a_loss_of_distances_cannot_ignore_voxels() -> None:
     with pytest.raises(
-        ValueError, match=r"HausdorffDTLoss is not a sum over voxels, so it cannot leave out the voxels of task\.ignore_label"
+        ValueError,
+        match=r"HausdorffDTLoss is not a sum over voxels, so it cannot leave out the voxels of task\.ignore_label",
     ):
         adapted(monai.losses.HausdorffDTLoss, 255)
 
@@ -129,7 +139,9 @@ def test_deep_supervision_halves_the_weights_and_compares_at_each_size() -> None
     half = torch.randn(1, 3, 4, 4, 4, dtype=torch.float64)
     loss = DiceCrossEntropyLoss()
     expected = 2 / 3 * loss(logits, target) + 1 / 3 * loss(half, target[:, ::2, ::2, ::2])
-    assert float(adapted(DiceCrossEntropyLoss)([logits, half], target)) == pytest.approx(float(expected))
+    assert float(adapted(DiceCrossEntropyLoss)([logits, half], target)) == pytest.approx(
+        float(expected)
+    )
     first_alone = TrainingLoss([Term(1.0, loss, "indices")], output_weights=[1, 0])
     assert float(first_alone([logits, half], target)) == pytest.approx(float(loss(logits, target)))
     with pytest.raises(ValueError, match=r"loss\.output_weights: expected 2 numbers"):
@@ -176,7 +188,9 @@ def test_what_is_no_loss_of_logits_and_labels_is_refused(loss: nn.Module) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(dtype: torch.dtype) -> None:
+def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(
+    dtype: torch.dtype,
+) -> None:
     seen: list[torch.dtype] = []
 
     class Watched(nn.CrossEntropyLoss):
@@ -186,7 +200,9 @@ def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(dtype:
 
     logits, target = sample()
     for ignore_value in (None, 2):
-        TrainingLoss([Term(1.0, Watched(), "indices")], ignore_value=ignore_value)(logits.detach().to(dtype), target)
+        TrainingLoss([Term(1.0, Watched(), "indices")], ignore_value=ignore_value)(
+            logits.detach().to(dtype), target
+        )
     assert set(seen) == {torch.float32}
 
 
@@ -205,7 +221,9 @@ def test_the_loss_of_a_micro_batch_counts_each_sample_once() -> None:
         (nn.CrossEntropyLoss(), [1, 1]),
     ],
 )
-def test_a_loss_of_the_whole_batch_is_computed_once_for_it(loss: nn.Module, numbers: list[int]) -> None:
+def test_a_loss_of_the_whole_batch_is_computed_once_for_it(
+    loss: nn.Module, numbers: list[int]
+) -> None:
     term = Term(1.0, loss, "channel" if isinstance(loss, monai.losses.DiceLoss) else "indices")
     logits, target = sample()
     assert [count for _, count in sample_losses(TrainingLoss([term]), logits, target)] == numbers

@@ -26,11 +26,14 @@ def pairs_of(row: Row) -> set[frozenset[tuple[str, str]]]:
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[str]], is_allowed: Callable[[Row], bool] = lambda _: True, of: str | None = None
+    factors: Mapping[str, Sequence[str]],
+    is_allowed: Callable[[Row], bool] = lambda _: True,
+    of: str | None = None,
 ) -> list[Row]:
     """Rows that together hold every allowed pair, always the same ones; with `of`, every pair of that factor.
 
-    They are made greedily: each begins with a pair that is missing, and takes on the value that brings the most missing pairs.
+    They are made greedily: each begins with a pair that is missing, and takes on the value that
+    brings the most missing pairs.
     """
     wanted = (pair for pair in allowed_pairs(factors, is_allowed) if of is None or of in dict(pair))
     missing = dict.fromkeys(wanted)  # in order
@@ -41,7 +44,9 @@ def covering_rows(
             if factor not in row:
                 row[factor] = max(
                     (value for value in factors[factor] if is_allowed({**row, factor: value})),
-                    key=lambda value: sum(frozenset({(factor, value), pair}) in missing for pair in row.items()),
+                    key=lambda value: sum(
+                        frozenset({(factor, value), pair}) in missing for pair in row.items()
+                    ),
                 )
         for pair in pairs_of(row):
             missing.pop(pair, None)

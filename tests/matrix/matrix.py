@@ -1,7 +1,8 @@
 """Covering array of networks, stages, losses and switches: every pair of values in a training of two steps.
 
-A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the sentence that is stated there.
-`python tests/matrix/matrix.py docs/matrix.md` runs the full array, with several ranks, and writes its table (`make matrix`).
+A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the
+sentence that is stated there. `python tests/matrix/matrix.py docs/matrix.md` runs the full array,
+with several ranks, and writes its table (`make matrix`).
 """
 
 from __future__ import annotations
@@ -32,12 +33,24 @@ from medseg.training.check import check_objects
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP, Preempted
 
-# Factor to its values, and each value to its arguments of `train`. Networks have few channels and an input size of 32 voxels.
+# Factor to its values, and each value to its arguments of `train`. Networks have few channels and
+# an input size of 32 voxels.
 FACTORS: dict[str, dict[str, Sequence[str]]] = {
     "network": {
         "unet": ["model=unet", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"],
-        "unet_lean": ["model=unet_lean", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]", "model.refine=4"],
-        "segresnet": ["model=segresnet", "model.init_filters=8", "model.blocks_down=[1,1,1]", "model.blocks_up=[1,1]"],
+        "unet_lean": [
+            "model=unet_lean",
+            "model.width=4",
+            "model.depth=2",
+            "model.blocks_per_level=[1,1,1]",
+            "model.refine=4",
+        ],
+        "segresnet": [
+            "model=segresnet",
+            "model.init_filters=8",
+            "model.blocks_down=[1,1,1]",
+            "model.blocks_up=[1,1]",
+        ],
         "dynunet": [
             "model=dynunet",
             "model.kernel_size=[3,3,3]",
@@ -80,7 +93,9 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
         "hausdorff_dt": ["loss=hausdorff_dt"],
     },
     "precision": {"fp32": ["memory.precision=fp32"], "bf16": ["memory.precision=bf16"]},
-    "checkpointing": {value: [f"memory.checkpointing={value}"] for value in ("none", "sqrt", "all")},
+    "checkpointing": {
+        value: [f"memory.checkpointing={value}"] for value in ("none", "sqrt", "all")
+    },
     "accumulate": {value: [f"memory.accumulate={value}"] for value in ("1", "2")},
     "channels_last": {value: [f"memory.channels_last={value}"] for value in ("false", "true")},
     "average": {"none": ["ema_decay=null"], "ema": ["ema_decay=0.5"]},
@@ -99,7 +114,10 @@ its checkpoint predicts. `tests/matrix` checks the rows of one rank in the slow 
 # Values that are refused together, with a part of the sentence that says so.
 REFUSED: list[tuple[Row, str]] = [
     *(
-        ({"network": "unetr", "stage": stage}, "the network accepts inputs of [32, 32, 32] voxels only")
+        (
+            {"network": "unetr", "stage": stage},
+            "the network accepts inputs of [32, 32, 32] voxels only",
+        )
         for stage in ("coarse", "fine")
     ),
 ]
@@ -115,10 +133,13 @@ ROWS = covering_rows({factor: list(values) for factor, values in FACTORS.items()
 SLOW_ROWS = [
     row
     for number, row in enumerate(ROWS)
-    if row["network"] != "swin_unetr" or row["network"] not in [one["network"] for one in ROWS[:number]]
+    if row["network"] != "swin_unetr"
+    or row["network"] not in [one["network"] for one in ROWS[:number]]
 ]
 RANK_ROWS = covering_rows(
-    {factor: list(values) for factor, values in {"ranks": RANKS, **FACTORS}.items()}, is_allowed, of="ranks"
+    {factor: list(values) for factor, values in {"ranks": RANKS, **FACTORS}.items()},
+    is_allowed,
+    of="ranks",
 )
 
 
@@ -137,7 +158,9 @@ def arguments_of(table: Path, row: Mapping[str, str]) -> list[str]:
 
 def compose(table: Path, row: Mapping[str, str], run_dir: Path) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [*arguments_of(table, row), f"run_dir='{run_dir}'"]), TrainConfig)
+        return to_config(
+            hydra.compose("train", [*arguments_of(table, row), f"run_dir='{run_dir}'"]), TrainConfig
+        )
 
 
 def train_and_resume(table: Path, row: Mapping[str, str], folder: Path) -> Path:
@@ -189,7 +212,10 @@ def train_and_resume_ranks(table: Path, row: Mapping[str, str], folder: Path) ->
 
 def assert_equal_weights(*run_dirs: Path) -> None:
     """Compare the last weights of two runs bit by bit."""
-    one, other = (torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for folder in run_dirs)
+    one, other = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in run_dirs
+    )
     assert one.keys() == other.keys()
     assert all(bool(value.isfinite().all()) for value in one.values())
     differing = [key for key in one if not torch.equal(one[key], other[key])]
@@ -203,7 +229,11 @@ def run_row(table: Path, row: Mapping[str, str], folder: Path, others: Mapping[s
         UserError: If the row is refused.
         AssertionError: If resumed weights differ, or weights are not finite.
     """
-    own = (train_and_resume_ranks if "ranks" in row else train_and_resume)(table, row, folder) / "checkpoints" / "last.ckpt"
+    own = (
+        (train_and_resume_ranks if "ranks" in row else train_and_resume)(table, row, folder)
+        / "checkpoints"
+        / "last.ckpt"
+    )
     coarse, fine = (own, others["fine"]) if row["stage"] == "coarse" else (others["coarse"], own)
     Segmenter([coarse], [fine], accelerator="cpu").segment(table.parent / "c3.nii.gz")
 
@@ -218,7 +248,9 @@ def main() -> None:
         (folder / "cases").mkdir()
         table = make_tiny_table(folder / "cases")
         others = {
-            stage: train_and_resume(table, {"stage": stage}, folder / stage) / "checkpoints" / "last.ckpt"
+            stage: train_and_resume(table, {"stage": stage}, folder / stage)
+            / "checkpoints"
+            / "last.ckpt"
             for stage in ("coarse", "fine")
         }
         rows = [*ROWS, *RANK_ROWS]
@@ -229,10 +261,20 @@ def main() -> None:
                 outcome = "yes"
             except Exception as error:  # a row that fails must not end the others
                 outcome = f"FAILS: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            lines.append({"row": number, "ranks": "one", **row, "trains, resumes, predicts": outcome})
-            print(f"{number} of {len(rows)}: {outcome}, {time.perf_counter() - start_s:.1f} s", flush=True)
+            lines.append(
+                {"row": number, "ranks": "one", **row, "trains, resumes, predicts": outcome}
+            )
+            print(
+                f"{number} of {len(rows)}: {outcome}, {time.perf_counter() - start_s:.1f} s",
+                flush=True,
+            )
             shutil.rmtree(folder / str(number), ignore_errors=True)
-            text = INTRODUCTION + markdown_table(lines) + "\n## Refused\n\n" + markdown_table(combinations)
+            text = (
+                INTRODUCTION
+                + markdown_table(lines)
+                + "\n## Refused\n\n"
+                + markdown_table(combinations)
+            )
             page.write_text(text, encoding="utf-8")
     sys.exit(any(line["trains, resumes, predicts"] != "yes" for line in lines))
 

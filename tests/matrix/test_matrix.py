@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 from covering import Row, allowed_pairs, covering_rows, pairs_of
-from matrix import FACTORS, RANK_ROWS, RANKS, REFUSED, ROWS, SLOW_ROWS, compose, is_allowed, run_row, train_and_resume
+from matrix import (
+    FACTORS,
+    RANK_ROWS,
+    RANKS,
+    REFUSED,
+    ROWS,
+    SLOW_ROWS,
+    compose,
+    is_allowed,
+    run_row,
+    train_and_resume,
+)
 
 from medseg.errors import UserError
 from medseg.training.check import check_objects
@@ -18,9 +29,16 @@ def test_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> None:
     assert set().union(*map(pairs_of, ROWS)) == set(allowed_pairs(factors, is_allowed))
     assert all(map(is_allowed, ROWS))
     assert {row["network"] for row in SLOW_ROWS} == set(FACTORS["network"])
-    with_ranks = {pair for pair in allowed_pairs({"ranks": list(RANKS), **factors}, is_allowed) if "ranks" in dict(pair)}
+    with_ranks = {
+        pair
+        for pair in allowed_pairs({"ranks": list(RANKS), **factors}, is_allowed)
+        if "ranks" in dict(pair)
+    }
     assert with_ranks <= set().union(*map(pairs_of, RANK_ROWS))
-    assert covering_rows({"a": ["1", "2"], "b": ["3"]}) == [{"a": "1", "b": "3"}, {"a": "2", "b": "3"}]
+    assert covering_rows({"a": ["1", "2"], "b": ["3"]}) == [
+        {"a": "1", "b": "3"},
+        {"a": "2", "b": "3"},
+    ]
 
 
 def begin(table: Path, row: Mapping[str, str], folder: Path) -> None:
@@ -28,7 +46,11 @@ def begin(table: Path, row: Mapping[str, str], folder: Path) -> None:
     check_objects(config)
 
 
-@pytest.mark.parametrize(("row", "said"), REFUSED, ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("row", "said"),
+    REFUSED,
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
 def test_what_is_refused_says_why(row: Row, said: str, tiny_table: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         begin(tiny_table, row, tmp_path)
@@ -40,7 +62,9 @@ def others(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """A checkpoint of each stage."""
     folder = tmp_path_factory.mktemp("others")
     return {
-        stage: train_and_resume(tiny_table, {"stage": stage}, folder / stage) / "checkpoints" / "last.ckpt"
+        stage: train_and_resume(tiny_table, {"stage": stage}, folder / stage)
+        / "checkpoints"
+        / "last.ckpt"
         for stage in ("coarse", "fine")
     }
 
@@ -48,5 +72,7 @@ def others(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize("number", range(len(SLOW_ROWS)))
-def test_a_row_trains_resumes_and_predicts(number: int, tiny_table: Path, tmp_path: Path, others: dict[str, Path]) -> None:
+def test_a_row_trains_resumes_and_predicts(
+    number: int, tiny_table: Path, tmp_path: Path, others: dict[str, Path]
+) -> None:
     run_row(tiny_table, SLOW_ROWS[number], tmp_path, others)

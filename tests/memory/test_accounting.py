@@ -43,19 +43,32 @@ def count(make_network: Any, **arguments: Any) -> StepMemory:
 def test_one_convolution_by_hand() -> None:
     weights, voxels = (4 + 4) * 4, 2 * 4**3
     one, two = (
-        count(lambda: nn.Sequential(nn.Conv3d(1, 4, 1)), image_shape=shape, loss=SumLoss(), make_optimizer=Momentum)
+        count(
+            lambda: nn.Sequential(nn.Conv3d(1, 4, 1)),
+            image_shape=shape,
+            loss=SumLoss(),
+            make_optimizer=Momentum,
+        )
         for shape in ((1, 1, 8, 4, 4), (2, 1, 4, 4, 4))
     )
     for memory in (one, two):
-        assert (memory.parameters, memory.gradients, memory.optimizer_state) == (weights, weights, weights)
+        assert (memory.parameters, memory.gradients, memory.optimizer_state) == (
+            weights,
+            weights,
+            weights,
+        )
         assert (memory.voxels, memory.input, memory.target) == (voxels, voxels * 4, voxels)
-        assert memory.saved == {"loss": 4}  # the convolution keeps the input and its weight, which are there anyway
+        assert memory.saved == {
+            "loss": 4
+        }  # the convolution keeps the input and its weight, which are there anyway
         assert sum(memory.peak_live.values()) == memory.peak
-    # Just after the loss: its argument (4 channels) is still there, and no gradient yet. Two numbers: the sum, and its share of the mean.
+    # Just after the loss: its argument (4 channels) is still there, and no gradient yet. Two
+    # numbers: the sum, and its share of the mean.
     assert one.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4 + 4
     assert one.peak_at == "forward loss"
-    # Two samples have a loss each. In the backward pass their gradients are joined to one of 4 channels, which is still there when the
-    # gradients of the weights are made; the loss and its own gradient are numbers.
+    # Two samples have a loss each. In the backward pass their gradients are joined to one of 4
+    # channels, which is still there when the gradients of the weights are made; the loss and its
+    # own gradient are numbers.
     assert two.peak == weights * 3 + voxels * (4 + 1 + 4 * 4) + 4 + 4
 
 
@@ -71,7 +84,10 @@ def test_saved_bytes_are_those_that_autograd_hands_out(precision: str) -> None:
             storages[address] = tensor.detach()
         return tensor.detach()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    with (
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
         network(image)
     handed_out = sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
     memory = count(make, loss=SumLoss(), precision=precision)
@@ -82,16 +98,37 @@ def test_saved_bytes_are_those_that_autograd_hands_out(precision: str) -> None:
     ("network", "switches", "step"),
     [
         ({}, {}, {}),
-        ({"norm": "batch", "block": "residual"}, {"checkpointing": "sqrt"}, {"precision": "bf16", "accumulate": 3}),
+        (
+            {"norm": "batch", "block": "residual"},
+            {"checkpointing": "sqrt"},
+            {"precision": "bf16", "accumulate": 3},
+        ),
         ({"norm": "group", "width": 8}, {"channels_last": True}, {"precision": "fp16"}),
-        ({"refine": 4}, {"checkpointing": "all", "channels_last": True}, {"precision": "bf16", "make_optimizer": Momentum}),
-        ({}, {"offload": True, "checkpointing": "sqrt", "device_type": "cuda"}, {"precision": "bf16"}),
-        ({"stem": "conv", "block": "plain"}, {"checkpointing": ("encoder.0",)}, {"image_shape": (2, 1, *SIZE)}),
+        (
+            {"refine": 4},
+            {"checkpointing": "all", "channels_last": True},
+            {"precision": "bf16", "make_optimizer": Momentum},
+        ),
+        (
+            {},
+            {"offload": True, "checkpointing": "sqrt", "device_type": "cuda"},
+            {"precision": "bf16"},
+        ),
+        (
+            {"stem": "conv", "block": "plain"},
+            {"checkpointing": ("encoder.0",)},
+            {"image_shape": (2, 1, *SIZE)},
+        ),
     ],
     ids=lambda value: "-".join(str(item) for item in value.values()) or "plain",
 )
-def test_nothing_needs_to_be_computed(network: dict[str, Any], switches: dict[str, Any], step: dict[str, Any]) -> None:
-    fake, real = (count(lambda: apply_switches(make(**network), **switches), **step, compute=c) for c in (False, True))
+def test_nothing_needs_to_be_computed(
+    network: dict[str, Any], switches: dict[str, Any], step: dict[str, Any]
+) -> None:
+    fake, real = (
+        count(lambda: apply_switches(make(**network), **switches), **step, compute=c)
+        for c in (False, True)
+    )
     assert fake == real
 
 
@@ -104,7 +141,9 @@ def test_the_network_of_a_stage_is_counted() -> None:
     weights = [weight.nbytes for weight in stage_network().parameters()]
     assert fake.gradients == sum(weights)
     assert fake.parameters == sum(weights)
-    assert fake.optimizer_state == 2 * sum(weights) + 4 * len(weights)  # two moments, and a counter per tensor
+    assert fake.optimizer_state == 2 * sum(weights) + 4 * len(
+        weights
+    )  # two moments, and a counter per tensor
 
 
 def test_each_switch_moves_what_it_claims_to_move() -> None:
@@ -123,12 +162,22 @@ def test_each_switch_moves_what_it_claims_to_move() -> None:
     assert away.offloaded >= plain.saved_bytes - away.saved_bytes
     assert away.peak < plain.peak
     half = count(make, precision="bf16")
-    assert 0.5 * plain.saved_bytes < half.saved_bytes < 0.6 * plain.saved_bytes  # and copies of the weights
-    assert (half.parameters, half.gradients, half.optimizer_state) == (plain.parameters, plain.gradients, plain.optimizer_state)
+    assert (
+        0.5 * plain.saved_bytes < half.saved_bytes < 0.6 * plain.saved_bytes
+    )  # and copies of the weights
+    assert (half.parameters, half.gradients, half.optimizer_state) == (
+        plain.parameters,
+        plain.gradients,
+        plain.optimizer_state,
+    )
     momentum = count(make, make_optimizer=Momentum)
     assert momentum.optimizer_state == momentum.parameters < plain.optimizer_state / 1.9
     averaged = count(make, averages=True)
-    assert averaged.optimizer_state - plain.optimizer_state == averaged.peak - plain.peak == plain.parameters
+    assert (
+        averaged.optimizer_state - plain.optimizer_state
+        == averaged.peak - plain.peak
+        == plain.parameters
+    )
     # The second micro-batch finds the gradients of the first.
     assert plain.peak < count(make, accumulate=5).peak <= plain.peak + plain.gradients
 
@@ -149,9 +198,13 @@ STATEFUL = [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "num_copies"), STATEFUL, ids=lambda value: getattr(value, "__name__", str(value))
+    ("optimizer", "options", "num_copies"),
+    STATEFUL,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_the_state_of_any_optimizer_is_counted(optimizer: Any, options: dict[str, Any], num_copies: int) -> None:
+def test_the_state_of_any_optimizer_is_counted(
+    optimizer: Any, options: dict[str, Any], num_copies: int
+) -> None:
     """Against what is really there after a step: whatever tensors the optimiser holds, by the storages below them."""
 
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -171,7 +224,9 @@ def test_the_state_of_any_optimizer_is_counted(optimizer: Any, options: dict[str
     memory = count(make, make_optimizer=make_optimizer)
     assert memory.optimizer_state == sum(held.values())
     num_tensors = len(list(network.parameters()))
-    assert 0 <= memory.optimizer_state - num_copies * memory.parameters <= 12 * num_tensors  # counters and trust ratios
+    assert (
+        0 <= memory.optimizer_state - num_copies * memory.parameters <= 12 * num_tensors
+    )  # counters and trust ratios
 
 
 def test_what_decides_by_values_is_refused() -> None:

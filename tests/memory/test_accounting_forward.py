@@ -27,7 +27,9 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
         features = conv(image)  # 5 channels of 4 bytes
         return features + huge[:1]  # and as many beside them
 
-    assert forward_bytes_per_voxel(conv, call, (1, 1, 24, 24, 24), CPU) == pytest.approx(WORKSPACE * 2 * 5 * 4, rel=0.01)
+    assert forward_bytes_per_voxel(conv, call, (1, 1, 24, 24, 24), CPU) == pytest.approx(
+        WORKSPACE * 2 * 5 * 4, rel=0.01
+    )
 
 
 SCRIPT = """
@@ -62,7 +64,8 @@ print((resident("VmHWM") - before) / image.numel() / per_voxel)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
 @pytest.mark.parametrize(
-    ("precision", "arguments"), [("bf16", {}), ("fp32", {}), ("bf16", {"stem": "conv"}), ("fp32", {"refine": 8})]
+    ("precision", "arguments"),
+    [("bf16", {}), ("fp32", {}), ("bf16", {"stem": "conv"}), ("fp32", {"refine": 8})],
 )
 def test_the_prediction_bounds_what_is_measured(precision: str, arguments: dict[str, Any]) -> None:
     command = [sys.executable, "-c", SCRIPT, precision, repr(arguments)]

@@ -61,6 +61,8 @@ def test_each_storage_has_one_owner() -> None:
 
 
 def test_results_can_be_corrected() -> None:
-    with MemoryTracker(lambda func, args, result: result.half() if func is torch.ops.aten.exp.default else result) as tracker:
+    with MemoryTracker(
+        lambda func, args, result: result.half() if func is torch.ops.aten.exp.default else result
+    ) as tracker:
         assert torch.zeros(100).exp().dtype == torch.float16
         assert total(tracker) == 0

@@ -45,17 +45,33 @@ SWITCHES: dict[str, Sequence[str]] = {
 }
 DEFAULT: Row = {switch: values[0] for switch, values in SWITCHES.items()}
 
-# What is refused on a CPU, by the values that are needed for it, with a part of the sentence that says so.
+# What is refused on a CPU, by the values that are needed for it, with a part of the sentence that
+# says so.
 REFUSED: list[tuple[Row, str]] = [
     ({"memory.precision": "fp16"}, "memory.precision=fp16 needs a GPU"),
     ({"memory.precision": "tf32"}, "memory.precision=tf32 needs a GPU"),
     ({"memory.offload": "true"}, "memory.offload=true moves activations from a GPU to the host"),
     ({"memory.cudnn_benchmark": "true"}, "memory.cudnn_benchmark=true chooses kernels of a GPU"),
-    ({"model.refine": "4", "model.stem": "conv"}, "with model.stem=conv the whole network works at full resolution"),
-    ({"warmup_steps": "1", "schedule": "one_cycle"}, "schedule OneCycleLR sets the learning rates of all steps itself"),
-    ({"warmup_steps": "1", "schedule": "cyclic"}, "schedule CyclicLR sets the learning rates of all steps itself"),
-    ({"lr_scaling": "linear", "optimizer": "adamw"}, "the steps of AdamW do not grow with the gradient"),
-    ({"lr_scaling": "linear", "optimizer": "lamb"}, "the steps of Lamb do not grow with the gradient"),
+    (
+        {"model.refine": "4", "model.stem": "conv"},
+        "with model.stem=conv the whole network works at full resolution",
+    ),
+    (
+        {"warmup_steps": "1", "schedule": "one_cycle"},
+        "schedule OneCycleLR sets the learning rates of all steps itself",
+    ),
+    (
+        {"warmup_steps": "1", "schedule": "cyclic"},
+        "schedule CyclicLR sets the learning rates of all steps itself",
+    ),
+    (
+        {"lr_scaling": "linear", "optimizer": "adamw"},
+        "the steps of AdamW do not grow with the gradient",
+    ),
+    (
+        {"lr_scaling": "linear", "optimizer": "lamb"},
+        "the steps of Lamb do not grow with the gradient",
+    ),
     *(
         (
             {"memory.compile": "true", "memory.checkpointing": policy, "model.norm": "batch"},
@@ -73,7 +89,14 @@ def is_allowed(row: Mapping[str, str]) -> bool:
 
 
 ROWS = covering_rows(SWITCHES, is_allowed)
-SMALL = ["stage=fine", "model.width=8", "model.depth=1", "model.blocks_per_level=[1,1]", "stage.batch_size=2", "steps=2"]
+SMALL = [
+    "stage=fine",
+    "model.width=8",
+    "model.depth=1",
+    "model.blocks_per_level=[1,1]",
+    "stage.batch_size=2",
+    "steps=2",
+]
 
 
 def arguments(row: Mapping[str, str]) -> list[str]:
@@ -96,13 +119,21 @@ def test_the_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> N
     assert held == set(allowed_pairs(SWITCHES, is_allowed))
     assert all(row.keys() == SWITCHES.keys() and is_allowed(row) for row in ROWS)
     assert len(ROWS) < 40
-    # A value that appears in no allowed pair is one that this machine refuses whatever the others are.
-    alone = {value for switch in SWITCHES for value in ((switch, v) for v in SWITCHES[switch]) if not is_allowed(dict([value]))}
+    # A value that appears in no allowed pair is one that this machine refuses whatever the others
+    # are.
+    alone = {
+        value
+        for switch in SWITCHES
+        for value in ((switch, v) for v in SWITCHES[switch])
+        if not is_allowed(dict([value]))
+    }
     assert alone == {next(iter(values.items())) for values, _ in REFUSED if len(values) == 1}
 
 
 @pytest.mark.parametrize(
-    ("values", "said"), REFUSED, ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else ""
+    ("values", "said"),
+    REFUSED,
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_what_is_refused_says_why_before_anything_runs(values: Row, said: str) -> None:
     def begin() -> None:
@@ -120,7 +151,9 @@ def phantom_like(number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     z, y, x = torch.meshgrid(torch.arange(12), torch.arange(16), torch.arange(20), indexing="ij")
     inside = (z - 5 - number % 2) ** 2 + (y - 8) ** 2 + (x - 9 - number % 3) ** 2 < 20
-    return (inside * 2.0 - 1.0 + 0.3 * torch.randn(inside.shape, generator=generator))[None], inside.to(torch.uint8)
+    return (inside * 2.0 - 1.0 + 0.3 * torch.randn(inside.shape, generator=generator))[
+        None
+    ], inside.to(torch.uint8)
 
 
 def batch(numbers: range) -> dict[str, Tensor]:
@@ -149,10 +182,17 @@ class Watcher(pl.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_takes_two_steps(
+    number: int, fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = ROWS[number]
-    # Capture, not code generation, is what the other switches can upset; the compiler itself is in `test_switches`.
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: setattr(module, "_compiled_call_impl", eager(module)))
+    # Capture, not code generation, is what the other switches can upset; the compiler itself is in
+    # `test_switches`.
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda module, **_: setattr(module, "_compiled_call_impl", eager(module)),
+    )
     accumulate = int(row["memory.accumulate"])
     size = 2 // accumulate
     batches = [batch(range(start, start + size)) for start in range(0, 4, size)]
@@ -162,13 +202,17 @@ def test_every_row_takes_two_steps(number: int, fit: Callable[..., Any], monkeyp
     assert all(math.isfinite(loss) for loss in watcher.losses)
     after = list(module.parameters())
     assert all(weight.isfinite().all() for weight in after)
-    assert any(not torch.equal(weight, old) for weight, old in zip(after, watcher.before, strict=True))
+    assert any(
+        not torch.equal(weight, old) for weight, old in zip(after, watcher.before, strict=True)
+    )
 
     # The first loss is that of the network without any switch of `memory`.
     config = compose({**row, "memory.checkpointing": "none", "memory.compile": "false"})
     plain, first = make_network(config), batches[0]
     expected = extensions.make_loss(config)(plain(first["image"]), first["target"])
-    assert watcher.losses[0] == pytest.approx(float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4)
+    assert watcher.losses[0] == pytest.approx(
+        float(expected), rel=2e-2 if row["memory.precision"] == "bf16" else 1e-4
+    )
 
 
 def eager(module: nn.Module) -> Callable[..., Any]:

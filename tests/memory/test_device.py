@@ -24,25 +24,39 @@ def compose(*overrides: str) -> TrainConfig:
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(sizes))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(total_memory=sizes[index]),
+    )
 
 
 @pytest.mark.parametrize(
     ("device_map", "said"),
     [
-        ("{encoder: cuda:0, decoder: cuda:3}", "model.device_map: there is no cuda:3 here; there are cpu, cuda:0"),
-        ("{enkoder: cpu}", "model.device_map names 'enkoder', which is no part of the network; the parts are "),
+        (
+            "{encoder: cuda:0, decoder: cuda:3}",
+            "model.device_map: there is no cuda:3 here; there are cpu, cuda:0",
+        ),
+        (
+            "{enkoder: cpu}",
+            "model.device_map names 'enkoder', which is no part of the network; the parts are ",
+        ),
         ("auto", "model.device_map=auto divides a network among GPUs, and torch sees 1"),
     ],
 )
-def test_a_device_map_that_fits_nothing_is_refused(device_map: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_that_fits_nothing_is_refused(
+    device_map: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend_gpus(monkeypatch, 2**30)
     with pytest.raises(UserError) as refused:
         make_device_map(compose(f"model.device_map={device_map}"))
     assert said in str(refused.value)
 
 
-def test_an_automatic_device_map_balances_what_a_step_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_device_map_balances_what_a_step_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = compose("model.device_map=auto", "stage=fine", "stage.patch_size=[64,64,64]")
     pretend_gpus(monkeypatch, 2**30, 2**30)
     even = make_device_map(config)
@@ -52,7 +66,9 @@ def test_an_automatic_device_map_balances_what_a_step_keeps(monkeypatch: pytest.
     assert set(even.values()) == {"cuda:0", "cuda:1"}
     pretend_gpus(monkeypatch, 2**30, 2**34)
     uneven = make_device_map(config)
-    assert list(uneven.values()).count("cuda:0") < list(even.values()).count("cuda:0"), "the small one gets less"
+    assert list(uneven.values()).count("cuda:0") < list(even.values()).count("cuda:0"), (
+        "the small one gets less"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,4 +80,9 @@ def test_loader_processes_share_sixteen_processors_with_the_ranks(
 ) -> None:
     monkeypatch.setattr(data_module, "pick_device", lambda _: torch.device(kind))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert propose_workers(compose("trainer=ddp", "stage.batch_size=16", f"trainer.devices={num_gpus}")) == expected
+    assert (
+        propose_workers(
+            compose("trainer=ddp", "stage.batch_size=16", f"trainer.devices={num_gpus}")
+        )
+        == expected
+    )

@@ -29,7 +29,9 @@ def step(network: nn.Module, home: str) -> tuple[Tensor, dict[str, Tensor]]:
     assert logits.device == image.device
     logits.square().mean().backward()
     return logits.detach().cpu(), {
-        name: weight.grad.cpu() for name, weight in network.named_parameters() if weight.grad is not None
+        name: weight.grad.cpu()
+        for name, weight in network.named_parameters()
+        if weight.grad is not None
     }
 
 
@@ -47,7 +49,11 @@ def test_a_map_changes_nothing_where_all_devices_are_one(refine: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("home", ["cuda:0", "cpu"])
 @pytest.mark.parametrize(
-    "places", [{"encoder": "cuda:0", "decoder": "cpu"}, {"encoder": "cpu", "decoder.0": "cuda:0", "head": "cpu"}]
+    "places",
+    [
+        {"encoder": "cuda:0", "decoder": "cpu"},
+        {"encoder": "cpu", "decoder.0": "cuda:0", "head": "cpu"},
+    ],
 )
 def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) -> None:
     torch.backends.cudnn.allow_tf32 = False
@@ -99,20 +105,31 @@ def test_the_strategy_of_a_device_map_moves_the_parts_and_keeps_the_rest_at_home
     strategy._lightning_module = strategy.model = module  # type: ignore[assignment]
     strategy.model_to_device()
     on_meta = [name for name, weight in module.network.named_parameters() if weight.is_meta]
-    assert on_meta == [name for name, _ in module.network.named_parameters() if name.startswith("encoder")]
+    assert on_meta == [
+        name for name, _ in module.network.named_parameters() if name.startswith("encoder")
+    ]
     assert on_meta
 
 
 def test_a_name_that_fits_no_part_is_refused() -> None:
-    with pytest.raises(ValueError, match="device_map names 'enkoder', which is no part of the network; the parts are stem, "):
+    with pytest.raises(
+        ValueError,
+        match="device_map names 'enkoder', which is no part of the network; the parts are stem, ",
+    ):
         apply_device_map(make(0), {"enkoder": "cpu"}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    sizes = {f"part{index}": int(size) for index, size in enumerate(rng.integers(0, 100, rng.integers(1, 8)))}
-    capacities = {f"cuda:{index}": int(size) for index, size in enumerate(rng.integers(50, 200, rng.integers(1, 4)))}
+    sizes = {
+        f"part{index}": int(size)
+        for index, size in enumerate(rng.integers(0, 100, rng.integers(1, 8)))
+    }
+    capacities = {
+        f"cuda:{index}": int(size)
+        for index, size in enumerate(rng.integers(50, 200, rng.integers(1, 4)))
+    }
     places = plan_device_map(sizes, capacities)
     assert list(places) == list(sizes)
     devices, order = list(places.values()), list(capacities)
@@ -120,7 +137,8 @@ def test_the_fullest_device_is_as_little_full_as_can_be(seed: int) -> None:
 
     def filling(chosen: dict[str, str]) -> float:
         return max(
-            sum(sizes[name] for name in sizes if chosen[name] == device) / capacity for device, capacity in capacities.items()
+            sum(sizes[name] for name in sizes if chosen[name] == device) / capacity
+            for device, capacity in capacities.items()
         )
 
     every = (

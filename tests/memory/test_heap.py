@@ -15,7 +15,8 @@ from medseg.memory import heap
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 
-# A large block that is freed first makes glibc serve the others from its heap; every second one is then a hole.
+# A large block that is freed first makes glibc serve the others from its heap; every second one is
+# then a hole.
 HOLES = """
 from medseg.memory.heap import map_large_blocks
 {call}
@@ -33,20 +34,30 @@ print(round((resident_bytes() - before) / 2**20))
 def held_mib(call: str, **environment: str) -> int:
     """Resident memory for 50 MiB of tensors that lie between holes of the same size."""
     clean = {
-        name: value for name, value in os.environ.items() if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     }
     command = [sys.executable, "-c", HOLES.format(call=call)]
-    return int(subprocess.run(command, env=clean | environment, capture_output=True, check=True, text=True).stdout)
+    return int(
+        subprocess.run(
+            command, env=clean | environment, capture_output=True, check=True, text=True
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(not heap._has_huge_pages(), reason="the kernel gives no huge pages")
 def test_freed_tensors_leave_no_holes() -> None:
     assert held_mib("") > 90
     assert held_mib("map_large_blocks()") < 60
-    assert held_mib("map_large_blocks()", MALLOC_MMAP_THRESHOLD_=str(2**25)) > 65, "the user's own setting holds"
+    assert held_mib("map_large_blocks()", MALLOC_MMAP_THRESHOLD_=str(2**25)) > 65, (
+        "the user's own setting holds"
+    )
 
 
-def test_without_huge_pages_the_heap_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_huge_pages_the_heap_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(heap, "HUGE_PAGES", tmp_path / "enabled")
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
@@ -58,8 +69,12 @@ def test_without_huge_pages_the_heap_stays_as_it_is(monkeypatch: pytest.MonkeyPa
         assert not {"MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE"} & set(os.environ)
 
 
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_variables_of_the_user_leave_the_heap_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"]
+)
+def test_variables_of_the_user_leave_the_heap_as_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
     for one in names:
         monkeypatch.delenv(one, raising=False)

@@ -37,7 +37,9 @@ def no_limit(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_gradients_of_flat_images_stay_within_their_memory() -> None:
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    done = subprocess.run([sys.executable, "-c", GRADIENTS], env=clean, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GRADIENTS], env=clean, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -52,8 +54,12 @@ def test_a_limit_of_the_user_stays(no_limit: pytest.MonkeyPatch) -> None:
     assert VARIABLES[0] not in os.environ
 
 
-@pytest.mark.parametrize(("command", "is_limited"), [("train", True), ("plan", True), ("predict", False)])
-def test_commands_that_compute_gradients_are_limited(command: str, is_limited: bool, no_limit: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("command", "is_limited"), [("train", True), ("plan", True), ("predict", False)]
+)
+def test_commands_that_compute_gradients_are_limited(
+    command: str, is_limited: bool, no_limit: pytest.MonkeyPatch
+) -> None:
     no_limit.setattr(sys, "argv", [command, "nonsense=1"])
     with pytest.raises(SystemExit):
         entry.run(command, lambda _: 0)

@@ -26,7 +26,11 @@ def operand(*shape: int, dtype: torch.dtype = torch.float32) -> Operand:
 
 def convolution(depth: int, channels: int = 1, size: int = 12) -> Call:
     image, weight = operand(1, channels, depth, size, size), operand(2, channels, 3, 3, 3)
-    return Call(aten.convolution.default, (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1), {})
+    return Call(
+        aten.convolution.default,
+        (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1),
+        {},
+    )
 
 
 def measured(folder: Path, **calls: Call) -> KernelCosts:
@@ -35,15 +39,21 @@ def measured(folder: Path, **calls: Call) -> KernelCosts:
     return costs
 
 
-def test_the_workspace_of_a_convolution_of_one_channel_is_its_matrix_of_columns(tmp_path: Path) -> None:
+def test_the_workspace_of_a_convolution_of_one_channel_is_its_matrix_of_columns(
+    tmp_path: Path,
+) -> None:
     """Torch's own convolution writes the 27 neighbours of each voxel into a matrix."""
     cost = measured(tmp_path, small=convolution(12))["small"]
     assert cost.workspace == 27 * 12**3 * 4
     assert 0 < cost.seconds < 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell the largest resident memory anew")
-def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system does not tell the largest resident memory anew"
+)
+def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Kernel:
         """Writes a quarter of a workspace of 256 MiB, in large or small blocks, and a result of 64 MiB."""
 
@@ -54,7 +64,10 @@ def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path:
 
         def __call__(self) -> torch.Tensor:
             result = torch.ones(2**26, dtype=torch.uint8)
-            blocks = [torch.empty(2**28 // self.num_blocks, dtype=torch.uint8) for _ in range(self.num_blocks)]
+            blocks = [
+                torch.empty(2**28 // self.num_blocks, dtype=torch.uint8)
+                for _ in range(self.num_blocks)
+            ]
             for block in blocks:
                 block[: len(block) // 4].fill_(1)
             return result
@@ -68,10 +81,18 @@ def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(tmp_path:
     assert costs._written_share(call, 2**28) == 1.0, "blocks of a heap may be resident before"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell the largest resident memory anew")
-def test_a_matrix_of_columns_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system does not tell the largest resident memory anew"
+)
+def test_a_matrix_of_columns_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "maps_large_blocks", lambda: True)
-    monkeypatch.setattr(kernels, "reset_peak_resident", lambda reset=kernels.reset_peak_resident: resets.append(reset()))
+    monkeypatch.setattr(
+        kernels,
+        "reset_peak_resident",
+        lambda reset=kernels.reset_peak_resident: resets.append(reset()),
+    )
     resets: list[None] = []
     cost = measured(tmp_path, large=convolution(64, size=64))["large"]
     assert cost.workspace > 2**24
@@ -85,11 +106,15 @@ def test_an_operation_that_allocates_its_result_alone_has_no_workspace(tmp_path:
     assert costs["sum"].seconds > 0
 
 
-def test_a_large_operation_is_continued_from_parts_of_its_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_operation_is_continued_from_parts_of_its_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = measured(tmp_path / "whole", large=convolution(64))["large"]
     monkeypatch.setattr(kernels, "MEASURED_BYTES", 64 * 12 * 12 * 4 // 4)
     parts = parts_of(convolution(64))
-    assert [(share, part.arguments[0].shape[2], part.arguments[1].shape) for share, part in parts] == [
+    assert [
+        (share, part.arguments[0].shape[2], part.arguments[1].shape) for share, part in parts
+    ] == [
         (1 / 8, 8, (2, 1, 3, 3, 3)),
         (1 / 4, 16, (2, 1, 3, 3, 3)),
     ]
@@ -99,7 +124,14 @@ def test_a_large_operation_is_continued_from_parts_of_its_slices(tmp_path: Path,
 @pytest.mark.parametrize(
     ("call", "sizes"),
     [
-        (Call(aten.upsample_nearest3d.default, (operand(1, 4, 32, 8, 8), [64, 16, 16], 2.0, 2.0, 2.0), {}), [16, 32, 32]),
+        (
+            Call(
+                aten.upsample_nearest3d.default,
+                (operand(1, 4, 32, 8, 8), [64, 16, 16], 2.0, 2.0, 2.0),
+                {},
+            ),
+            [16, 32, 32],
+        ),
         (Call(aten.leaky_relu_.default, (operand(1, 8, 64, 16, 16), 0.01), {}), [16, 64]),
     ],
 )
@@ -121,7 +153,11 @@ def test_bytes_lie_on_a_line_of_the_share() -> None:
 
 def test_strides_of_a_part_keep_their_order() -> None:
     last = torch.empty((1, 8, 2048, 64, 64), device="meta").to(memory_format=torch.channels_last_3d)
-    call = Call(aten.leaky_relu.default, (Operand(tuple(last.shape), last.stride(), torch.float32), 0.01), {})
+    call = Call(
+        aten.leaky_relu.default,
+        (Operand(tuple(last.shape), last.stride(), torch.float32), 0.01),
+        {},
+    )
     _, part = parts_of(call)[-1]
     shape = part.arguments[0].shape
     expected = torch.empty(shape, device="meta").to(memory_format=torch.channels_last_3d)
@@ -129,7 +165,9 @@ def test_strides_of_a_part_keep_their_order() -> None:
     assert part.arguments[0].stride[1:] == expected.stride()[1:]
 
 
-def test_what_was_measured_is_read_again_and_a_damaged_file_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_is_read_again_and_a_damaged_file_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = measured(tmp_path, small=convolution(12))
     monkeypatch.setattr(KernelCosts, "_workspaces", lambda *_: pytest.fail("measured again"))
     assert measured(tmp_path, small=convolution(12))["small"] == first["small"]
@@ -150,7 +188,9 @@ def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
     assert costs["wrong"] == kernels.NOTHING
 
 
-def test_operations_are_timed_in_rounds_of_which_the_median_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_timed_in_rounds_of_which_the_median_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So a processor that is slow for some rounds is so for all operations."""
     slow, timed = {1: 10.0, 2: 10.0}, []
 
@@ -168,7 +208,9 @@ def test_operations_are_timed_in_rounds_of_which_the_median_counts(tmp_path: Pat
     assert len(timed) == kernels.LEAST_ROUNDS
 
 
-def test_what_a_library_keeps_after_the_first_run_of_an_operation_is_its_own(tmp_path: Path) -> None:
+def test_what_a_library_keeps_after_the_first_run_of_an_operation_is_its_own(
+    tmp_path: Path,
+) -> None:
     """The kernel keeps 5 MiB for each new size, as oneDNN keeps the code that it makes."""
     kept: dict[int, torch.Tensor] = {}
 
@@ -208,7 +250,9 @@ def test_measured_costs_expire_and_those_of_a_loaded_machine_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "present_load", lambda: 0.0)
-    monkeypatch.setattr(kernels.LoadMeter, "__exit__", lambda meter, *_: setattr(meter, "load", load))
+    monkeypatch.setattr(
+        kernels.LoadMeter, "__exit__", lambda meter, *_: setattr(meter, "load", load)
+    )
     load = 0.0
     first = measured(tmp_path, small=convolution(12))
     assert KernelCosts(tmp_path, CPU).costs == first.costs
@@ -216,7 +260,9 @@ def test_measured_costs_expire_and_those_of_a_loaded_machine_are_measured_again(
     measured(tmp_path, loaded=convolution(8))
     assert set(KernelCosts(tmp_path, CPU).costs) == {"small"}
     monkeypatch.setattr(kernels, "present_load", lambda: 0.9)
-    assert set(KernelCosts(tmp_path, CPU).costs) == {"small", "loaded"}, "no better one can be made now"
+    assert set(KernelCosts(tmp_path, CPU).costs) == {"small", "loaded"}, (
+        "no better one can be made now"
+    )
     now_s = time.time()
     monkeypatch.setattr(calibration.time, "time", lambda: now_s + calibration.MAX_AGE_S + 1)
     assert not KernelCosts(tmp_path, CPU).costs

@@ -35,7 +35,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SIZES = {"segresnet": (24, 16, 20), "dynunet": (24, 16, 20), "swin_unetr": (32, 32, 64)}
 # SwinUNETR takes as long as ten of the others.
-EACH = [pytest.param(name, marks=pytest.mark.slow) if name == "swin_unetr" else name for name in NETWORKS]
+EACH = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "swin_unetr" else name
+    for name in NETWORKS
+]
 TASK = Task("two", {"one": 1, "two": 2}, (), (Channel(window_hu=(-1000.0, 400.0)),))
 
 
@@ -47,13 +50,18 @@ def make(name: str) -> StageNetwork:
 def loss_of(outputs: Tensor | list[Tensor]) -> Tensor:
     """A sum over all outputs of deep supervision, weighted unequally."""
     parts = [outputs] if isinstance(outputs, Tensor) else outputs
-    return sum((part.float().square().mean() / (index + 1) for index, part in enumerate(parts)), torch.zeros(()))
+    return sum(
+        (part.float().square().mean() / (index + 1) for index, part in enumerate(parts)),
+        torch.zeros(()),
+    )
 
 
 def step(network: nn.Module, size: tuple[int, ...], seed: int = 1) -> dict[str, Tensor]:
     image = torch.randn(1, 1, *size, generator=torch.Generator().manual_seed(seed))
     loss_of(network(image)).backward()
-    return {name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None}
+    return {
+        name: weight.grad for name, weight in network.named_parameters() if weight.grad is not None
+    }
 
 
 def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
@@ -62,7 +70,10 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
     A hook hands out what autograd saves; the inputs of recomputed blocks are held by closures.
     """
     image = torch.rand(1, 1, *size)
-    known = {one.untyped_storage().data_ptr() for one in (*network.parameters(), *network.buffers(), image)}
+    known = {
+        one.untyped_storage().data_ptr()
+        for one in (*network.parameters(), *network.buffers(), image)
+    }
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -86,7 +97,9 @@ def storages() -> dict[int, int]:
     gc.collect()
     tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not is_fake(one)]
     tensors = [one for one in tensors if one.device.type == "cpu" and one.layout is torch.strided]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
 
 
 class SumLoss(nn.Module):
@@ -106,9 +119,14 @@ def count(name: str, size: tuple[int, int, int], **switches: Any) -> StepMemory:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_bytes(name: str) -> None:
+def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_bytes(
+    name: str,
+) -> None:
     plain, size = make(name), SIZES[name]
-    networks = {policy: apply_switches(copy.deepcopy(plain), checkpointing=policy) for policy in ("none", "sqrt", "all")}
+    networks = {
+        policy: apply_switches(copy.deepcopy(plain), checkpointing=policy)
+        for policy in ("none", "sqrt", "all")
+    }
     flops, grads = {}, {}
     for policy, network in networks.items():
         with FlopCounterMode(display=False) as counter:
@@ -117,8 +135,11 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
     for policy in ("sqrt", "all"):
         assert grads[policy].keys() == grads["none"].keys()
         for key, grad in grads["none"].items():
-            # The same kernels on the same numbers: equal but for the order of sums over several uses of a tensor.
-            torch.testing.assert_close(grads[policy][key], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max() + 1))
+            # The same kernels on the same numbers: equal but for the order of sums over several
+            # uses of a tensor.
+            torch.testing.assert_close(
+                grads[policy][key], grad, rtol=1e-5, atol=1e-7 * float(grad.abs().max() + 1)
+            )
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         plain(torch.randn(1, 1, *size))
     assert flops["none"] < flops["sqrt"] < flops["all"] <= flops["none"] + forward.get_total_flops()
@@ -130,12 +151,19 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
 
 @pytest.mark.parametrize("checkpointing", ["none", "all"])
 @pytest.mark.parametrize("name", EACH)
-def test_the_plan_counts_what_autograd_keeps_within_one_percent(name: str, checkpointing: str) -> None:
+def test_the_plan_counts_what_autograd_keeps_within_one_percent(
+    name: str, checkpointing: str
+) -> None:
     size = SIZES[name]
     planned = count(name, size, checkpointing=checkpointing)
     network = apply_switches(make(name), checkpointing=checkpointing)
     weights = sum(weight.nbytes for weight in network.parameters())
-    live = weights + sum(buffer.nbytes for buffer in network.buffers()) + 2 * weights + kept_bytes(network, size)
+    live = (
+        weights
+        + sum(buffer.nbytes for buffer in network.buffers())
+        + 2 * weights
+        + kept_bytes(network, size)
+    )
     found = planned.parameters + planned.optimizer_state + planned.saved_bytes
     assert found == pytest.approx(live, rel=0.01)
     assert planned.gradients == weights
@@ -143,7 +171,9 @@ def test_the_plan_counts_what_autograd_keeps_within_one_percent(name: str, check
 
 def test_blocks_are_chosen_by_name_and_by_pattern() -> None:
     blocks = make("segresnet").blocks()
-    assert select_blocks(blocks, ["down_layers.*"]) == [name for name in blocks if name.startswith("down_layers")]
+    assert select_blocks(blocks, ["down_layers.*"]) == [
+        name for name in blocks if name.startswith("down_layers")
+    ]
     assert select_blocks(blocks, ["up_layers.0"]) == ["up_layers.0"]
     with pytest.raises(ValueError, match="which is no block; the blocks are down_layers"):
         select_blocks(blocks, ["encoder.*"])
@@ -155,18 +185,25 @@ def test_parts_on_several_devices_meet_on_one(name: str) -> None:
     network = build_on_meta(lambda: make(name)).requires_grad_(False)
     device_map = dict.fromkeys(list(network.blocks())[1::2], "cuda:1")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module, device in [(network, "cuda:0"), *((network.blocks()[block], "cuda:1") for block in device_map)]:
+        for module, device in [
+            (network, "cuda:0"),
+            *((network.blocks()[block], "cuda:1") for block in device_map),
+        ]:
             for part in module.modules():
                 for table in (part._parameters, part._buffers):
                     for key, one in table.items():
                         if one is not None:
                             fake = torch.empty(one.shape, dtype=one.dtype, device=device)
-                            table[key] = nn.Parameter(fake, False) if table is part._parameters else fake
+                            table[key] = (
+                                nn.Parameter(fake, False) if table is part._parameters else fake
+                            )
         with patch.object(nn.Module, "to"):  # which cannot move a fake weight
             apply_device_map(network, device_map, torch.device("cuda:0"))
         image = torch.zeros(1, 1, *SIZES[name], device="cuda:0")
         outputs = network(image)
-        assert {output.device for output in (outputs if isinstance(outputs, list) else [outputs])} == {torch.device("cuda:0")}
+        assert {
+            output.device for output in (outputs if isinstance(outputs, list) else [outputs])
+        } == {torch.device("cuda:0")}
 
 
 @pytest.mark.gpu
@@ -174,9 +211,13 @@ def test_parts_on_several_devices_meet_on_one(name: str) -> None:
 def test_two_devices_compute_what_one_does(name: str) -> None:
     torch.backends.cudnn.allow_tf32 = False
     plain, placed = make(name), make(name).cuda()
-    apply_device_map(placed, dict.fromkeys(list(placed.blocks())[1::2], "cpu"), torch.device("cuda:0"))
+    apply_device_map(
+        placed, dict.fromkeys(list(placed.blocks())[1::2], "cpu"), torch.device("cuda:0")
+    )
     image = torch.randn(1, 1, *SIZES[name])
-    ours, theirs = (out if isinstance(out, list) else [out] for out in (plain(image), placed(image.cuda())))
+    ours, theirs = (
+        out if isinstance(out, list) else [out] for out in (plain(image), placed(image.cuda()))
+    )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other.cpu(), rtol=1e-3, atol=1e-3)
 
@@ -197,8 +238,12 @@ def test_a_gpu_keeps_fp32_copies_of_the_inputs_of_group_norms() -> None:
     assert counted("bf16", is_gpu=True) - counted("bf16", is_gpu=False) >= 2 * 8 * 16**3
 
 
-@pytest.mark.parametrize(("layout", "copies"), [(torch.contiguous_format, 0), (torch.channels_last_3d, 1)])
-def test_nearest_upsampling_on_a_gpu_copies_channels_last_tensors(layout: torch.memory_format, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "copies"), [(torch.contiguous_format, 0), (torch.channels_last_3d, 1)]
+)
+def test_nearest_upsampling_on_a_gpu_copies_channels_last_tensors(
+    layout: torch.memory_format, copies: int
+) -> None:
     features = torch.ones(1, 4, 6, 6, 6).contiguous(memory_format=layout)
     with MemoryTracker(workspace=_copied_bytes) as tracker:
         larger = nn.functional.interpolate(features, scale_factor=2.0, mode="nearest")
@@ -219,7 +264,9 @@ def test_one_step_of_training_on_real_losses(name: str) -> None:
 
 
 @pytest.mark.parametrize("rates", [{"attn_drop": 0.5}, {"drop": 0.5}, {"drop_path": 0.5}], ids=str)
-def test_recomputed_windows_of_swin_unetr_draw_the_same_random_numbers(rates: dict[str, float]) -> None:
+def test_recomputed_windows_of_swin_unetr_draw_the_same_random_numbers(
+    rates: dict[str, float],
+) -> None:
     """Dropout of the attention, of the features and of whole paths."""
     from monai.networks.nets.swin_unetr import BasicLayer
 
@@ -230,6 +277,8 @@ def test_recomputed_windows_of_swin_unetr_draw_the_same_random_numbers(rates: di
     grads = []
     for layer in (plain, lean):
         torch.manual_seed(3)
-        layer(torch.randn(2, 8, 4, 8, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        layer(
+            torch.randn(2, 8, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+        ).square().mean().backward()
         grads.append({name: weight.grad for name, weight in layer.named_parameters()})
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())

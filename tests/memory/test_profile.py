@@ -33,7 +33,9 @@ def test_the_area_is_that_under_straight_lines() -> None:
 GIB = 2**30
 
 
-def write_groups(folder: Path, names: str, mounts: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def write_groups(
+    folder: Path, names: str, mounts: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let this process be in control groups whose hierarchy is mounted in a folder."""
     for name, text in files.items():
         path = folder / name
@@ -88,7 +90,9 @@ def test_the_smallest_bound_of_nested_control_groups_counts(
     assert memory_limit_bytes() == (expected or psutil.virtual_memory().total)
 
 
-def test_what_a_control_group_uses_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_control_group_uses_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mib = 2**20
     files = {
         "a/memory.max": f"{100 * mib}\n",
@@ -128,11 +132,15 @@ def test_the_profile_begins_and_ends_with_the_block_also_where_it_fails() -> Non
 
 
 @pytest.mark.timeout(20)
-def test_a_thread_that_finds_no_memory_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_finds_no_memory_does_not_stop_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(self: threading.Thread) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(threading.Thread, "_bootstrap", fail)  # what CPython does where the new thread cannot allocate
+    monkeypatch.setattr(
+        threading.Thread, "_bootstrap", fail
+    )  # what CPython does where the new thread cannot allocate
     with MemoryProfile(lambda: 10**9) as profile:
         time.sleep(0.06)
     assert profile.area_gb_s >= 0.06
@@ -149,7 +157,9 @@ def test_resident_memory_is_counted_in_bytes() -> None:
 def test_the_peak_is_that_of_the_process_alone() -> None:
     block = np.ones(2**29, dtype=np.uint8)
     code = "from medseg.memory.profile import peak_resident_bytes; print(peak_resident_bytes())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert int(done.stdout) < block.nbytes
 
 
@@ -182,8 +192,12 @@ after = bytes_beside(os.getpid(), children)
 print(before / MIB, (after - before) / MIB, sum(map(private_bytes, children)) / MIB)
 os.close(release[1])
 """
-    output = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True
+    ).stdout
     own_mib, copies_mib, private_mib = map(float, output.split())
     assert own_mib == pytest.approx(16, abs=6)
     assert copies_mib == pytest.approx(32, abs=1)
-    assert private_mib == pytest.approx(16, abs=6), "pages that both children hold are private to neither"
+    assert private_mib == pytest.approx(16, abs=6), (
+        "pages that both children hold are private to neither"
+    )

@@ -16,7 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory import switches
 from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
-from medseg.memory.switches import apply_switches, checkpoint_blocks, offload_activations, select_blocks
+from medseg.memory.switches import (
+    apply_switches,
+    checkpoint_blocks,
+    offload_activations,
+    select_blocks,
+)
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
@@ -25,7 +30,9 @@ def make(norm: str = "instance", block: str = "bottleneck", **arguments: object)
     torch.manual_seed(0)
     network = UNet(1, 2, width=8, depth=2, norm=norm, block=block, **arguments)  # type: ignore[arg-type]
     for name, weight in network.named_parameters():
-        if name.endswith("branch.2.1.weight"):  # the zero scale at the end of a branch would hide the branch
+        if name.endswith(
+            "branch.2.1.weight"
+        ):  # the zero scale at the end of a branch would hide the branch
             nn.init.ones_(weight)
     return network
 
@@ -39,7 +46,11 @@ def step(network: nn.Module, inputs: Tensor | None = None) -> tuple[Tensor, dict
     network.zero_grad()
     logits = network(image() if inputs is None else inputs)
     (logits.float() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    grads = {name: weight.grad.clone() for name, weight in network.named_parameters() if weight.grad is not None}
+    grads = {
+        name: weight.grad.clone()
+        for name, weight in network.named_parameters()
+        if weight.grad is not None
+    }
     return logits.detach(), grads
 
 
@@ -52,7 +63,9 @@ def count_flops(network: nn.Module) -> int:
 def count_saved_bytes(network: nn.Module) -> int:
     """Bytes that autograd keeps between forward and backward, each storage counted once, parameters left out."""
     weights = {weight.untyped_storage().data_ptr() for weight in network.parameters()}
-    storages: dict[int, Tensor] = {}  # holding the tensors keeps their addresses from being given away again
+    storages: dict[
+        int, Tensor
+    ] = {}  # holding the tensors keeps their addresses from being given away again
 
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage().data_ptr()
@@ -66,7 +79,10 @@ def count_saved_bytes(network: nn.Module) -> int:
 
 
 def test_checkpointing_repeats_the_forward_pass_of_the_chosen_blocks_and_no_more() -> None:
-    flops = {policy: count_flops(apply_switches(make(), checkpointing=policy)) for policy in ("none", "sqrt", "all")}
+    flops = {
+        policy: count_flops(apply_switches(make(), checkpointing=policy))
+        for policy in ("none", "sqrt", "all")
+    }
     network = make()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(image())
@@ -77,7 +93,10 @@ def test_checkpointing_repeats_the_forward_pass_of_the_chosen_blocks_and_no_more
 
 
 def test_checkpointing_saves_fewer_bytes() -> None:
-    saved = {policy: count_saved_bytes(apply_switches(make(), checkpointing=policy)) for policy in ("none", "sqrt", "all")}
+    saved = {
+        policy: count_saved_bytes(apply_switches(make(), checkpointing=policy))
+        for policy in ("none", "sqrt", "all")
+    }
     assert saved["all"] < saved["sqrt"] < saved["none"]
     assert saved["all"] < 0.5 * saved["none"]
 
@@ -119,7 +138,8 @@ def test_checkpointing_repeats_the_dropout_of_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("random", "may_draw"), [(nn.Identity(), False), (nn.Dropout(0.0), False), (nn.Dropout(0.5), True), (nn.RReLU(), True)]
+    ("random", "may_draw"),
+    [(nn.Identity(), False), (nn.Dropout(0.0), False), (nn.Dropout(0.5), True), (nn.RReLU(), True)],
 )
 def test_the_generator_is_read_only_where_a_block_may_draw(
     random: nn.Module, may_draw: bool, monkeypatch: pytest.MonkeyPatch
@@ -171,10 +191,13 @@ def test_channels_last_reaches_every_convolution() -> None:
     for module in last.modules():
         if isinstance(module, nn.LeakyReLU):
             module.register_forward_hook(
-                lambda _, __, out: layouts.append(out.is_contiguous(memory_format=torch.channels_last_3d))
+                lambda _, __, out: layouts.append(
+                    out.is_contiguous(memory_format=torch.channels_last_3d)
+                )
             )
-    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not on a single thread,
-    # so the volume is large enough that no convolution leaves bf16 (axes of two voxels do, on CPU).
+    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not
+    # on a single thread, so the volume is large enough that no convolution leaves bf16 (axes of two
+    # voxels do, on CPU).
     with autocast("bf16", "cpu"):
         last(torch.randn(1, 1, 32, 32, 32))
     assert layouts
@@ -252,11 +275,15 @@ class PretendedGpu(TorchFunctionMode):
         if func is torch.empty_like:
             self.copies.append(("memory", {"pin_memory": options.pop("pin_memory", False)}))
         elif func in (Tensor.copy_, Tensor.to):
-            self.copies.append((func.__name__, {"non_blocking": options.get("non_blocking", False)}))
+            self.copies.append(
+                (func.__name__, {"non_blocking": options.get("non_blocking", False)})
+            )
         return func(*args, **options)
 
 
-def test_offload_copies_to_pinned_memory_and_back_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_copies_to_pinned_memory_and_back_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """From memory that is not pinned, or blocking, the GPU would stand still during each copy."""
     hooks: list[tuple[Any, Any]] = []
 
@@ -310,7 +337,9 @@ def test_switches_that_exclude_each_other_are_refused() -> None:
         apply_switches(make("batch"), checkpointing="all", compile=True)
 
 
-def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_treats_sizes_as_variables_where_crops_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[dict[str, object]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _, **options: asked.append(options))
     apply_switches(make(), compile=True, compile_mode="reduce_overhead", has_many_shapes=True)
@@ -328,7 +357,9 @@ def test_the_compiler_treats_sizes_as_variables_where_crops_differ(monkeypatch: 
 def test_sizes_as_variables_make_one_graph_of_all_shapes() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    network = torch.compile(make().eval(), dynamic=True, backend="eager")  # inductor may add some for its own kernels
+    network = torch.compile(
+        make().eval(), dynamic=True, backend="eager"
+    )  # inductor may add some for its own kernels
     with torch.no_grad():
         for shape in ((32, 40, 48), (40, 32, 56), (48, 56, 32)):
             network(torch.zeros(1, 1, *shape))

@@ -28,7 +28,9 @@ def maps() -> tuple[torch.Tensor, torch.Tensor]:
     "metric",
     [
         monai.metrics.DiceMetric(include_background=False),
-        torchmetrics.segmentation.DiceScore(num_classes=3, include_background=False, input_format="index", average="macro"),
+        torchmetrics.segmentation.DiceScore(
+            num_classes=3, include_background=False, input_format="index", average="macro"
+        ),
     ],
     ids=["monai", "torchmetrics"],
 )
@@ -45,14 +47,16 @@ def test_intersection_over_union_of_torchmetrics() -> None:
     dice = dice_per_label(pred, target, (1, 2))
     background = dice_per_label(pred, target, (0,))[0]
     expected = sum(one / (2 - one) for one in (background, *dice.values())) / 3
-    assert CaseMetric(torchmetrics.classification.MulticlassJaccardIndex(3), 3)(pred, target, SPACING_MM) == pytest.approx(
-        expected, abs=1e-5
-    )
+    assert CaseMetric(torchmetrics.classification.MulticlassJaccardIndex(3), 3)(
+        pred, target, SPACING_MM
+    ) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_class_that_both_lack_has_no_share_in_the_mean() -> None:
     _, target = maps()
-    per_class = torchmetrics.segmentation.MeanIoU(num_classes=4, per_class=True, input_format="index")
+    per_class = torchmetrics.segmentation.MeanIoU(
+        num_classes=4, per_class=True, input_format="index"
+    )
     assert CaseMetric(per_class, 4)(target, target, SPACING_MM) == pytest.approx(1.0)
 
 
@@ -62,9 +66,14 @@ def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:
     assert distance(target.roll(1, 0), target, SPACING_MM) == pytest.approx(2.0)
     assert distance(target.roll(1, 2), target, SPACING_MM) == pytest.approx(1.5)
     empty = torch.zeros_like(target)
-    assert math.isnan(CaseMetric(monai.metrics.DiceMetric(include_background=False), 3)(empty, empty, SPACING_MM))
+    assert math.isnan(
+        CaseMetric(monai.metrics.DiceMetric(include_background=False), 3)(empty, empty, SPACING_MM)
+    )
 
 
 def test_torchmetrics_learns_the_number_of_classes() -> None:
-    assert default_arguments(object, ["num_classes", "input_format"], [], 4) == {"num_classes": 4, "input_format": "index"}
+    assert default_arguments(object, ["num_classes", "input_format"], [], 4) == {
+        "num_classes": 4,
+        "input_format": "index",
+    }
     assert default_arguments(object, ["num_classes"], ["num_classes"], 4) == {}

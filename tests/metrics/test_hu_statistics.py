@@ -15,11 +15,17 @@ VALUES = {"left": 1, "right": 3, "absent": 2}
 
 @pytest.mark.parametrize("dtype", [np.int16, np.float32])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_figures_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, dtype: type, order: str) -> None:
+def test_figures_are_those_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, dtype: type, order: str
+) -> None:
     monkeypatch.setattr(intensity, "SLAB_VOXELS", 4 * 30 * 40)  # three slabs, the last one smaller
     noise = np.random.default_rng(0)
     image = np.asarray(noise.normal(-850, 120, GRID.shape).round(), dtype=dtype, order=order)
-    labels = np.asarray(noise.integers(0, 2, GRID.shape) * noise.choice([1, 3], GRID.shape), dtype=np.uint8, order=order)
+    labels = np.asarray(
+        noise.integers(0, 2, GRID.shape) * noise.choice([1, 3], GRID.shape),
+        dtype=np.uint8,
+        order=order,
+    )
     found = label_statistics(image, labels, GRID, VALUES)
     for name, value in (("left", 1), ("right", 3)):
         own = image[labels == value].astype(np.float64)
@@ -36,7 +42,12 @@ def test_figures_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, dtype: type
 
 def test_metal_does_not_change_the_mean_and_the_bounds_count_as_they_are() -> None:
     image = np.array([-3024, -951, -950, 30000], dtype=np.int16).reshape(1, 2, 2)
-    found = label_statistics(image, np.ones_like(image, dtype=np.uint8), VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)), {"all": 1})["all"]
+    found = label_statistics(
+        image,
+        np.ones_like(image, dtype=np.uint8),
+        VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)),
+        {"all": 1},
+    )["all"]
     assert found["mean_hu"] == round((-3024 - 951 - 950 + 30000) / 4, 2)
     assert found["share_below_minus_950_hu"] == 0.5
 

@@ -60,8 +60,12 @@ def test_dice_per_label_on_the_gpu_equals_the_cpu() -> None:
         pytest.skip("no GPU")
     rng = np.random.default_rng(4)
     pred, target = (torch.from_numpy(rng.integers(0, 3, (7, 8, 9))) for _ in range(2))
-    assert dice_per_label(pred.cuda(), target.cuda(), [1, 2, 7]) == dice_per_label(pred, target, [1, 2, 7])
+    assert dice_per_label(pred.cuda(), target.cuda(), [1, 2, 7]) == dice_per_label(
+        pred, target, [1, 2, 7]
+    )
 
 
 def test_volume_counts_voxels_in_ml() -> None:
-    assert volume_ml(_box((0, 0, 0), (5, 10, 10)), (2.0, 0.5, 0.25)) == pytest.approx(500 * 0.25 / 1000)
+    assert volume_ml(_box((0, 0, 0), (5, 10, 10)), (2.0, 0.5, 0.25)) == pytest.approx(
+        500 * 0.25 / 1000
+    )

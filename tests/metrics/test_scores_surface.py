@@ -21,7 +21,9 @@ SHAPE = (21, 26, 33)
 SPACING_MM = (2.5, 0.7, 1.1)
 
 
-def _box(start: tuple[int, int, int], stop: tuple[int, int, int], shape: tuple[int, int, int] = SHAPE) -> np.ndarray:
+def _box(
+    start: tuple[int, int, int], stop: tuple[int, int, int], shape: tuple[int, int, int] = SHAPE
+) -> np.ndarray:
     mask = np.zeros(shape, dtype=bool)
     mask[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = True
     return mask
@@ -34,7 +36,10 @@ def _blob(rng: np.random.Generator, shape: tuple[int, int, int], threshold: floa
 
 
 def _ball(radius_mm: float, spacing_mm: tuple[float, float, float], half_mm: float) -> np.ndarray:
-    axes = [np.arange(-math.ceil(half_mm / step), math.ceil(half_mm / step) + 1) * step for step in spacing_mm]
+    axes = [
+        np.arange(-math.ceil(half_mm / step), math.ceil(half_mm / step) + 1) * step
+        for step in spacing_mm
+    ]
     z, y, x = np.meshgrid(*axes, indexing="ij")
     return np.asarray(z**2 + y**2 + x**2 <= radius_mm**2)
 
@@ -77,7 +82,9 @@ def test_concentric_balls_are_apart_by_the_difference_of_their_radii() -> None:
 
 
 def test_area_of_a_box_is_that_of_its_faces_less_the_bevels() -> None:
-    distances = surface_distances(_box((1, 1, 1), (19, 24, 31)), _box((1, 1, 1), (19, 24, 31)), SPACING_MM)
+    distances = surface_distances(
+        _box((1, 1, 1), (19, 24, 31)), _box((1, 1, 1), (19, 24, 31)), SPACING_MM
+    )
     z_mm, y_mm, x_mm = (n * s for n, s in zip((18, 23, 30), SPACING_MM, strict=True))
     faces_mm2 = 2 * (z_mm * y_mm + z_mm * x_mm + y_mm * x_mm)
     assert 0.9 * faces_mm2 < distances[0][1].sum() < faces_mm2
@@ -106,7 +113,9 @@ def test_scores_follow_the_axes() -> None:
         spacing_mm = tuple(SPACING_MM[axis] for axis in order)
         scores = score_region(pred.transpose(order), target.transpose(order), spacing_mm)  # type: ignore[arg-type]
         assert scores == pytest.approx(expected)
-    assert score_region(pred, target, (0.7, 2.5, 1.1))["nsd_1mm"] != pytest.approx(expected["nsd_1mm"])
+    assert score_region(pred, target, (0.7, 2.5, 1.1))["nsd_1mm"] != pytest.approx(
+        expected["nsd_1mm"]
+    )
 
 
 def test_scores_are_symmetric() -> None:
@@ -122,13 +131,20 @@ def test_scores_do_not_depend_on_the_empty_space_around() -> None:
     rng = np.random.default_rng(2)
     pred, target = _blob(rng, SHAPE, 0.4), _blob(rng, SHAPE, 0.4)
     pads = ((3, 0), (0, 7), (5, 2))
-    assert score_region(np.pad(pred, pads), np.pad(target, pads), SPACING_MM) == score_region(pred, target, SPACING_MM)
+    assert score_region(np.pad(pred, pads), np.pad(target, pads), SPACING_MM) == score_region(
+        pred, target, SPACING_MM
+    )
 
 
 def test_equal_masks_are_perfect() -> None:
     mask = _blob(np.random.default_rng(3), SHAPE, 0.5)
     scores = score_region(mask, mask, SPACING_MM)
-    assert (scores["dice"], scores["nsd_1mm"], scores["nsd_2mm"], scores["hd95_mm"]) == (1.0, 1.0, 1.0, 0.0)
+    assert (scores["dice"], scores["nsd_1mm"], scores["nsd_2mm"], scores["hd95_mm"]) == (
+        1.0,
+        1.0,
+        1.0,
+        0.0,
+    )
 
 
 def test_empty_masks() -> None:
@@ -137,7 +153,12 @@ def test_empty_masks() -> None:
     assert (both["dice"], both["nsd_1mm"], both["nsd_2mm"], both["hd95_mm"]) == (1.0, 1.0, 1.0, 0.0)
     for pred, target in ((mask, empty), (empty, mask)):
         one = score_region(pred, target, SPACING_MM)
-        assert (one["dice"], one["nsd_1mm"], one["nsd_2mm"], one["hd95_mm"]) == (0.0, 0.0, 0.0, math.inf)
+        assert (one["dice"], one["nsd_1mm"], one["nsd_2mm"], one["hd95_mm"]) == (
+            0.0,
+            0.0,
+            0.0,
+            math.inf,
+        )
 
 
 def test_an_element_at_the_tolerance_counts_despite_float32_spacing() -> None:

@@ -21,7 +21,9 @@ def image(batch: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize(("size", "kernel"), [((2, 2, 2), 3), ((4, 5, 6), 5)])
-def test_bf16_gradients_of_small_features_are_right_in_any_network(size: tuple[int, int, int], kernel: int) -> None:
+def test_bf16_gradients_of_small_features_are_right_in_any_network(
+    size: tuple[int, int, int], kernel: int
+) -> None:
     torch.manual_seed(0)
     conv = nn.Conv3d(16, 16, kernel, padding=kernel // 2)
     traits = Traits((1, 1, 1), ())
@@ -40,7 +42,9 @@ def test_bf16_gradients_of_small_features_are_right_in_any_network(size: tuple[i
     for number in (1000, 20_000, 110_592):
         used = [torch.full((number,), 1e3) for _ in range(3)]
         del used  # memory that a kernel may read before it has written it
-        torch.testing.assert_close(gradient(enabled=True), exact, atol=0.03 * float(exact.abs().max()), rtol=0)
+        torch.testing.assert_close(
+            gradient(enabled=True), exact, atol=0.03 * float(exact.abs().max()), rtol=0
+        )
 
 
 def test_samples_of_a_batch_do_not_meet() -> None:

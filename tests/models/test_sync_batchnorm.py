@@ -19,21 +19,29 @@ PER_RANK = (1, 3)
 def make_case() -> tuple[Tensor, Tensor, nn.Sequential]:
     """Features far from zero, the gradient of the output, and a network with a norm that scales and shifts."""
     generator = torch.Generator().manual_seed(1)
-    features, gradient = torch.randn(2, sum(PER_RANK), 3, 4, 5, 6, generator=generator, dtype=torch.float64)
+    features, gradient = torch.randn(
+        2, sum(PER_RANK), 3, 4, 5, 6, generator=generator, dtype=torch.float64
+    )
     network = nn.Sequential(nn.BatchNorm3d(3, dtype=torch.float64), nn.Tanh())
     nn.init.uniform_(network[0].weight, 0.5, 2.0, generator=generator)  # type: ignore[arg-type]
     nn.init.uniform_(network[0].bias, generator=generator)  # type: ignore[arg-type]
     return 3.0 * features + 100.0, gradient, network
 
 
-def step(network: nn.Module, features: Tensor, gradient: Tensor, device: str = "cpu") -> dict[str, Tensor]:
+def step(
+    network: nn.Module, features: Tensor, gradient: Tensor, device: str = "cpu"
+) -> dict[str, Tensor]:
     """Output, gradients and statistics of one forward and backward pass."""
     features = features.to(device).requires_grad_()
     output = network.to(device)(features)
     output.backward(gradient.to(device))
     assert features.grad is not None
     found = {"output": output.detach(), "features": features.grad, **network.state_dict()}
-    found |= {f"gradient of {name}": p.grad for name, p in network.named_parameters() if p.grad is not None}
+    found |= {
+        f"gradient of {name}": p.grad
+        for name, p in network.named_parameters()
+        if p.grad is not None
+    }
     return {name: value.cpu() for name, value in found.items()}
 
 
@@ -54,11 +62,16 @@ def test_compiled_code_is_refused() -> None:
 
 def run_rank(rank: int, folder: Path) -> None:
     """Take one rank's part of the samples through the norm; both ranks may share a GPU, since gloo connects them."""
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
+    )
     features, gradient, network = make_case()
     apply_switches(network, synchronise=True, device_type="cuda")
     device = f"cuda:{rank % torch.cuda.device_count()}"
-    torch.save(step(network, features.split(PER_RANK)[rank], gradient.split(PER_RANK)[rank], device), folder / f"{rank}.pt")
+    torch.save(
+        step(network, features.split(PER_RANK)[rank], gradient.split(PER_RANK)[rank], device),
+        folder / f"{rank}.pt",
+    )
     dist.destroy_process_group()
 
 
@@ -77,9 +90,18 @@ def test_two_ranks_see_what_one_sees(tmp_path: Path) -> None:
         assert process.exitcode == 0
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     for name in ("output", "features"):
-        torch.testing.assert_close(torch.cat([first[name], second[name]]), expected[name], rtol=1e-9, atol=1e-9, msg=name)
-    for name in ("gradient of 0.weight", "gradient of 0.bias"):  # those of a rank's own samples: DDP averages them
-        torch.testing.assert_close(first[name] + second[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            torch.cat([first[name], second[name]]), expected[name], rtol=1e-9, atol=1e-9, msg=name
+        )
+    for name in (
+        "gradient of 0.weight",
+        "gradient of 0.bias",
+    ):  # those of a rank's own samples: DDP averages them
+        torch.testing.assert_close(
+            first[name] + second[name], expected[name], rtol=1e-9, atol=1e-9, msg=name
+        )
     for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
-        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0, msg=f"ranks differ in {name}")
+        torch.testing.assert_close(
+            first[name], second[name], rtol=0, atol=0, msg=f"ranks differ in {name}"
+        )
         torch.testing.assert_close(first[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)

@@ -22,7 +22,12 @@ def traits_of(found: type[nn.Module], arguments: dict[str, Any], **stated: Any) 
 @pytest.mark.parametrize(
     ("found", "arguments", "divisor", "num_blocks"),
     [
-        (nets.SegResNet, {"init_filters": 8, "blocks_down": (1, 1, 2), "blocks_up": (1, 1)}, (4, 4, 4), 6),
+        (
+            nets.SegResNet,
+            {"init_filters": 8, "blocks_down": (1, 1, 2), "blocks_up": (1, 1)},
+            (4, 4, 4),
+            6,
+        ),
         (nets.SegResNetDS, {"init_filters": 8, "blocks_down": (1, 1, 1)}, (4, 4, 4), 5),
         (
             nets.DynUNet,
@@ -45,7 +50,10 @@ def traits_of(found: type[nn.Module], arguments: dict[str, Any], **stated: Any) 
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_divisor_and_blocks_of_other_networks(
-    found: type[nn.Module], arguments: dict[str, Any], divisor: tuple[int, int, int], num_blocks: int
+    found: type[nn.Module],
+    arguments: dict[str, Any],
+    divisor: tuple[int, int, int],
+    num_blocks: int,
 ) -> None:
     traits = traits_of(found, arguments)
     assert (traits.divisor, traits.fixed_size, len(traits.blocks)) == (divisor, None, num_blocks)
@@ -100,7 +108,9 @@ class Odd(nn.Module):
         super().__init__()
         self.pool = nn.MaxPool3d(2)
         self.twice = nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1), nn.ReLU())
-        self.changing = nn.Sequential(nn.LeakyReLU(inplace=True), nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1), nn.ReLU())
+        self.changing = nn.Sequential(
+            nn.LeakyReLU(inplace=True), nn.Conv3d(1, 1, 3, padding=1), nn.BatchNorm3d(1), nn.ReLU()
+        )
         self.joining = Joining()
         self.unused = nn.Linear(2, 2)
         self.head = nn.Conv3d(1, 3, 1)
@@ -108,7 +118,9 @@ class Odd(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         half = self.pool(image) * 2
         features = self.changing(self.twice(self.twice(half)) + 0)
-        return self.head(self.joining(nn.functional.interpolate(features, scale_factor=2), skip=image))
+        return self.head(
+            self.joining(nn.functional.interpolate(features, scale_factor=2), skip=image)
+        )
 
 
 class Joining(nn.Module):
@@ -133,8 +145,12 @@ class Widening(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.narrow = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1))
-        self.wide = nn.Sequential(nn.Conv3d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 3, 3, padding=1))
+        self.narrow = nn.Sequential(
+            nn.Conv3d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv3d(2, 2, 3, padding=1)
+        )
+        self.wide = nn.Sequential(
+            nn.Conv3d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv3d(16, 3, 3, padding=1)
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         return self.wide(self.narrow(image))
@@ -148,7 +164,10 @@ def test_what_is_stated_counts() -> None:
     traits = find_traits(Odd, 1, 3, divisor=(8, 4, 4), blocks=["twi*", "head"])
     assert traits.divisor == (8, 4, 4)
     assert set(traits.blocks) == {"twice", "head"}
-    with pytest.raises(ValueError, match="blocks names 'joinin', which is no module of the network; similar names are joining"):
+    with pytest.raises(
+        ValueError,
+        match="blocks names 'joinin', which is no module of the network; similar names are joining",
+    ):
         find_traits(Odd, 1, 3, blocks=["joinin"])
 
 
@@ -157,7 +176,9 @@ class WithListOfBlocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1))])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1))]
+        )
         self.head = nn.Conv3d(4, 3, 1)
 
     def forward(self, image: Tensor) -> list[Tensor]:
@@ -181,7 +202,11 @@ class ByValue(nn.Module):
 class Returning(nn.Module):
     """Returns what a function makes of three channels of logits, in evaluation what another makes of them."""
 
-    def __init__(self, in_training: Callable[[Tensor], Any], in_evaluation: Callable[[Tensor], Any] | None = None) -> None:
+    def __init__(
+        self,
+        in_training: Callable[[Tensor], Any],
+        in_evaluation: Callable[[Tensor], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.conv = nn.Conv3d(1, 3, 1)
         self.in_training, self.in_evaluation = in_training, in_evaluation or in_training
@@ -193,8 +218,14 @@ class Returning(nn.Module):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: ByValue(1, 3), "cannot be traced without computing .* state model.divisor and model.blocks"),
-        (lambda: nn.Conv3d(1, 4, 1), r"must return logits of shape \(1, 3, 64, 64, 64\), but returned \(1, 4, 64, 64, 64\)"),
+        (
+            lambda: ByValue(1, 3),
+            "cannot be traced without computing .* state model.divisor and model.blocks",
+        ),
+        (
+            lambda: nn.Conv3d(1, 4, 1),
+            r"must return logits of shape \(1, 3, 64, 64, 64\), but returned \(1, 4, 64, 64, 64\)",
+        ),
         (
             lambda: nn.Conv3d(1, 3, 3),
             r"but returned \(1, 3, 62, 62, 62\); it does not fit cubes of 64, 96, .* state model\.divisor",
@@ -203,14 +234,28 @@ class Returning(nn.Module):
             lambda: Returning(lambda x: {"logits": x, "features": x.mean((2, 3, 4))}),
             r"but returned {logits: .*, features: \(1, 3\)}; wrap",
         ),
-        (lambda: Returning(lambda x: (x, x.mean())), r"but returned \[\(1, 3, 64, 64, 64\), \(\)\]; wrap it in a class"),
-        (lambda: Returning(lambda x: (x, None)), r"but returned \[\(1, 3, 64, 64, 64\), NoneType\]"),
-        (lambda: Returning(lambda x: (x, [x, x])), "wrap it in a class that returns its logits alone"),
+        (
+            lambda: Returning(lambda x: (x, x.mean())),
+            r"but returned \[\(1, 3, 64, 64, 64\), \(\)\]; wrap it in a class",
+        ),
+        (
+            lambda: Returning(lambda x: (x, None)),
+            r"but returned \[\(1, 3, 64, 64, 64\), NoneType\]",
+        ),
+        (
+            lambda: Returning(lambda x: (x, [x, x])),
+            "wrap it in a class that returns its logits alone",
+        ),
         (lambda: Returning(lambda _: []), r"but returned \[\]"),
-        (lambda: Returning(lambda x: x, lambda x: {"logits": x, "probs": x.sum()}), "but returned {logits: "),
+        (
+            lambda: Returning(lambda x: x, lambda x: {"logits": x, "probs": x.sum()}),
+            "but returned {logits: ",
+        ),
     ],
 )
-def test_a_network_that_does_not_fit_is_one_sentence(make: Callable[[], nn.Module], said: str) -> None:
+def test_a_network_that_does_not_fit_is_one_sentence(
+    make: Callable[[], nn.Module], said: str
+) -> None:
     with pytest.raises(ValueError, match=said) as caught:
         find_traits(make, 1, 3)
     assert "\n" not in str(caught.value)
@@ -220,8 +265,12 @@ def test_a_dictionary_of_one_output_is_taken_as_its_logits() -> None:
     assert find_traits(lambda: Returning(lambda x: {"logits": x}), 1, 3).num_outputs == 1
 
 
-@pytest.mark.parametrize(("strides", "divisor"), [((3, 3), 9), ((2, 3), 6), ((5, 5), 25), ((3, 3, 3), 27), ((7,), 7)])
-def test_strides_that_are_no_powers_of_two_are_traced(strides: tuple[int, ...], divisor: int) -> None:
+@pytest.mark.parametrize(
+    ("strides", "divisor"), [((3, 3), 9), ((2, 3), 6), ((5, 5), 25), ((3, 3, 3), 27), ((7,), 7)]
+)
+def test_strides_that_are_no_powers_of_two_are_traced(
+    strides: tuple[int, ...], divisor: int
+) -> None:
     channels = [4 * (n + 1) for n in range(len(strides) + 1)]
     traits = find_traits(lambda: nets.UNet(3, 1, 3, channels, strides), 1, 3)
     assert traits.divisor == (divisor, divisor, divisor)
@@ -234,16 +283,39 @@ def test_a_network_that_decides_by_values_works_where_both_are_stated() -> None:
 
 def test_channels_follow_the_task_by_the_names_of_arguments() -> None:
     assert channel_arguments(ByValue, {}, 2, 5) == {"in_channels": 2, "out_channels": 5}
-    assert channel_arguments(nets.SwinUNETR, {}, 4, 2) == {"spatial_dims": 3, "in_channels": 4, "out_channels": 2}
-    assert channel_arguments(UNet, {"width": 4}, 1, 2) == {"in_channels": 1, "num_classes": 2, "width": 4}
-    with pytest.raises(ValueError, match="out_channels=3, but the task has 2 classes; leave out_channels out"):
+    assert channel_arguments(nets.SwinUNETR, {}, 4, 2) == {
+        "spatial_dims": 3,
+        "in_channels": 4,
+        "out_channels": 2,
+    }
+    assert channel_arguments(UNet, {"width": 4}, 1, 2) == {
+        "in_channels": 1,
+        "num_classes": 2,
+        "width": 4,
+    }
+    with pytest.raises(
+        ValueError, match="out_channels=3, but the task has 2 classes; leave out_channels out"
+    ):
         channel_arguments(ByValue, {"out_channels": 3}, 1, 2)
-    with pytest.raises(ValueError, match="the constructor of Linear has no argument for the number of channels of the image"):
+    with pytest.raises(
+        ValueError,
+        match="the constructor of Linear has no argument for the number of channels of the image",
+    ):
         channel_arguments(nn.Linear, {}, 1, 2)
 
 
-@pytest.mark.parametrize("form", [list, tuple, lambda outputs: dict(enumerate(outputs)), lambda outputs: torch.stack(outputs, 1)])
-def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwise(form: Any) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        lambda outputs: dict(enumerate(outputs)),
+        lambda outputs: torch.stack(outputs, 1),
+    ],
+)
+def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwise(
+    form: Any,
+) -> None:
     outputs = [torch.full((2, 3, 4, 4, 4), float(number)) for number in range(3)]
     trained = outputs_of(form(outputs), is_training=True)
     assert isinstance(trained, list)

@@ -48,11 +48,15 @@ def gradients(network: nn.Module, inputs: Tensor) -> list[Tensor]:
     network.zero_grad()
     logits = network(inputs).float()
     (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-    return [parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in network.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize(("stem", "block", "norm"), list(itertools.product(STEMS, BLOCKS, NORMS)))
-def test_every_combination_sends_gradient_to_every_parameter(stem: str, block: str, norm: str) -> None:
+def test_every_combination_sends_gradient_to_every_parameter(
+    stem: str, block: str, norm: str
+) -> None:
     network = make(stem=stem, block=block, norm=norm)
     grads = gradients(network, image(2))
     assert len(grads) == len(list(network.parameters()))
@@ -62,7 +66,11 @@ def test_every_combination_sends_gradient_to_every_parameter(stem: str, block: s
 
 @pytest.mark.parametrize(("stem", "norm"), list(itertools.product(STEMS, NORMS)))
 def test_no_bias_before_a_norm(stem: str, norm: str) -> None:
-    convs = {name: module for name, module in make(stem=stem, norm=norm).named_modules() if isinstance(module, nn.Conv3d)}
+    convs = {
+        name: module
+        for name, module in make(stem=stem, norm=norm).named_modules()
+        if isinstance(module, nn.Conv3d)
+    }
     with_bias = [name for name, conv in convs.items() if conv.bias is not None]
     assert with_bias == (list(convs) if norm == "affine" else ["head.conv"])
 
@@ -72,7 +80,10 @@ def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
     network = make(stem=stem, refine=4)
     assert all(grad.abs().sum() > 0 for grad in gradients(network, image(2)))
     nn.init.zeros_(network.head.cells.weight)  # type: ignore[union-attr]
-    voxel, inputs = (7, 9, 20), image().requires_grad_()  # odd and even: cells have no borders for the last convolution
+    voxel, inputs = (
+        (7, 9, 20),
+        image().requires_grad_(),
+    )  # odd and even: cells have no borders for the last convolution
     logits = network(inputs)
     assert logits.shape == (1, 3, *SIZE)
     logits[0, 1][voxel].backward()
@@ -88,7 +99,9 @@ def test_every_convolution_gives_the_size_of_its_level(stem: str, halvings: int)
     seen: dict[str, tuple[int, ...]] = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Conv3d):
-            module.register_forward_hook(lambda _, __, out, name=name: seen.update({name: tuple(out.shape[1:])}))
+            module.register_forward_hook(
+                lambda _, __, out, name=name: seen.update({name: tuple(out.shape[1:])})
+            )
     network(image())
     for name, shape in seen.items():
         kind, level = [*name.split("."), "0"][:2]
@@ -147,14 +160,19 @@ def test_instance_norm_is_torchs(batch: int) -> None:
     nn.init.uniform_(norm.bias)  # type: ignore[arg-type]
     expected = F.instance_norm(features, weight=norm.weight, bias=norm.bias)  # type: ignore[arg-type]
     torch.testing.assert_close(norm(features), expected)
-    torch.testing.assert_close(norm(features.contiguous(memory_format=torch.channels_last_3d)), expected)
+    torch.testing.assert_close(
+        norm(features.contiguous(memory_format=torch.channels_last_3d)), expected
+    )
 
 
 @pytest.mark.parametrize("norm", [norm for norm in NORMS if norm != "affine"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dtype) -> None:
-    # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing after 256 terms.
-    features = (torch.randn(1, 8, 32, 64, 64, generator=torch.Generator().manual_seed(0)) * 300 + 1000).to(dtype)
+    # Squares of 300 and sums over 2^17 voxels both leave fp16 (65504); sums in bf16 stop growing
+    # after 256 terms.
+    features = (
+        torch.randn(1, 8, 32, 64, 64, generator=torch.Generator().manual_seed(0)) * 300 + 1000
+    ).to(dtype)
     module = make_norm(norm, 8)
     with torch.autocast("cpu", dtype):
         normalised = module(features)
@@ -175,16 +193,20 @@ def test_channel_norm_is_that_of_numpy_at_each_voxel(channels_last: bool) -> Non
     scale, shift = (one.detach().view(-1, 1, 1, 1).numpy() for one in (norm.weight, norm.bias))
     if channels_last:
         features = features.contiguous(memory_format=torch.channels_last_3d)
-    np.testing.assert_allclose(norm(features).detach().numpy(), values * scale + shift, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        norm(features).detach().numpy(), values * scale + shift, rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("norm", "is_local"), [("channel", True), ("affine", True), ("batch", True), ("instance", False), ("group", False)]
+    ("norm", "is_local"),
+    [("channel", True), ("affine", True), ("batch", True), ("instance", False), ("group", False)],
 )
 def test_a_local_norm_gives_a_crop_the_result_of_the_whole(norm: str, is_local: bool) -> None:
     network = make(norm=norm, depth=1, blocks_per_level=1, refine=2).double().eval()
     whole = torch.randn(1, 1, 56, 44, 48, dtype=torch.float64)
-    # The border is within the reach of 16 voxels: 1 + 1 + 2 + 1 cells of 2 voxels, the alignment of a cell and two voxels of the head.
+    # The border is within the reach of 16 voxels: 1 + 1 + 2 + 1 cells of 2 voxels, the alignment of
+    # a cell and two voxels of the head.
     with torch.inference_mode():
         crop = network(whole[..., 8:56, 4:44, 0:44])[..., 16:-16, 16:-16, 16:-16]
         expected = network(whole)[..., 24:40, 20:28, 16:28]
@@ -204,7 +226,9 @@ def test_a_folded_scale_changes_nothing() -> None:
 
 def test_instance_norm_keeps_its_mean_over_millions_of_voxels() -> None:
     # Torch's own kernel for channels-last tensors is off by more than 0.1 here.
-    features = (torch.randn(1, 1, 144, 160, 160, generator=torch.Generator().manual_seed(0)) + 100).repeat(1, 2, 1, 1, 1)
+    features = (
+        torch.randn(1, 1, 144, 160, 160, generator=torch.Generator().manual_seed(0)) + 100
+    ).repeat(1, 2, 1, 1, 1)
     features = features.contiguous(memory_format=torch.channels_last_3d)
     normalised = make_norm("instance", 2)(features)
     assert normalised.mean().abs() < 1e-3
@@ -222,17 +246,24 @@ def test_blocks_are_the_whole_network_but_the_head() -> None:
     network = make(blocks_per_level=2)
     named = network.blocks()
     inside = {id(parameter) for block in named.values() for parameter in block.parameters()}
-    outside = [name for name, parameter in network.named_parameters() if id(parameter) not in inside]
+    outside = [
+        name for name, parameter in network.named_parameters() if id(parameter) not in inside
+    ]
     assert outside == ["head.conv.weight", "head.conv.bias"]
     assert sum(len(list(block.parameters())) for block in named.values()) == len(inside)
     assert all(network.get_submodule(name) is block for name, block in named.items())
     refining = make(refine=4)
-    assert sum(len(list(block.parameters())) for block in refining.blocks().values()) == len(list(refining.parameters()))
+    assert sum(len(list(block.parameters())) for block in refining.blocks().values()) == len(
+        list(refining.parameters())
+    )
 
 
 def test_learns_two_blobs() -> None:
     grid = torch.stack(torch.meshgrid(*(torch.arange(32.0),) * 3, indexing="ij"))
-    blobs = [(grid - torch.tensor(centre).view(3, 1, 1, 1)).norm(dim=0) < 6 for centre in ((16, 16, 9), (14, 18, 23))]
+    blobs = [
+        (grid - torch.tensor(centre).view(3, 1, 1, 1)).norm(dim=0) < 6
+        for centre in ((16, 16, 9), (14, 18, 23))
+    ]
     target = (blobs[0] * 1 + blobs[1] * 2).unsqueeze(0)
     torch.manual_seed(0)
     # Both blobs look alike: only their place tells the classes apart, as with two lungs.
@@ -245,7 +276,9 @@ def test_learns_two_blobs() -> None:
         optimizer.zero_grad()
     labels = network(inputs).argmax(1)
     for k in (1, 2):
-        dice = 2 * ((labels == k) & (target == k)).sum() / ((labels == k).sum() + (target == k).sum())
+        dice = (
+            2 * ((labels == k) & (target == k)).sum() / ((labels == k).sum() + (target == k).sum())
+        )
         assert dice > 0.95
 
 
@@ -253,9 +286,12 @@ COARSE_Z = ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
 
 
 @pytest.mark.parametrize(
-    ("stem", "block", "refine"), [("conv", "plain", 0), ("strided", "residual", 2), ("space_to_depth", "bottleneck", 2)]
+    ("stem", "block", "refine"),
+    [("conv", "plain", 0), ("strided", "residual", 2), ("space_to_depth", "bottleneck", 2)],
 )
-def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(stem: str, block: str, refine: int) -> None:
+def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(
+    stem: str, block: str, refine: int
+) -> None:
     strides = COARSE_Z[(stem == "conv") :]
     network = make(stem=stem, block=block, refine=refine, norm="batch", strides=strides).eval()
     assert network.divisor == tuple(int(n) for n in torch.tensor(strides).prod(0))
@@ -263,10 +299,16 @@ def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(stem
     assert network(inputs).shape == (1, 3, 8, 32, 48)
     assert len(gradients(network, torch.cat([inputs, inputs]))) == len(list(network.parameters()))
     reaches = {
-        name: (conv.kernel_size[0], conv.stride[0]) for name, conv in network.named_modules() if isinstance(conv, nn.Conv3d)
+        name: (conv.kernel_size[0], conv.stride[0])
+        for name, conv in network.named_modules()
+        if isinstance(conv, nn.Conv3d)
     }
-    near = [name for name in reaches if not name.startswith(("encoder.2", "encoder.3", "decoder.2"))]
-    near = [name for name in near if not name.startswith(("encoder.1", "decoder.1"))]  # where z is divided next, it counts
+    near = [
+        name for name in reaches if not name.startswith(("encoder.2", "encoder.3", "decoder.2"))
+    ]
+    near = [
+        name for name in near if not name.startswith(("encoder.1", "decoder.1"))
+    ]  # where z is divided next, it counts
     assert all(reaches[name] == (1, 1) for name in near)
     assert reaches[f"encoder.{3 - (stem == 'conv')}.down.0"] == (2, 2)
 

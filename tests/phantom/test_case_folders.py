@@ -48,9 +48,21 @@ def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("coarse")
 def test_files_hold_what_was_made(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    table = write_phantoms(tmp_path / "ü (1)", 2, 3, splits={"train": 1, "test": 1}, progress=lambda *a: seen.append(a))
+    table = write_phantoms(
+        tmp_path / "ü (1)", 2, 3, splits={"train": 1, "test": 1}, progress=lambda *a: seen.append(a)
+    )
     rows = list(csv.DictReader(table.open(encoding="utf-8")))
-    columns = ["case", "image", "labels", "organs", "patient", "split", "view", "trust_left_lung", "trust_right_lung"]
+    columns = [
+        "case",
+        "image",
+        "labels",
+        "organs",
+        "patient",
+        "split",
+        "view",
+        "trust_left_lung",
+        "trust_right_lung",
+    ]
     assert list(rows[0]) == columns
     assert [row["split"] for row in rows] == ["train", "test"]
     assert [row["trust_left_lung"] for row in rows] == ["reference", "absent"]
@@ -76,7 +88,10 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
     assert table.read_bytes() == before
     write_phantoms(tmp_path, 2, 3, detail="full")
     assert files[0].stat().st_mtime_ns > times[0]
-    assert json.loads((tmp_path / "phantom_000" / "phantom.json").read_text())["spec"]["num_slices"] == 6
+    assert (
+        json.loads((tmp_path / "phantom_000" / "phantom.json").read_text())["spec"]["num_slices"]
+        == 6
+    )
     assert not list(tmp_path.rglob("*.part"))
 
 
@@ -84,7 +99,10 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same(tmp_path: Path) -> None:
     tables = [write_phantoms(tmp_path / str(count), 3, 3, num_workers=count) for count in (1, 2)]
-    files = [{path.relative_to(table.parent): path.read_bytes() for path in table.parent.rglob("*.*")} for table in tables]
+    files = [
+        {path.relative_to(table.parent): path.read_bytes() for path in table.parent.rglob("*.*")}
+        for table in tables
+    ]
     assert len(files[0]) == 1 + 3 * 4
     assert files[0] == files[1]
 
@@ -103,7 +121,9 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
         f"    write_phantoms(Path({str(tmp_path)!r}), 40, 3, num_workers=2)\n"
     )
     root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root
+    )
     deadline_s = time.monotonic() + 60
     while not list(tmp_path.glob("phantom_*")) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -114,7 +134,9 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("phantom_*"))) < 40
 
 
-def test_a_process_that_dies_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class DyingWorker(nullcontext[None]):
         def __enter__(self) -> Self:
             return self

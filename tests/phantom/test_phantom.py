@@ -51,7 +51,10 @@ def test_another_index_is_another_patient() -> None:
 
 def test_left_lung_lies_on_the_patients_left() -> None:
     phantom = plain()
-    left, right = (phantom.grid.index_to_world_xyz_mm(np.argwhere(phantom.labels == v).mean(axis=0)) for v in (1, 2))
+    left, right = (
+        phantom.grid.index_to_world_xyz_mm(np.argwhere(phantom.labels == v).mean(axis=0))
+        for v in (1, 2)
+    )
     assert left[0] - right[0] > 80
 
 
@@ -75,7 +78,12 @@ def test_outline_lies_half_way_between_lung_and_soft_tissue() -> None:
 
 def test_body_holds_fat_muscle_bone_and_air() -> None:
     image = plain().image_hu
-    for low, high, share in ((-130, -70, 0.02), (20, 90, 0.05), (250, 1300, 0.005), (-1024, -990, 0.1)):
+    for low, high, share in (
+        (-130, -70, 0.02),
+        (20, 90, 0.05),
+        (250, 1300, 0.005),
+        (-1024, -990, 0.1),
+    ):
         assert np.mean((image >= low) & (image <= high)) > share
 
 
@@ -84,18 +92,36 @@ def test_central_air_and_pleural_fluid_stay_outside() -> None:
     wet = make_phantom(replace(PLAIN, effusion_mm=(45.0, 0.0)))
     lost = (dry.labels == 1) & (wet.labels != 1)
     assert lost.sum() * voxel_ml(dry) > 100
-    assert abs(np.median(wet.image_hu[lost & ~ndimage.binary_dilation(wet.labels == 1, iterations=2)])) < 40
+    assert (
+        abs(np.median(wet.image_hu[lost & ~ndimage.binary_dilation(wet.labels == 1, iterations=2)]))
+        < 40
+    )
     assert np.array_equal(dry.labels == 2, wet.labels == 2)
-    # Air in the body that is neither outside nor lung: the windpipe's column lies in the middle, unlabelled.
+    # Air in the body that is neither outside nor lung: the windpipe's column lies in the middle,
+    # unlabelled.
     air = (dry.image_hu < -850) & (dry.labels == 0)
     pieces, _ = ndimage.label(air)
-    rim = {0, *np.unique(pieces[:, 0]), *np.unique(pieces[:, -1]), *np.unique(pieces[:, :, 0]), *np.unique(pieces[:, :, -1])}
-    windpipe = max(set(np.unique(pieces)) - rim, key=lambda n: np.ptp(np.argwhere(pieces == n)[:, 0]))
+    rim = {
+        0,
+        *np.unique(pieces[:, 0]),
+        *np.unique(pieces[:, -1]),
+        *np.unique(pieces[:, :, 0]),
+        *np.unique(pieces[:, :, -1]),
+    }
+    windpipe = max(
+        set(np.unique(pieces)) - rim, key=lambda n: np.ptp(np.argwhere(pieces == n)[:, 0])
+    )
     assert np.ptp(np.argwhere(pieces == windpipe)[:, 0]) * dry.grid.spacing_mm[0] > 50
 
 
 def test_thick_slice_is_the_mean_of_thin_ones() -> None:
-    thin_spec = replace(PLAIN, view="mid", num_slices=24, spacing_mm=(2.0, 4.0, 4.0), model_spacing_mm=(2.0, 4.0, 4.0))
+    thin_spec = replace(
+        PLAIN,
+        view="mid",
+        num_slices=24,
+        spacing_mm=(2.0, 4.0, 4.0),
+        model_spacing_mm=(2.0, 4.0, 4.0),
+    )
     thin = make_phantom(thin_spec)
     thick = make_phantom(replace(thin_spec, num_slices=6, spacing_mm=(8.0, 4.0, 4.0)))
     mean = thin.image_hu.reshape(6, 4, *thin.image_hu.shape[1:]).mean(axis=1)
@@ -120,14 +146,22 @@ def test_oblique_acquisition_sees_the_same_patient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flips", "is_feet_first"), [((False, True, True), False), ((False, False, False), True), ((True, False, True), False)]
+    ("flips", "is_feet_first"),
+    [((False, True, True), False), ((False, False, False), True), ((True, False, True), False)],
 )
-def test_flipped_storage_keeps_every_voxel_at_its_place(flips: tuple[bool, bool, bool], is_feet_first: bool) -> None:
+def test_flipped_storage_keeps_every_voxel_at_its_place(
+    flips: tuple[bool, bool, bool], is_feet_first: bool
+) -> None:
     spec = replace(PLAIN, view="mid", num_slices=10)
-    plainly, stored = make_phantom(spec), make_phantom(replace(spec, flips=flips, is_feet_first=is_feet_first))
+    plainly, stored = (
+        make_phantom(spec),
+        make_phantom(replace(spec, flips=flips, is_feet_first=is_feet_first)),
+    )
     assert stored.grid.direction != plainly.grid.direction
     index = np.argwhere(plainly.labels == 1)[::7]
-    there = np.rint(stored.grid.world_to_index_zyx(plainly.grid.index_to_world_xyz_mm(index))).astype(int)
+    there = np.rint(
+        stored.grid.world_to_index_zyx(plainly.grid.index_to_world_xyz_mm(index))
+    ).astype(int)
     assert np.array_equal(stored.image_hu[tuple(there.T)], plainly.image_hu[tuple(index.T)])
     assert np.all(stored.labels[tuple(there.T)] == 1)
 
@@ -144,7 +178,14 @@ def test_prone_patient_has_the_dense_lung_in_front() -> None:
 
 @pytest.mark.parametrize("padding_hu", [-1024, -2048, -3024])
 def test_padding_fills_the_corners_and_holds_no_label(padding_hu: int) -> None:
-    spec = replace(PLAIN, view="mid", num_slices=4, padding_hu=padding_hu, noise_hu=20.0, spacing_mm=(5.0, 2.6, 2.6))
+    spec = replace(
+        PLAIN,
+        view="mid",
+        num_slices=4,
+        padding_hu=padding_hu,
+        noise_hu=20.0,
+        spacing_mm=(5.0, 2.6, 2.6),
+    )
     phantom = make_phantom(spec)
     assert np.all(phantom.image_hu[:, :3, :3] == padding_hu)
     assert np.all(phantom.labels[phantom.image_hu < -1024] == 0)
@@ -197,7 +238,9 @@ def test_organs_agree_with_lungs() -> None:
     heart = (phantom.organs == 3).sum() * voxel_ml(phantom)
     assert 250 < heart < 1100
     spine, hearts = (np.argwhere(phantom.organs == v).mean(axis=0) for v in (4, 3))
-    assert phantom.grid.index_to_world_xyz_mm(spine)[1] > phantom.grid.index_to_world_xyz_mm(hearts)[1]
+    assert (
+        phantom.grid.index_to_world_xyz_mm(spine)[1] > phantom.grid.index_to_world_xyz_mm(hearts)[1]
+    )
 
 
 def test_nodules_and_consolidation_stay_inside_the_label() -> None:
@@ -214,7 +257,14 @@ def test_draws_cover_ordinary_and_odd_cases() -> None:
     assert 0.55 < np.mean([spec.view == "whole" for spec in specs]) < 0.8
     assert {spec.missing_lung for spec in specs} == {None, "left", "right"}
     assert {spec.padding_hu for spec in specs} == {None, -1024, -2048, -3024}
-    for odd in ("is_prone", "is_feet_first", "is_touching", "consolidation", "emphysema", "num_nodules"):
+    for odd in (
+        "is_prone",
+        "is_feet_first",
+        "is_touching",
+        "consolidation",
+        "emphysema",
+        "num_nodules",
+    ):
         assert 0.02 < np.mean([bool(getattr(spec, odd)) for spec in specs]) < 0.5, odd
     assert draw_spec(3, 7) == draw_spec(3, 7) != draw_spec(4, 7)
 

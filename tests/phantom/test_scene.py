@@ -14,7 +14,12 @@ from medseg.phantom.case_folders import write_phantoms
 from medseg.phantom.scene import SceneSpec, make_scene, place_organs
 
 KIDNEYS = SceneSpec(4, 0, {"left_kidney": 1, "right_kidney": 2}, {})
-MANY = SceneSpec(4, 1, {f"organ_{number}": number for number in range(1, 25)}, {"organ_3": "right", "organ_4": "left"})
+MANY = SceneSpec(
+    4,
+    1,
+    {f"organ_{number}": number for number in range(1, 25)},
+    {"organ_3": "right", "organ_4": "left"},
+)
 TWO = replace(KIDNEYS, modalities=("ct", "mr"), has_own_grids=True)
 
 
@@ -23,7 +28,9 @@ def centre_xyz_mm(spec: SceneSpec, value: int) -> np.ndarray:
     return images[0][1].index_to_world_xyz_mm(np.argwhere(labels == value).mean(axis=0))
 
 
-@pytest.mark.parametrize("spec", [KIDNEYS, MANY, replace(MANY, index=2, seed=9)], ids=["pair", "many", "other seed"])
+@pytest.mark.parametrize(
+    "spec", [KIDNEYS, MANY, replace(MANY, index=2, seed=9)], ids=["pair", "many", "other seed"]
+)
 def test_every_label_is_one_visible_body(spec: SceneSpec) -> None:
     _, labels = make_scene(spec)
     assert set(np.unique(labels)) == {0, *spec.labels.values()}
@@ -49,7 +56,9 @@ def test_the_layout_belongs_to_the_data_set_and_the_shape_to_the_case() -> None:
     assert first[0][0][1] != other[0][0][1]
     one, two = (place_organs(replace(KIDNEYS, index=index)) for index in (0, 1))
     assert np.array_equal(one[0].centre_xyz, two[0].centre_xyz)
-    assert not np.array_equal(one[0].centre_xyz, place_organs(replace(KIDNEYS, seed=5))[0].centre_xyz)
+    assert not np.array_equal(
+        one[0].centre_xyz, place_organs(replace(KIDNEYS, seed=5))[0].centre_xyz
+    )
 
 
 def test_ct_is_in_hu_and_mr_has_a_scale_of_its_own() -> None:
@@ -57,7 +66,9 @@ def test_ct_is_in_hu_and_mr_has_a_scale_of_its_own() -> None:
     assert -1030 < np.median(ct[:3, :3, :3]) < -970
     assert 0 < np.median(ct[ct > -500]) < 80
     assert mr.min() >= 0
-    scales = [np.percentile(make_scene(replace(TWO, index=index))[0][1][0], 90) for index in range(4)]
+    scales = [
+        np.percentile(make_scene(replace(TWO, index=index))[0][1][0], 90) for index in range(4)
+    ]
     assert max(scales) > 1.3 * min(scales)
 
 
@@ -67,7 +78,9 @@ def test_an_organ_differs_from_the_body_in_each_channel_at_one_place() -> None:
     assert own_grid.shape != grid.shape
     for value in (1, 2):
         inside = ndimage.binary_erosion(labels == value)
-        around = ndimage.binary_dilation(labels == value, iterations=4) & ~ndimage.binary_dilation(labels > 0, iterations=2)
+        around = ndimage.binary_dilation(labels == value, iterations=4) & ~ndimage.binary_dilation(
+            labels > 0, iterations=2
+        )
         for image, to in ((ct, grid), (mr, own_grid)):
             means = []
             for mask in (inside, around):
@@ -85,7 +98,9 @@ def test_the_ignore_label_covers_a_part() -> None:
 
 
 def test_a_data_set_has_a_column_for_each_channel(tmp_path: Path) -> None:
-    table = write_phantoms(tmp_path, 2, 4, splits={"train": 1, "test": 1}, scene=replace(TWO, seed=0, index=77))
+    table = write_phantoms(
+        tmp_path, 2, 4, splits={"train": 1, "test": 1}, scene=replace(TWO, seed=0, index=77)
+    )
     head, first, _ = table.read_text(encoding="utf-8").splitlines()
     assert head == "case,image,image_1,labels,patient,split"
     assert first == (

@@ -71,9 +71,14 @@ def test_what_looks_at_the_whole_batch_keeps_its_micro_batches(key: str) -> None
 def test_other_runs_see_as_many_voxels_per_step_as_possible() -> None:
     config = compose("allow=other_run", "stage.batch_size=4", "model.width=16")
     runs = list(closer_runs(config, (32, 32, 48)))
-    seen = [(changed.model["width"], changed.stage.batch_size * math.prod(patch)) for _, changed, patch in runs]
+    seen = [
+        (changed.model["width"], changed.stage.batch_size * math.prod(patch))
+        for _, changed, patch in runs
+    ]
     assert seen == sorted(seen, reverse=True)
-    assert runs[0][0] == {"stage.patch_size": [32, 32, 32]}  # two thirds of the voxels; the next batch sees half
+    assert runs[0][0] == {
+        "stage.patch_size": [32, 32, 32]
+    }  # two thirds of the voxels; the next batch sees half
     assert {changed.model["width"] for _, changed, _ in runs} == {16, 8, 4}
     for changes, changed, patch in runs:
         assert changes
@@ -86,7 +91,11 @@ def test_the_printed_arguments_give_the_switches() -> None:
     option = Option(switches_of(compose("memory=amp"), blocks[:2], blocks), 1, 1.0)
     line = choose_line(option, {"stage.batch_size": 2})
     config = compose(*line.split())
-    assert (config.memory.precision, config.memory.channels_last, config.memory.checkpointing) == ("bf16", True, blocks[:2])
+    assert (config.memory.precision, config.memory.channels_last, config.memory.checkpointing) == (
+        "bf16",
+        True,
+        blocks[:2],
+    )
     assert config.stage.batch_size == 2
     assert switches_of(config, blocks, blocks)["memory.checkpointing"] == "all"
     assert switches_of(config, [], blocks)["memory.checkpointing"] == "none"
@@ -98,7 +107,9 @@ BASE, OTHER_S = 100, 0.5
 class Model:
     """A step whose blocks save bytes and cost seconds, each by itself."""
 
-    def __init__(self, peak: int, seconds: float, saved: dict[str, int], added_s: dict[str, float]) -> None:
+    def __init__(
+        self, peak: int, seconds: float, saved: dict[str, int], added_s: dict[str, float]
+    ) -> None:
         self.whole, self.seconds, self.saved, self.added_s = peak, seconds, saved, added_s
         self.blocks = list(saved)
         self.budgets: list[int] = []
@@ -110,7 +121,11 @@ class Model:
         return self.seconds + sum(self.added_s[block] for block in recomputed)
 
     def sets(self) -> list[list[str]]:
-        return [list(chosen) for number in range(len(self.blocks) + 1) for chosen in itertools.combinations(self.blocks, number)]
+        return [
+            list(chosen)
+            for number in range(len(self.blocks) + 1)
+            for chosen in itertools.combinations(self.blocks, number)
+        ]
 
     def fastest(self, budget: int) -> list[str] | None:
         self.budgets.append(budget)
@@ -157,7 +172,9 @@ def test_the_bytes_and_seconds_beside_the_step_count() -> None:
     assert (found.peak, found.seconds) == (BASE + 800, 1.0 + 0.1 + OTHER_S)
     assert found.switches["memory.checkpointing"] == ["b"]
     assert candidate(model).fastest(BASE + 399) is None
-    assert candidate(model, validation=901).fastest(900) is None, "the validation alone is too large"
+    assert candidate(model, validation=901).fastest(900) is None, (
+        "the validation alone is too large"
+    )
     assert candidate(model, validation=900).fastest(900) is not None
     assert candidate(model, validation=1900).option(()).peak == 1900
 
@@ -166,10 +183,16 @@ def test_the_bytes_and_seconds_beside_the_step_count() -> None:
 def test_the_choice_is_the_fastest_of_all_sets_that_fit(max_seconds: float) -> None:
     found = candidates()
     for budget in range(300, 1200, 25):
-        fitting = [option for option in all_options(found) if option.peak <= budget and option.seconds <= max_seconds]
+        fitting = [
+            option
+            for option in all_options(found)
+            if option.peak <= budget and option.seconds <= max_seconds
+        ]
         expected = min(fitting, key=lambda option: (option.seconds, option.peak), default=None)
         choice = fastest_option(found, budget, max_seconds)
-        assert (None if choice is None else choice[1][1:]) == (None if expected is None else expected[1:])
+        assert (None if choice is None else choice[1][1:]) == (
+            None if expected is None else expected[1:]
+        )
         if choice is not None:
             assert choice[0].option(blocks_of(choice[1], choice[0].model.blocks)) == choice[1]
 
@@ -222,7 +245,9 @@ def test_blocks_of_a_policy(policy: Any, blocks: list[str]) -> None:
     assert blocks_of(Option({"memory.checkpointing": policy}, 1, 1.0), ["a", "b"]) == blocks
 
 
-def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted: list[tuple[Any, Any]] = []
     measured: list[Any] = []
     config = compose("stage.batch_size=2", "allow=same_result")
@@ -242,6 +267,13 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(monke
     assert len(measured) == 1
     for one, (memory, timeline) in zip(made, counted[::2], strict=True):
         evaluated = choose.evaluated_shape(one.config)
-        expected = (one.config, (32, 32, 48), evaluated, machine, f"memory of {memory.accumulate}", timeline)
+        expected = (
+            one.config,
+            (32, 32, 48),
+            evaluated,
+            machine,
+            f"memory of {memory.accumulate}",
+            timeline,
+        )
         assert one.beside == expected  # type: ignore[comparison-overlap]
         assert one.config.memory == memory

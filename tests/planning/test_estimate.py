@@ -18,12 +18,16 @@ from medseg.planning.process import ProcessCost, SampleCost
 MIB = 2**20
 
 
-def test_the_heap_is_at_the_peak_as_large_as_it_was_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heap_is_at_the_peak_as_large_as_it_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three small blocks of 3 MiB, freed before a large one of 40 MiB; a workspace of 2 MiB comes from the heap as well."""
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
     costs = KernelCosts(tmp_path, torch.device("cpu"))
     costs.costs = {"small": Cost(2 * MIB, 2 * MIB, 0, 0.0), "large": Cost(0, 0, 0, 0.0)}
-    segment = Segment(Owner("forward"), 0, [(9 * MIB, 0, "small"), (41 * MIB, 0, "large")], [9 * MIB, MIB])
+    segment = Segment(
+        Owner("forward"), 0, [(9 * MIB, 0, "small"), (41 * MIB, 0, "large")], [9 * MIB, MIB]
+    )
     timeline = Timeline([segment])
     assert kept_bytes(timeline, costs) == (9 + 2 - 1) * MIB
     monkeypatch.setattr(estimate, "HEAP_BYTES", 4 * MIB)
@@ -47,7 +51,8 @@ def test_small_storages_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("peak_mib", "sample_mib", "expected_mib"), [(40, 0, 20), (400, 0, 48), (40, 30, 30), (40, 100, 64), (80, 30, 40)]
+    ("peak_mib", "sample_mib", "expected_mib"),
+    [(40, 0, 20), (400, 0, 48), (40, 30, 30), (40, 100, 64), (80, 30, 40)],
 )
 def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
     peak_mib: int, sample_mib: int, expected_mib: int, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +64,9 @@ def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
 
 
 @pytest.mark.parametrize(("batch_size", "unstacked_mib"), [(2, 0), (4, 6), (8, 9)])
-def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(batch_size: int, unstacked_mib: int) -> None:
+def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
+    batch_size: int, unstacked_mib: int
+) -> None:
     """Batches of 12 MiB in two micro-batches: beside the sample that is made, those before it wait to be stacked."""
     config: Any = SimpleNamespace(
         data=SimpleNamespace(prefetch=2),

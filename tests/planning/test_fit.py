@@ -45,25 +45,35 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
     monkeypatch.setattr(fit, "count_memory", lambda _, shape, samples: memory(samples, shape))
     own = memory(1, SHAPE)
     checked: Any = SimpleNamespace(
-        allocator={STEP: WORKSPACE * own.peak}, memory=own, num_workers=1, resident={STEP: resident(1, SHAPE)}
+        allocator={STEP: WORKSPACE * own.peak},
+        memory=own,
+        num_workers=1,
+        resident={STEP: resident(1, SHAPE)},
     )
     chosen: Any = SimpleNamespace(config=config)
     option: Any = SimpleNamespace(switches={"memory.checkpointing": "none"})
     fit.print_room(chosen, option, checked, SHAPE, budget)
     said = capsys.readouterr().out
     (batch,) = map(int, re.findall(r"stage\.batch_size=(\d+)", said))
-    (patch,) = ([int(length) for length in found.split(",")] for found in re.findall(r"stage\.patch_size=\[([\d,]+)\]", said))
+    (patch,) = (
+        [int(length) for length in found.split(",")]
+        for found in re.findall(r"stage\.patch_size=\[([\d,]+)\]", said)
+    )
     assert resident(batch, SHAPE) <= budget < resident(batch + 1, SHAPE)
     assert resident(1, tuple(patch)) <= budget
     grown = [fit.grown(SHAPE, 1 + eighths / 8, (16, 16, 16)) for eighths in range(65)]
-    assert budget < min(resident(1, shape) for shape in grown if math.prod(shape) > math.prod(patch))
+    assert budget < min(
+        resident(1, shape) for shape in grown if math.prod(shape) > math.prod(patch)
+    )
 
 
 class ChosenForError(Exception):
     """Ends `fit` once it has said what its switches are chosen for."""
 
 
-def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     budgets: list[int] = []
 
     def note(found: Any, budget: int, *_: Any) -> None:
@@ -77,7 +87,9 @@ def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(monkeypatch: pyte
     assert budgets[0] * (1 + fit.MARGIN) == pytest.approx(8 * 2**30, rel=1e-6)
 
 
-def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By as much as the count lies above the model."""
     config, within = compose("fit_gib=8"), []
 
@@ -94,8 +106,12 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(monke
     assert within == [1000, 1000 - 300 - 1]
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1, (32, 32, 48)), (1.01, (48, 48, 64)), (2, (64, 64, 96))])
-def test_a_patch_grows_by_whole_divisors_and_by_one_at_least(factor: float, expected: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(1, (32, 32, 48)), (1.01, (48, 48, 64)), (2, (64, 64, 96))]
+)
+def test_a_patch_grows_by_whole_divisors_and_by_one_at_least(
+    factor: float, expected: tuple[int, int, int]
+) -> None:
     assert fit.grown(SHAPE, factor, (16, 16, 16)) == expected
 
 
@@ -104,21 +120,37 @@ def test_a_run_with_the_chosen_switches_finds_its_plan(
     checkpointing: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    switches = {"memory.precision": "bf16", "memory.channels_last": True, "memory.checkpointing": checkpointing}
+    switches = {
+        "memory.precision": "bf16",
+        "memory.channels_last": True,
+        "memory.checkpointing": checkpointing,
+    }
     option = Option(switches, 800 * 2**20, 1.5)
-    candidate: Any = SimpleNamespace(config=compose("memory.precision=bf16", "memory.channels_last=true"))
+    candidate: Any = SimpleNamespace(
+        config=compose("memory.precision=bf16", "memory.channels_last=true")
+    )
     fit.keep_plan(candidate, option)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("train", [*SMALL, *choose_line(option, {}).split(), "run_dir=x"])
-    plan = compare_with_plan(to_config(composed, TrainConfig), {"peak_resident_mib": 800.0, "seconds_per_step": 3.0})
-    assert {name: row["ratio"] for name, row in plan.items()} == {"peak_resident_mib": 1.0, "seconds_per_step": 0.5}
+    plan = compare_with_plan(
+        to_config(composed, TrainConfig), {"peak_resident_mib": 800.0, "seconds_per_step": 3.0}
+    )
+    assert {name: row["ratio"] for name, row in plan.items()} == {
+        "peak_resident_mib": 1.0,
+        "seconds_per_step": 0.5,
+    }
 
 
 def option(peak_mib: int, seconds: float, blocks: list[str]) -> Option:
     return Option({"memory.checkpointing": blocks}, peak_mib * 2**20, seconds)
 
 
-FRONT = [option(1000, 1.0, []), option(980, 1.1, ["a"]), option(700, 1.5, ["a", "b"]), option(690, 1.6, ["c"])]
+FRONT = [
+    option(1000, 1.0, []),
+    option(980, 1.1, ["a"]),
+    option(700, 1.5, ["a", "b"]),
+    option(690, 1.6, ["c"]),
+]
 
 
 def test_the_choice_is_a_marked_row_of_the_front(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,9 +180,16 @@ class Search:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verified: list[tuple[Any, ...]] = []
         self.answers: list[Any] = []
-        self.counted = SimpleNamespace(peak_allocator=300 * 2**20, memory=SimpleNamespace(peak=200 * 2**20, saved_per_voxel=47.0))
+        self.counted = SimpleNamespace(
+            peak_allocator=300 * 2**20,
+            memory=SimpleNamespace(peak=200 * 2**20, saved_per_voxel=47.0),
+        )
         monkeypatch.setattr(fit, "Machine", lambda config: "machine")
-        monkeypatch.setattr(fit, "make_candidates", lambda config, shape, machine: [(config.stage.batch_size, shape)])
+        monkeypatch.setattr(
+            fit,
+            "make_candidates",
+            lambda config, shape, machine: [(config.stage.batch_size, shape)],
+        )
         monkeypatch.setattr(fit, "front", lambda found: FRONT)
         monkeypatch.setattr(fit, "verified", self.verify)
         for name in ("print_reasons", "print_room", "keep_plan"):
@@ -174,7 +213,10 @@ def test_the_choice_is_the_last_line_and_lies_in_the_file(
     assert fit.fit(compose("fit_gib=2", "max_seconds=3", f"output='{output}'"), SHAPE) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "choose: memory.checkpointing=[a]"
-    assert "chosen: 975.0 MiB, with a margin of 5 % within 2 GiB; 1.100 s per step. Of 4 sets of switches" in said[-2]
+    assert (
+        "chosen: 975.0 MiB, with a margin of 5 % within 2 GiB; 1.100 s per step. Of 4 sets of switches"
+        in said[-2]
+    )
     ((_, budget, max_seconds, shape, machine),) = search.verified
     assert (budget, max_seconds, shape, machine) == (int(2 * 2**30 / 1.05), 3.0, SHAPE, "machine")
     facts = json.loads(output.read_text())
@@ -197,14 +239,19 @@ def test_where_nothing_fits_the_least_demanding_set_is_named(
     allow: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Search(monkeypatch)
-    monkeypatch.setattr(fit, "closer_runs", lambda config, shape: [({"stage.batch_size": 1}, config, shape)])
+    monkeypatch.setattr(
+        fit, "closer_runs", lambda config, shape: [({"stage.batch_size": 1}, config, shape)]
+    )
     monkeypatch.setattr(fit, "fits_at_all", lambda *_: False)
     assert fit.fit(compose("fit_gib=0.5", f"allow={allow}"), SHAPE) == 1
     said = capsys.readouterr()
     assert "choose:" not in said.out
     assert len(search.verified) == 1, "a run that cannot fit is not searched"
     assert search.verified[0][2] == math.inf
-    assert f"the smallest needs {690 * 1.05 / 1024:.2f} GiB and takes 1.6 s per step with memory.checkpointing=[c]" in said.err
+    assert (
+        f"the smallest needs {690 * 1.05 / 1024:.2f} GiB and takes 1.6 s per step with memory.checkpointing=[c]"
+        in said.err
+    )
     assert ("allow=other_run" in said.err) == (allow != "other_run")
 
 
@@ -213,9 +260,13 @@ def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fit
 ) -> None:
     search = Search(monkeypatch)
     monkeypatch.setattr(
-        fit, "make_candidates", lambda config, shape, machine: [SimpleNamespace(model=SimpleNamespace(blocks=[]))]
+        fit,
+        "make_candidates",
+        lambda config, shape, machine: [SimpleNamespace(model=SimpleNamespace(blocks=[]))],
     )
-    others = [({"stage.batch_size": number}, f"config {number}", (number,) * 3) for number in (4, 3, 2, 1)]
+    others = [
+        ({"stage.batch_size": number}, f"config {number}", (number,) * 3) for number in (4, 3, 2, 1)
+    ]
     asked: list[Any] = []
     monkeypatch.setattr(fit, "closer_runs", lambda config, shape: iter(others))
 
@@ -229,11 +280,16 @@ def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fit
     assert [arguments[3] for arguments in search.verified] == [SHAPE, (3, 3, 3), (2, 2, 2)]
     budget = int(2 * 2**30 / 1.05)
     assert asked == [(f"config {number}", (number,) * 3, "machine", budget) for number in (4, 3, 2)]
-    assert capsys.readouterr().out.splitlines()[-1] == "choose: stage.batch_size=2 memory.checkpointing=[a]"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "choose: stage.batch_size=2 memory.checkpointing=[a]"
+    )
 
 
 @pytest.mark.parametrize(("peak", "fits"), [(1000, True), (1001, False)])
-def test_a_run_fits_at_all_by_its_least_demanding_switches(monkeypatch: pytest.MonkeyPatch, peak: int, fits: bool) -> None:
+def test_a_run_fits_at_all_by_its_least_demanding_switches(
+    monkeypatch: pytest.MonkeyPatch, peak: int, fits: bool
+) -> None:
     counted: list[Any] = []
 
     def count(config: Any, shape: Any, evaluated: Any, machine: Any) -> Any:
@@ -244,13 +300,22 @@ def test_a_run_fits_at_all_by_its_least_demanding_switches(monkeypatch: pytest.M
     config = compose("stage.batch_size=4", "allow=same_result")
     assert fit.fits_at_all(config, SHAPE, "machine", 1000) == fits  # type: ignore[arg-type]
     ((switches, shape, machine),) = counted
-    assert (switches.checkpointing, switches.accumulate, shape, machine) == ("all", 4, SHAPE, "machine")
+    assert (switches.checkpointing, switches.accumulate, shape, machine) == (
+        "all",
+        4,
+        SHAPE,
+        "machine",
+    )
 
 
 def test_what_each_switch_saves_is_the_difference_to_the_set_without_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit, "reasons", lambda *_: [("recompute a", option(1000, 1.0, [])), ("other", option(900, 2.0, []))])
+    monkeypatch.setattr(
+        fit,
+        "reasons",
+        lambda *_: [("recompute a", option(1000, 1.0, [])), ("other", option(900, 2.0, []))],
+    )
     fit.print_reasons(None, option(980, 1.1, ["a"]), [])  # type: ignore[arg-type]
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [["recompute", "a", "-20.0", "+0.100"], ["other", "+80.0", "-0.900"]]

@@ -28,15 +28,29 @@ def compose(table: Path, *overrides: str) -> TuneLoaderConfig:
 
 
 def test_every_sensible_setting_is_tried_once_and_the_least_first() -> None:
-    assert settings([2, 0], [4, 2], has_gpu=False) == [Setting(0, 2, False), Setting(2, 2, False), Setting(2, 4, False)]
+    assert settings([2, 0], [4, 2], has_gpu=False) == [
+        Setting(0, 2, False),
+        Setting(2, 2, False),
+        Setting(2, 4, False),
+    ]
     with_gpu = settings([0, 1], [2], has_gpu=True)
-    assert with_gpu == [Setting(0, 2, False), Setting(0, 2, True), Setting(1, 2, False), Setting(1, 2, True)]
+    assert with_gpu == [
+        Setting(0, 2, False),
+        Setting(0, 2, True),
+        Setting(1, 2, False),
+        Setting(1, 2, True),
+    ]
     assert str(Setting(0, 2, False)) == "data.num_workers=0"
     assert str(Setting(4, 2, True)) == "data.num_workers=4 data.prefetch=2 data.pin_memory=true"
 
 
 def test_more_of_the_machine_is_only_asked_for_what_it_gains() -> None:
-    none, one, two, ahead = Setting(0, 2, False), Setting(1, 2, False), Setting(2, 2, False), Setting(2, 4, False)
+    none, one, two, ahead = (
+        Setting(0, 2, False),
+        Setting(1, 2, False),
+        Setting(2, 2, False),
+        Setting(2, 4, False),
+    )
     assert propose({none: 10.0, one: 10.2, two: 10.4, ahead: 10.3}) == none
     assert propose({none: 5.0, one: 9.9, two: 10.0, ahead: 10.1}) == one
     assert propose({none: 5.0, one: 9.0, two: 10.0, ahead: 12.0}) == ahead
@@ -54,7 +68,9 @@ def test_the_command_times_each_setting_and_proposes_the_fastest(
         return durations_s[setting]
 
     monkeypatch.setattr(app, "time_batches", time_)
-    assert tune_loader(compose(tiny_table, "num_batches=8", "workers=[0,1]", "prefetches=[2,3]")) == 0
+    assert (
+        tune_loader(compose(tiny_table, "num_batches=8", "workers=[0,1]", "prefetches=[2,3]")) == 0
+    )
     assert timed[1:] == list(durations_s)
     printed = capsys.readouterr().out
     assert "take: data.num_workers=1 data.prefetch=2 " in printed
@@ -76,11 +92,15 @@ def test_a_setting_changes_no_batch(tiny_table: Path) -> None:
         assert time_batches(data, setting, 2, torch.device("cpu")) > 0
     assert len(made[0]) == 12
     for other in made[1:]:
-        assert all(torch.equal(image, expected) for image, expected in zip(other, made[0], strict=True))
+        assert all(
+            torch.equal(image, expected) for image, expected in zip(other, made[0], strict=True)
+        )
 
 
 @pytest.mark.parametrize("setting", [Setting(0, 2, False), Setting(3, 2, True)])
-def test_batches_that_workers_make_ahead_are_not_timed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_that_workers_make_ahead_are_not_timed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = [0.0]
     moved: list[Any] = []
 
@@ -89,7 +109,11 @@ def test_batches_that_workers_make_ahead_are_not_timed(setting: Setting, monkeyp
         while True:
             now_s[0] += 1.0
             number += 1
-            image = SimpleNamespace(to=lambda device, non_blocking, number=number: moved.append((number, device, non_blocking)))
+            image = SimpleNamespace(
+                to=lambda device, non_blocking, number=number: moved.append(
+                    (number, device, non_blocking)
+                )
+            )
             yield [{"image": image}, {"image": image}]
 
     data: Any = SimpleNamespace(train_batches=batches)

@@ -51,7 +51,9 @@ def compose(*overrides: str) -> PlanConfig:
         return to_config(hydra.compose("plan", [*overrides, "run_dir=x"]), PlanConfig)
 
 
-def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_the_parts_and_compares_with_the_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "plan.json"
     arguments = [*SMALL, "memory=lean", "shape=[16,24,32]", f"output='{output}'"]
     assert plan_app.plan(compose(*arguments, "memory.budget_gib=1")) == 0
@@ -62,7 +64,9 @@ def test_prints_the_parts_and_compares_with_the_budget(tmp_path: Path, capsys: p
     for part in ("parameters", "optimiser state", "  encoder.0.block0", "peak of the step"):
         assert part in printed
     assert f"{facts['saved_per_voxel']:.2f}" in printed
-    assert plan_app.plan(compose(*arguments, f"memory.budget_gib={facts['peak'] / 2**30 * 0.99}")) == 1
+    assert (
+        plan_app.plan(compose(*arguments, f"memory.budget_gib={facts['peak'] / 2**30 * 0.99}")) == 1
+    )
     assert "does not fit" in capsys.readouterr().err
 
 
@@ -84,7 +88,9 @@ def test_the_budget_holds_for_the_validation_too_and_names_what_exceeds_it(
     assert plan_app.plan(compose(*SMALL, *patch, budget, "inference.tile_size=[16,16,16]")) == 0
 
 
-def test_the_validation_holds_the_state_of_the_optimiser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_validation_holds_the_state_of_the_optimiser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plan_app, "evaluation_bytes", lambda *_: (3 * 2**20, 5 * 2**20))
     output = tmp_path / "plan.json"
     assert plan_app.plan(compose(*SMALL, "shape=[16,24,32]", f"output='{output}'")) == 0
@@ -98,7 +104,9 @@ def test_the_validation_holds_the_state_of_the_optimiser(tmp_path: Path, monkeyp
 def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int, int, int]) -> None:
     config = compose("stage=single", f"stage.patch_size={list(patch)}")
     assert config.inference.tile_size == patch
-    named = compose("stage=single", f"stage.patch_size={list(patch)}", "inference.tile_size=[80,80,80]")
+    named = compose(
+        "stage=single", f"stage.patch_size={list(patch)}", "inference.tile_size=[80,80,80]"
+    )
     assert named.inference.tile_size == (80, 80, 80)
 
 
@@ -107,7 +115,11 @@ def test_one_stage_is_validated_in_tiles_of_its_training_patch(patch: tuple[int,
     [([], 1, 2), (["stage.batch_size=3"], 3, 2), (["optimizer=sgd"], 1, 1)],
 )
 def test_a_run_to_resume_is_planned_with_the_changes_of_the_command_line(
-    changes: list[str], samples: int, optimizer_copies: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: list[str],
+    samples: int,
+    optimizer_copies: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_dir = tmp_path / "run"
     settings = [*SMALL[:-1], "stage.patch_size=[16,24,32]", "memory=lean", "logger=none"]
@@ -135,7 +147,11 @@ def test_a_run_to_resume_is_planned_with_the_changes_of_the_command_line(
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements in a folder of their own, and processes of known sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "measurements"))
-    monkeypatch.setattr(estimate, "process_cost", lambda _, **__: ProcessCost(500 * 2**20, 0, 50 * 2**20, 20 * 2**20, 0.02))
+    monkeypatch.setattr(
+        estimate,
+        "process_cost",
+        lambda _, **__: ProcessCost(500 * 2**20, 0, 50 * 2**20, 20 * 2**20, 0.02),
+    )
     monkeypatch.setattr(estimate, "sample_cost", lambda *_, **__: SampleCost(10 * 2**20, 0.5))
 
 
@@ -144,25 +160,39 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "plan.json"
-    arguments = [*SMALL, "measure=true", "shape=[16,24,32]", "trainer.threads=1", f"output='{output}'"]
+    arguments = [
+        *SMALL,
+        "measure=true",
+        "shape=[16,24,32]",
+        "trainer.threads=1",
+        f"output='{output}'",
+    ]
     assert plan_app.plan(compose(*arguments, "data.num_workers=0")) == 0
     alone = json.loads(output.read_text())
     assert alone["peak_live_mib"] == pytest.approx(alone["peak"] / 2**20, abs=0.01)
     # A convolution of the image alone writes its 27 neighbours of each voxel.
     assert alone["peak_allocator_mib"] > alone["peak_live_mib"]
-    assert alone["peak_resident_mib"] == pytest.approx(500 + max(alone["allocator_mib"].values()) + 10, abs=3)
-    assert alone["seconds_per_step"] == pytest.approx(alone["compute_seconds"] + 0.02 + 0.5, abs=0.001)
+    assert alone["peak_resident_mib"] == pytest.approx(
+        500 + max(alone["allocator_mib"].values()) + 10, abs=3
+    )
+    assert alone["seconds_per_step"] == pytest.approx(
+        alone["compute_seconds"] + 0.02 + 0.5, abs=0.001
+    )
     assert "peak of torch's allocator" in capsys.readouterr().out
     assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
     helped = json.loads(output.read_text())
-    assert helped["seconds_per_step"] == pytest.approx(max(0.25, helped["compute_seconds"]), rel=0.3)
+    assert helped["seconds_per_step"] == pytest.approx(
+        max(0.25, helped["compute_seconds"]), rel=0.3
+    )
     batch_mib = (helped["input"] + helped["target"]) / 2**20
-    # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old pages and the weights that
-    # they were forked with.
+    # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old
+    # pages and the weights that they were forked with.
     loader_mib = 2 * 60 + 4 * batch_mib + 20 + helped["parameters"] / 2**20
     # Without workers the heap that a sample leaves is kept in this process.
     own_bytes = [kept_between_steps(helped["peak"], size) for size in (10 * 2**20, 0)]
-    expected = alone["resident_mib"]["training step"] + loader_mib - (own_bytes[0] - own_bytes[1]) / 2**20
+    expected = (
+        alone["resident_mib"]["training step"] + loader_mib - (own_bytes[0] - own_bytes[1]) / 2**20
+    )
     assert helped["resident_mib"]["training step"] == pytest.approx(expected, abs=0.1)
     kept = estimate.Machine.lasting
     monkeypatch.setattr(estimate.Machine, "lasting", lambda *given: kept(*given) + 7 * 2**20)
@@ -174,20 +204,34 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
 
 @pytest.mark.parametrize(
     ("model", "tile_size"),
-    [(SMALL, None), (SMALL, (16, 16, 16)), (["model=segresnet", "model.init_filters=8", *SMALL[-2:]], None)],
+    [
+        (SMALL, None),
+        (SMALL, (16, 16, 16)),
+        (["model=segresnet", "model.init_filters=8", *SMALL[-2:]], None),
+    ],
 )
-def test_an_evaluation_is_counted_as_it_runs(model: list[str], tile_size: tuple[int, int, int] | None) -> None:
-    config, shape = compose(*model, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"), (48, 32, 24)
+def test_an_evaluation_is_counted_as_it_runs(
+    model: list[str], tile_size: tuple[int, int, int] | None
+) -> None:
+    config, shape = (
+        compose(*model, f"inference.tile_size={list(tile_size) if tile_size else 'null'}"),
+        (48, 32, 24),
+    )
     beside, timeline = step.count_evaluation(config, shape)
     counted = beside + max(after for segment in timeline.segments for after, _, _ in segment.calls)
-    network, image, target = make_network(config).eval(), torch.zeros(1, 1, *shape), torch.zeros(shape, dtype=torch.uint8)
+    network, image, target = (
+        make_network(config).eval(),
+        torch.zeros(1, 1, *shape),
+        torch.zeros(shape, dtype=torch.uint8),
+    )
     tracker = MemoryTracker()
     with tracker:
         for tensor in (image, target, *network.parameters()):
             tracker.assign(tensor, "given")
         probs = predict_probs(network, image, tile_size=tile_size, overlap=0.5, divisor=(8, 8, 8))
         most_probable(probs)
-    # In tiles the padded copy of the image, which a case of full tiles does without, is counted too.
+    # In tiles the padded copy of the image, which a case of full tiles does without, is counted
+    # too.
     assert tracker.peak_bytes <= counted <= (1.4 if tile_size else 1.01) * tracker.peak_bytes
 
 
@@ -200,7 +244,9 @@ def test_a_budget_to_fit_and_one_to_check_exclude_each_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("machine")
-def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "plan.json"
     arguments = [
         *SMALL,
@@ -220,7 +266,9 @@ def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(tmp_path: Path
     assert output.with_suffix(".png").stat().st_size > 1000
     chosen = compose(*arguments, *facts["choose"].split())
     assert plan_app.plan(chosen) == 0
-    assert json.loads(output.read_text())["peak_resident_mib"] == pytest.approx(facts["peak_resident_mib"])
+    assert json.loads(output.read_text())["peak_resident_mib"] == pytest.approx(
+        facts["peak_resident_mib"]
+    )
     assert plan_app.plan(compose(*arguments, "fit_gib=0.4")) == 1
     assert "no set of switches fits" in capsys.readouterr().err
 
@@ -236,7 +284,9 @@ def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(tmp_path: Path
         (["stage=coarse", "stage.max_voxels=4000000"], (112, 208, 208)),
     ],
 )
-def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(overrides: list[str], shape: tuple[int, int, int]) -> None:
+def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(
+    overrides: list[str], shape: tuple[int, int, int]
+) -> None:
     assert step.input_shape(compose(*overrides)) == shape
 
 
@@ -247,8 +297,17 @@ def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
 
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL, "shape=[16,16,24]", "memory.accumulate=2", "stage.batch_size=2", "largest_batch=true"]
-    three, four = (step.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak for number in (3, 4))
+    arguments = [
+        *SMALL,
+        "shape=[16,16,24]",
+        "memory.accumulate=2",
+        "stage.batch_size=2",
+        "largest_batch=true",
+    ]
+    three, four = (
+        step.count_memory(compose(*arguments), (16, 16, 24), samples=number).peak
+        for number in (3, 4)
+    )
     assert three < four
     plan_app.plan(compose(*arguments, f"memory.budget_gib={(four - 1) / 2**30!r}"))
     said = capsys.readouterr().out
@@ -284,7 +343,9 @@ def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:
 @pytest.mark.slow
 def test_a_whole_lung_really_trains_within_what_was_planned() -> None:
     config = compose("experiment=fine_lean")
-    assert step.count_memory(config, (320, 256, 192), compute=True) == step.count_memory(config, (320, 256, 192))
+    assert step.count_memory(config, (320, 256, 192), compute=True) == step.count_memory(
+        config, (320, 256, 192)
+    )
 
 
 class Peaks(pl.Callback):
@@ -303,7 +364,13 @@ class Peaks(pl.Callback):
 
 def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     config = compose(
-        *SMALL, "memory=amp_checkpoint", "logger=none", "steps=3", "shape=[32,32,48]", f"run_dir='{tmp_path}'", "ema_decay=0.5"
+        *SMALL,
+        "memory=amp_checkpoint",
+        "logger=none",
+        "steps=3",
+        "shape=[32,32,48]",
+        f"run_dir='{tmp_path}'",
+        "ema_decay=0.5",
     )
     planned = step.count_memory(config, (32, 32, 48))
     network = make_network(config)
@@ -324,7 +391,8 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
     trainer = make_trainer(config, [peaks])
     with tracker:
         trainer.fit(module, torch.utils.data.DataLoader([[batch]] * 3, batch_size=None))
-    # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and backward pass.
+    # Lightning keeps a few scalars more. The first step has no optimiser state in its forward and
+    # backward pass.
     assert len(peaks.bytes) == 3
     assert peaks.bytes[2] == pytest.approx(planned.peak, rel=0.002)
 
@@ -344,7 +412,10 @@ def test_a_loss_that_leaves_torch_asks_for_computing() -> None:
 
 def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
     """A schedule that cycles the momentum makes buffers although the optimiser is given none."""
-    given, shape = [*SMALL, "optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"], (16, 16, 24)
+    given, shape = (
+        [*SMALL, "optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"],
+        (16, 16, 24),
+    )
     assert step.count_memory(compose(*given), shape).optimizer_state == 0
     cycled = step.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
     assert cycled.optimizer_state == cycled.parameters
@@ -352,13 +423,17 @@ def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
 
 def test_a_budget_to_fit_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(plan_app, "fit", lambda config, shape: asked.append((config.fit_gib, shape)) or 5)
+    monkeypatch.setattr(
+        plan_app, "fit", lambda config, shape: asked.append((config.fit_gib, shape)) or 5
+    )
     assert plan_app.plan(compose(*SMALL[:-1], "measure=true", "shape=[16,24,32]", "fit_gib=3")) == 5
     assert asked == [(3.0, (16, 24, 32))]
 
 
 @pytest.mark.parametrize(("steps", "interval", "shown"), [(400, 50, 50), (40, 50, 40)])
-def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(steps: int, interval: int, shown: int) -> None:
+def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(
+    steps: int, interval: int, shown: int
+) -> None:
     found: Any = SimpleNamespace(
         allocator={"training step": 3 * 2**20, "validation": 0},
         resident={"training step": 7 * 2**20, "checkpoint": 9 * 2**20},
@@ -384,7 +459,9 @@ def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(steps: int, 
         f"seconds until the end ({steps} steps) {steps / 2:.1f} s {steps * 0.5 * 2:.0f} GB·s",
     ]
     del found.resident["checkpoint"]
-    assert "peak of the GPU memory 7.0 MiB" in [" ".join(line.split()) for line in plan_app.describe_estimate(config, found)]
+    assert "peak of the GPU memory 7.0 MiB" in [
+        " ".join(line.split()) for line in plan_app.describe_estimate(config, found)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -399,13 +476,22 @@ def memory() -> StepMemory:
         ([], "Live tensors are counted."),
         (["memory.compile=true"], "memory.compile=true: counted uncompiled"),
         (["trainer=ddp", "stage.batch_size=2"], "trainer: counted per rank; DDP adds buckets of"),
-        (["model.device_map=auto", "trainer.accelerator=auto"], "model.device_map: counted over all of its devices together."),
+        (
+            ["model.device_map=auto", "trainer.accelerator=auto"],
+            "model.device_map: counted over all of its devices together.",
+        ),
     ],
 )
-def test_a_count_says_what_it_leaves_out(overrides: list[str], remark: str, memory: StepMemory) -> None:
+def test_a_count_says_what_it_leaves_out(
+    overrides: list[str], remark: str, memory: StepMemory
+) -> None:
     config = compose(*SMALL, "stage.patch_size=[16,24,32]", *overrides)
     said = plan_app.plan_lines(config, (16, 24, 32), memory)
-    remarks = [line for line in said if line.startswith(("Live", "memory.", "trainer:", "model.device_map"))]
+    remarks = [
+        line
+        for line in said
+        if line.startswith(("Live", "memory.", "trainer:", "model.device_map"))
+    ]
     assert any(line.startswith(remark) for line in remarks)
     assert len(remarks) == 1 + bool(overrides)
     measured = plan_app.plan_lines(replace(config, measure=True), (16, 24, 32), memory)

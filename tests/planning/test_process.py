@@ -34,7 +34,9 @@ MIB = 2**20
 
 def compose(*overrides: str) -> PlanConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("plan", [*overrides, "trainer.accelerator=cpu", "run_dir=x"]), PlanConfig)
+        return to_config(
+            hydra.compose("plan", [*overrides, "trainer.accelerator=cpu", "run_dir=x"]), PlanConfig
+        )
 
 
 class ThisProcess(contextlib.nullcontext[Any]):
@@ -64,7 +66,9 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     monkeypatch.setattr(process, "Worker", ThisProcess)
     monkeypatch.setattr(samples, "MOST_SAMPLES", 2)
     config, shape = compose(*overrides), (48, 48, 32)
-    training, validation = (sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False))
+    training, validation = (
+        sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False)
+    )
     assert 0 < training.seconds < 60
     assert 0 < validation.seconds < 60
     monkeypatch.setattr(samples, "make_samples", lambda *_: pytest.fail("made again"))
@@ -73,7 +77,9 @@ def test_samples_of_a_stage_are_made_and_measured_once(
 
 
 @pytest.mark.slow  # a worker imports the libraries anew
-def test_the_memory_of_a_sample_is_not_taken_from_the_free_heap_of_the_planner(tmp_path: Path) -> None:
+def test_the_memory_of_a_sample_is_not_taken_from_the_free_heap_of_the_planner(
+    tmp_path: Path,
+) -> None:
     """A fork would find free pages of this process, which are resident already, and make its samples there."""
     config, shape = compose("stage=fine", "spacing=isotropic_3mm"), (64, 64, 64)
     largest = bytearray(30 * MIB)
@@ -153,7 +159,9 @@ def test_a_calibration_under_load_is_made_anew_when_the_machine_is_quiet(
     assert calibrate(tmp_path).seconds == 0.03
 
 
-def test_an_old_calibration_is_made_anew(trainings: list[ProcessCost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_calibration_is_made_anew(
+    trainings: list[ProcessCost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_load(monkeypatch, 0.0)
     trainings += QUIET
     calibrate(tmp_path)
@@ -169,14 +177,19 @@ def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -
     watch = RehearsalWatch(str(tmp_path / "watch.json"))
     scripts = [f"held = b'1' * {size} * 2**20; print(flush=True); input()" for size in (64, 16, 16)]
     programs = [
-        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for script in scripts
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        for script in scripts
     ]
     for program in programs:
         assert program.stdout is not None
         program.stdout.readline()
     loader: Any = SimpleNamespace(_iterator=SimpleNamespace(_workers=programs[1:]))
     watch._read_memory(SimpleNamespace(train_dataloader=loader))  # type: ignore[arg-type]
-    others = {child.pid for child in psutil.Process().children(recursive=True)} - {program.pid for program in programs}
+    others = {child.pid for child in psutil.Process().children(recursive=True)} - {
+        program.pid for program in programs
+    }
     beside = sum(map(private_bytes, others))
     for program in programs:
         program.communicate(b"\n")
@@ -209,7 +222,9 @@ def test_two_calibrations_are_joined_by_the_mean_of_each_memory() -> None:
     assert process.joined(second, first) == ProcessCost(11, 22, 33, 44, 0.4)
 
 
-def test_a_rehearsal_leaves_the_computation_out_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsal_leaves_the_computation_out_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The clock is set by hand: 0.25 s of forward and backward, 0.5 s of the optimiser, and the rest of each step."""
     watch = RehearsalWatch(str(tmp_path / "watch.json"))
     now_s = [0.0]
@@ -241,14 +256,27 @@ def test_a_rehearsal_leaves_the_computation_out_of_its_steps(tmp_path: Path, mon
     watch.helpers, watch.worker, watch.copies = 1, 2, 3
     watch.on_train_end(None, None)  # type: ignore[arg-type]
     numbers = json.loads((tmp_path / "watch.json").read_text())
-    assert numbers == {"main": 300, "helpers": 1, "pictures": 700, "worker": 2, "copies": 3, "seconds": 0.25}
+    assert numbers == {
+        "main": 300,
+        "helpers": 1,
+        "pictures": 700,
+        "worker": 2,
+        "copies": 3,
+        "seconds": 0.25,
+    }
 
 
-def test_the_memory_of_workers_and_helpers_is_the_largest_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_workers_and_helpers_is_the_largest_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = RehearsalWatch(str(tmp_path / "watch.json"))
     sizes = {1: 100, 2: 60, 3: 7}
     children = [SimpleNamespace(pid=pid) for pid in sizes]
-    monkeypatch.setattr(rehearsal.psutil, "Process", lambda: SimpleNamespace(children=lambda recursive: children * recursive))
+    monkeypatch.setattr(
+        rehearsal.psutil,
+        "Process",
+        lambda: SimpleNamespace(children=lambda recursive: children * recursive),
+    )
     monkeypatch.setattr(rehearsal, "private_bytes", sizes.__getitem__)
     monkeypatch.setattr(rehearsal, "bytes_beside", lambda pid, workers: 185)
     loader: Any = SimpleNamespace(_iterator=SimpleNamespace(_workers=children[:2]))
@@ -265,7 +293,11 @@ def test_the_memory_of_workers_and_helpers_is_the_largest_seen(tmp_path: Path, m
 @pytest.mark.parametrize("has_logger", [True, False])
 @pytest.mark.parametrize("has_monai", [True, False])
 def test_the_tiny_training_is_like_the_run(
-    trainings: list[ProcessCost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_logger: bool, has_monai: bool
+    trainings: list[ProcessCost],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_logger: bool,
+    has_monai: bool,
 ) -> None:
     set_load(monkeypatch, 0.0)
     calls: list[tuple[list[str], Path]] = []
@@ -281,13 +313,18 @@ def test_the_tiny_training_is_like_the_run(
         network = process.SMALL_MONAI if has_monai else process.SMALL_UNET
         assert arguments[: len(process.REHEARSAL) + len(network)] == [*process.REHEARSAL, *network]
         assert ("logger=none" in arguments) == (not has_logger)
-        assert arguments[-2:] == [f"data.phantoms.folder={run_dir.parent}/phantoms", f"data.cache={run_dir.parent}/cache"]
+        assert arguments[-2:] == [
+            f"data.phantoms.folder={run_dir.parent}/phantoms",
+            f"data.cache={run_dir.parent}/cache",
+        ]
     assert [run_dir.name for _, run_dir in calls] == ["0", "1", "2"]
     (kept,) = tmp_path.glob("process *.json")
     assert ("no logger" in kept.name, "MONAI network" in kept.name) == (not has_logger, has_monai)
 
 
-def test_a_watched_training_is_one_of_this_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_training_is_one_of_this_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = {"main": 100, "helpers": 20, "pictures": 3, "worker": 4, "copies": 5, "seconds": 0.5}
     commands: list[list[str]] = []
 
@@ -300,8 +337,20 @@ def test_a_watched_training_is_one_of_this_program(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(process.subprocess, "run", run)
     assert process._watched_training(["steps=2"], tmp_path / "1") == ProcessCost(120, 3, 4, 5, 0.5)
     watch = f"callbacks.rehearsal.path={tmp_path / '1.json'}"
-    assert commands == [[sys.executable, "-m", "medseg.commands.cli", "steps=2", watch, f"hydra.run.dir={tmp_path / '1'}"]]
-    with pytest.raises(UserError, match=r"measures the memory of a process failed \(the reason\); give measure=false"):
+    assert commands == [
+        [
+            sys.executable,
+            "-m",
+            "medseg.commands.cli",
+            "steps=2",
+            watch,
+            f"hydra.run.dir={tmp_path / '1'}",
+        ]
+    ]
+    with pytest.raises(
+        UserError,
+        match=r"measures the memory of a process failed \(the reason\); give measure=false",
+    ):
         process._watched_training(["steps=2"], tmp_path / "1")
 
 
@@ -315,7 +364,11 @@ def test_a_watched_training_is_one_of_this_program(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_the_synthetic_case_has_a_region_in_which_the_sample_can_be_cut(
-    overrides: list[str], size: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], tmp_path: Path
+    overrides: list[str],
+    size: tuple[int, ...],
+    start: tuple[int, ...],
+    stop: tuple[int, ...],
+    tmp_path: Path,
 ) -> None:
     """The second margin leaves no voxel of the region along y, and one is kept."""
     config = compose(*overrides)

@@ -30,14 +30,18 @@ SIZES = {**test_networks.SIZES, "unet": (16, 8, 12)}
 def make(name: str) -> StageNetwork:
     if name != "unet":
         return test_networks.make(name)
-    return StageNetwork(lambda channels: UNet(channels, 3, width=8, depth=1, blocks_per_level=(1, 2), refine=4))
+    return StageNetwork(
+        lambda channels: UNet(channels, 3, width=8, depth=1, blocks_per_level=(1, 2), refine=4)
+    )
 
 
 class AnyLoss(nn.Module):
     """The loss of the output at full resolution."""
 
     def forward(self, outputs: Tensor | list[Tensor], target: Tensor) -> Tensor:
-        return DiceCrossEntropyLoss()(outputs if isinstance(outputs, Tensor) else outputs[0], target)
+        return DiceCrossEntropyLoss()(
+            outputs if isinstance(outputs, Tensor) else outputs[0], target
+        )
 
 
 def count(name: str, checkpointing: Any, accumulate: int = 1) -> tuple[int, Timeline]:
@@ -58,7 +62,9 @@ def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
     costs = KernelCosts(tmp_path, torch.device("cpu"))
     # Seconds by the number of arguments' letters: any numbers that differ.
     costs.costs = {key: Cost(0, 0, 0, 1e-6 * len(key)) for key in (*plain.calls, *recomputed.calls)}
-    return StepModel(plain, recomputed, list(build_on_meta(lambda: make(name)).blocks()), costs, accumulate)
+    return StepModel(
+        plain, recomputed, list(build_on_meta(lambda: make(name)).blocks()), costs, accumulate
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,11 +73,14 @@ def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
         ("unet", 0.005),
         pytest.param("segresnet", 0.005, marks=pytest.mark.slow),
         pytest.param("dynunet", 0.005, marks=pytest.mark.slow),
-        # An upper bound: storages that several of its blocks share count where one of them may hold them.
+        # An upper bound: storages that several of its blocks share count where one of them may hold
+        # them.
         pytest.param("swin_unetr", 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_the_peak_of_any_set_of_blocks_is_the_counted_one(name: str, tolerance: float, tmp_path: Path) -> None:
+def test_the_peak_of_any_set_of_blocks_is_the_counted_one(
+    name: str, tolerance: float, tmp_path: Path
+) -> None:
     model, rng = make_model(name, tmp_path), random.Random(0)
     sets = [[block for block in model.blocks if rng.random() < 0.5] for _ in range(2)]
     for blocks in ([], model.blocks, *sets):
@@ -82,7 +91,11 @@ def test_the_peak_of_any_set_of_blocks_is_the_counted_one(name: str, tolerance: 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Path) -> None:
     model = make_model("unet", tmp_path, accumulate)
-    sets = [one for size in range(len(model.blocks) + 1) for one in itertools.combinations(model.blocks, size)]
+    sets = [
+        one
+        for size in range(len(model.blocks) + 1)
+        for one in itertools.combinations(model.blocks, size)
+    ]
     peaks, seconds = [model.peak(one) for one in sets], [model.duration(one) for one in sets]
     assert min(model.extra_seconds.values()) > 0
     least, most = min(peaks), model.peak()
@@ -92,7 +105,9 @@ def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Pat
         found = model.fastest(budget)
         assert found is not None
         assert model.peak(found) <= budget
-        assert model.duration(found) == pytest.approx(min(s for p, s in zip(peaks, seconds, strict=True) if p <= budget))
+        assert model.duration(found) == pytest.approx(
+            min(s for p, s in zip(peaks, seconds, strict=True) if p <= budget)
+        )
     assert model.fastest(least - 1) is None
 
 

@@ -1,6 +1,7 @@
 """The steps around an exported network, by its metadata alone: MONAI transforms and an inferer without imports of medseg.
 
-Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those of medseg.
+Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those
+of medseg.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -22,7 +23,9 @@ TOLERANCE = 1e-6
 CROP_SHAPE = "crop_shape"
 
 
-def axis_weights(num_outputs: int, num_inputs: int, scale: float, offset: float, is_antialiased: bool = True) -> Tensor:
+def axis_weights(
+    num_outputs: int, num_inputs: int, scale: float, offset: float, is_antialiased: bool = True
+) -> Tensor:
     """Compute the filter along one axis: linear, or a triangle of the output's spacing where that is coarser.
 
     Args:
@@ -33,7 +36,8 @@ def axis_weights(num_outputs: int, num_inputs: int, scale: float, offset: float,
         is_antialiased: Whether the triangle widens.
 
     Returns:
-        Weights (num_outputs, num_inputs), float32; rows of outputs outside of the input's field of view are 0.
+        Weights (num_outputs, num_inputs), float32; rows of outputs outside of the input's field of
+        view are 0.
     """
     position = np.round(scale * np.arange(num_outputs) + offset, 9)[:, None]
     radius = abs(scale) if is_antialiased and abs(scale) > 1 + TOLERANCE else 1.0
@@ -41,12 +45,18 @@ def axis_weights(num_outputs: int, num_inputs: int, scale: float, offset: float,
     distance = index - position
     weight = np.maximum(0.0, 1.0 - np.abs(distance) / radius)
     if radius > 1:  # tilted until the first moment vanishes, so that a linear ramp stays one
-        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum((weight * distance**2).sum(1, keepdims=True), 1e-12)
+        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum(
+            (weight * distance**2).sum(1, keepdims=True), 1e-12
+        )
         weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
     weight /= weight.sum(1, keepdims=True)
     is_inside = (position >= -0.5 - TOLERANCE) & (position <= num_inputs - 0.5 + TOLERANCE)
     weights = np.zeros((num_outputs, num_inputs))
-    np.add.at(weights, (np.arange(num_outputs)[:, None], np.clip(index, 0, num_inputs - 1)), weight * is_inside)
+    np.add.at(
+        weights,
+        (np.arange(num_outputs)[:, None], np.clip(index, 0, num_inputs - 1)),
+        weight * is_inside,
+    )
     return torch.from_numpy(weights.astype(np.float32))
 
 
@@ -87,7 +97,11 @@ class Prepared(MapTransform):
         """
         super().__init__(keys)
         self.spacing_mm, self.is_antialiased, self.channels = spacing_mm, is_antialiased, channels
-        self.body_margin_mm, self.multiple_of, self.is_flipped = body_margin_mm, multiple_of, is_flipped
+        self.body_margin_mm, self.multiple_of, self.is_flipped = (
+            body_margin_mm,
+            multiple_of,
+            is_flipped,
+        )
         self.tile_size, self.least_size = tile_size, tile_size or least_size or (1, 1, 1)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -100,12 +114,17 @@ class Prepared(MapTransform):
     def _prepare(self, scan: MetaTensor) -> MetaTensor:
         affine = np.asarray(scan.affine, dtype=np.float64)
         native_mm = np.linalg.norm(affine[:3, :3], axis=0)
-        spacing_mm = native_mm if self.spacing_mm is None else np.asarray(self.spacing_mm, dtype=np.float64)
+        spacing_mm = (
+            native_mm if self.spacing_mm is None else np.asarray(self.spacing_mm, dtype=np.float64)
+        )
         size = np.array(scan.shape[1:])
         shape = np.maximum(1, np.floor(size * native_mm / spacing_mm + 0.5 + TOLERANCE)).astype(int)
         ratio = spacing_mm / native_mm
         first = (size - 1) / 2 - (shape - 1) / 2 * ratio  # the centre of the field of view stays
-        weights = [axis_weights(*one, self.is_antialiased) for one in zip(shape, size, ratio, first, strict=True)]
+        weights = [
+            axis_weights(*one, self.is_antialiased)
+            for one in zip(shape, size, ratio, first, strict=True)
+        ]
         values = scan.as_tensor().float()
         images = []
         for image, channel in zip(values, self.channels, strict=True):
@@ -113,13 +132,19 @@ class Prepared(MapTransform):
             images.append(clipped if self.spacing_mm is None else filtered(clipped, weights))
         start, stop = self._body(images[0], spacing_mm)
         box = tuple(map(slice, start, stop))
-        seen = torch.stack([self._normalise(*one)[box] for one in zip(images, values, self.channels, strict=True)])
+        seen = torch.stack(
+            [self._normalise(*one)[box] for one in zip(images, values, self.channels, strict=True)]
+        )
         moved = np.eye(4)
         moved[:3, :3], moved[:3, 3] = np.diag(ratio), first + start * ratio
         if self.is_flipped:
             seen = seen.flip(-1)
         crop_shape = torch.tensor(seen.shape[1:])
-        return MetaTensor(self._pad(seen), affine=torch.from_numpy(affine @ moved), meta={**scan.meta, CROP_SHAPE: crop_shape})
+        return MetaTensor(
+            self._pad(seen),
+            affine=torch.from_numpy(affine @ moved),
+            meta={**scan.meta, CROP_SHAPE: crop_shape},
+        )
 
     def _body(self, image: Tensor, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the box of the body with its margin; the whole image where there is none."""
@@ -141,17 +166,23 @@ class Prepared(MapTransform):
         foreground = values[values > BODY_HU if channel["modality"] == "ct" else values != 0]
         known = (foreground if foreground.numel() else values.flatten()).double().numpy()
         if channel["normalise"] == "zscore":
-            return (image - known.mean()) / known.std() if known.std() > 0 else torch.zeros_like(image)
+            return (
+                (image - known.mean()) / known.std() if known.std() > 0 else torch.zeros_like(image)
+            )
         low, high = np.percentile(known[:: -(-known.size // MAX_VALUES)], PERCENTILES)
         return (image.clamp(low, high) - low) * (2 / (high - low) if high > low else 0.0) + AIR
 
     def _pad(self, image: Tensor) -> Tensor:
         """Pad (C, z, y, x) at the end of each axis: the last slice is repeated, air fills the rest."""
         least = [max(pair) for pair in zip(image.shape[1:], self.least_size, strict=True)]
-        depth, height, width = (-(-size // step) * step for size, step in zip(least, self.multiple_of, strict=True))
+        depth, height, width = (
+            -(-size // step) * step for size, step in zip(least, self.multiple_of, strict=True)
+        )
         if self.tile_size is not None:
             depth, height, width = least
-        elif [depth, height, width] == list(self.multiple_of):  # a single voxel at the lowest level has no variance
+        elif [depth, height, width] == list(
+            self.multiple_of
+        ):  # a single voxel at the lowest level has no variance
             depth, height, width = 2 * depth, 2 * height, 2 * width
         padded = torch.full((len(image), depth, height, width), AIR)
         padded[:, : image.shape[1], : image.shape[2], : image.shape[3]] = image
@@ -167,18 +198,26 @@ class TileInferer(Inferer):
         super().__init__()
         self.tile_size, self.overlap = tile_size, overlap
 
-    def __call__(self, inputs: Tensor, network: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(
+        self, inputs: Tensor, network: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Predict the probabilities of an image (1, C, z, y, x)."""
         image = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
         if self.tile_size is None:
             return torch.softmax(network(image).float(), dim=1)
         axes = [self._starts(*one) for one in zip(image.shape[2:], self.tile_size, strict=True)]
-        weights = [self._weights(*one).to(image) for one in zip(image.shape[2:], self.tile_size, axes, strict=True)]
+        weights = [
+            self._weights(*one).to(image)
+            for one in zip(image.shape[2:], self.tile_size, axes, strict=True)
+        ]
         total = torch.zeros(())
         for z, y, x in ((z, y, x) for z in axes[0] for y in axes[1] for x in axes[2]):
             place: tuple[Any, ...] = (
                 ...,
-                *(slice(start, start + size) for start, size in zip((z, y, x), self.tile_size, strict=True)),
+                *(
+                    slice(start, start + size)
+                    for start, size in zip((z, y, x), self.tile_size, strict=True)
+                ),
             )
             probs = torch.softmax(network(image[place]).float(), dim=1)
             if total.ndim == 0:
@@ -191,7 +230,11 @@ class TileInferer(Inferer):
     def _starts(self, size: int, tile: int) -> list[int]:
         """Spread tiles evenly over one axis."""
         num_steps = int(np.ceil((size - tile) / max(1.0, tile * (1.0 - self.overlap))))
-        return [round(step * (size - tile) / num_steps) for step in range(num_steps + 1)] if num_steps > 0 else [0]
+        return (
+            [round(step * (size - tile) / num_steps) for step in range(num_steps + 1)]
+            if num_steps > 0
+            else [0]
+        )
 
     @staticmethod
     def _profile(tile: int) -> Tensor:
@@ -230,14 +273,25 @@ class Restored(MapTransform):
             plain = plain.flip(-1)
         stored = np.asarray(image.meta["original_affine"], dtype=np.float64)
         size = [int(one) for one in np.ravel(image.meta["spatial_shape"])[:3]]
-        to_crop = np.linalg.inv(np.asarray(image.affine, dtype=np.float64)) @ stored  # each axis of the crop is one stored axis
+        to_crop = (
+            np.linalg.inv(np.asarray(image.affine, dtype=np.float64)) @ stored
+        )  # each axis of the crop is one stored axis
         order = [int(np.abs(to_crop[axis, :3]).argmax()) for axis in range(3)]
         weights = [
-            axis_weights(size[order[axis]], plain.shape[1 + axis], to_crop[axis, order[axis]], to_crop[axis, 3])
+            axis_weights(
+                size[order[axis]],
+                plain.shape[1 + axis],
+                to_crop[axis, order[axis]],
+                to_crop[axis, 3],
+            )
             for axis in range(3)
         ]
         native = tuple(size[axis] for axis in order)
-        top, labels, background = torch.zeros(native), torch.zeros(native, dtype=torch.uint8), torch.ones(native)
+        top, labels, background = (
+            torch.zeros(native),
+            torch.zeros(native, dtype=torch.uint8),
+            torch.ones(native),
+        )
         for value, prob in zip(self.values, plain, strict=False):
             resampled = filtered(prob, weights)
             background -= resampled
@@ -245,4 +299,8 @@ class Restored(MapTransform):
             torch.maximum(top, resampled, out=top)
         labels.masked_fill_(top <= background, 0)
         back = tuple(order.index(axis) for axis in range(3))
-        return MetaTensor(labels.permute(back)[None], affine=torch.from_numpy(stored), meta={**image.meta, "affine": stored})
+        return MetaTensor(
+            labels.permute(back)[None],
+            affine=torch.from_numpy(stored),
+            meta={**image.meta, "affine": stored},
+        )

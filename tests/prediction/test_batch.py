@@ -40,7 +40,15 @@ from medseg.task import Channel, Region, Task
 def predict(source: Path, output: Path, *overrides: str) -> int:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(
-            "predict", [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+            "predict",
+            [
+                f"input='{source}'",
+                f"output='{output}'",
+                "coarse=c",
+                "fine=f",
+                "accelerator=cpu",
+                *overrides,
+            ],
         )
     return app.predict(to_config(composed, PredictConfig))
 
@@ -75,17 +83,34 @@ def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], A
         fail("write", scan)
         output.parent.mkdir(exist_ok=True)
         output.write_text(str(scan.path))
-        return {"warnings": [f"look at {scan.name}"], "volume_ml": {}, "durations_s": {"total": 0.0}}
+        return {
+            "warnings": [f"look at {scan.name}"],
+            "volume_ml": {},
+            "durations_s": {"total": 0.0},
+        }
 
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(CoarseOracle(), name))
-    for name, step in {"read_case": read, "segment_case": segment, "write_case": write, "is_small": lambda *_: True}.items():
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(CoarseOracle(), name)
+    )
+    for name, step in {
+        "read_case": read,
+        "segment_case": segment,
+        "write_case": write,
+        "is_small": lambda *_: True,
+    }.items():
         monkeypatch.setattr(batch, name, step)
     return raises
 
 
 @pytest.mark.parametrize(
     ("source", "output"),
-    [("scans", "scans"), ("scans/a.nii.gz", "scans/a.nii.gz"), ("scans/a.nii.gz", "scans"), ("link", "scans"), ("scans", "link")],
+    [
+        ("scans", "scans"),
+        ("scans/a.nii.gz", "scans/a.nii.gz"),
+        ("scans/a.nii.gz", "scans"),
+        ("link", "scans"),
+        ("scans", "link"),
+    ],
 )
 def test_a_scan_is_not_overwritten(scans: Path, source: str, output: str) -> None:
     (scans.parent / "link").symlink_to(scans)
@@ -130,19 +155,29 @@ def test_two_cases_do_not_share_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("output", ["o.nhdr", "o.txt", "o.png", ".nii.gz"])
-def test_a_file_of_another_format_is_refused_for_one_scan(scans: Path, tmp_path: Path, output: str) -> None:
+def test_a_file_of_another_format_is_refused_for_one_scan(
+    scans: Path, tmp_path: Path, output: str
+) -> None:
     with pytest.raises(UserError, match=r"\.nii\.gz, \.nii, \.nrrd"):
         predict(scans / "a.nii.gz", tmp_path / output)
 
 
-def test_names_of_outputs(scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any]) -> None:
+def test_names_of_outputs(
+    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any]
+) -> None:
     assert predict(scans, tmp_path / "a.b") == 0
-    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {"a.nii.gz", "b.nii.gz", "summary.csv"}
+    assert {path.name for path in (tmp_path / "a.b").iterdir()} == {
+        "a.nii.gz",
+        "b.nii.gz",
+        "summary.csv",
+    }
     assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
     assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
     (scans.parent / "one.csv").write_text("case,image\nx,scans/b.nrrd\n")
     assert predict(scans.parent / "one.csv", tmp_path / "one" / "o.nrrd") == 0
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["o.nrrd"], "a summary is for folders"
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["o.nrrd"], (
+        "a summary is for folders"
+    )
     with pytest.raises(UserError, match="has 2 cases"):
         predict(scans, tmp_path / "o.mha")
     with pytest.raises(UserError, match="or a folder"):
@@ -165,16 +200,24 @@ def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
     without_networks[step, bad] = error
     assert predict(scans, tmp_path / "out") == 1
     good = [name for name in "abc" if name != bad]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*(f"{name}.nii.gz" for name in good), "summary.csv"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *(f"{name}.nii.gz" for name in good),
+        "summary.csv",
+    ]
     said = capsys.readouterr()
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     told = {name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"}
     assert said.err.splitlines() == [*told.values(), "medseg: 1 of 3 cases failed"]
-    assert [line.split(":")[0] for line in said.out.splitlines()] == [str(tmp_path / "out" / f"{name}.nii.gz") for name in good]
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [
+        str(tmp_path / "out" / f"{name}.nii.gz") for name in good
+    ]
 
 
 def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
-    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[str] = []
     read = batch.read_case
@@ -191,12 +234,17 @@ def test_memory_that_is_short_ahead_of_its_turn_is_asked_for_again(
 
 
 def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
-    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held: list[weakref.ref[VoxelGrid]] = []
 
     def fail(*_: object) -> None:
-        assert all(crop() is None for crop in held), "the error of the case before holds what it was working on"
+        assert all(crop() is None for crop in held), (
+            "the error of the case before holds what it was working on"
+        )
         crop = VoxelGrid((1, 1, 1), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
         held.append(weakref.ref(crop))
         try:
@@ -214,7 +262,10 @@ def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
 
 
 def test_a_large_scan_waits_for_its_turn(
-    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its header decides: four bytes a voxel must fit into the budget."""
     volume, _ = scan_of_blocks()
@@ -230,13 +281,19 @@ def test_a_large_scan_waits_for_its_turn(
 
     monkeypatch.setattr(batch, "read_case", noted)
     needed_gib = 4 * volume.array.size / 2**30
-    for budget_gib, expected in ((needed_gib * 1.001, ["own", "ahead"]), (needed_gib * 0.999, ["own", "own"])):
+    for budget_gib, expected in (
+        (needed_gib * 1.001, ["own", "ahead"]),
+        (needed_gib * 0.999, ["own", "own"]),
+    ):
         threads.clear()
         assert predict(scans, tmp_path / "out", f"inference.budget_gib={budget_gib}") == 0
         assert threads == expected
 
 
-@pytest.mark.parametrize("error", [MemoryError("1 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TiB")])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("1 TiB"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 TiB")],
+)
 def test_memory_that_runs_out_is_told_in_a_sentence(
     scans: Path,
     tmp_path: Path,
@@ -247,7 +304,10 @@ def test_memory_that_runs_out_is_told_in_a_sentence(
     without_networks["segment", "a"] = error
     assert predict(scans, tmp_path / "out") == 1
     assert (tmp_path / "out" / "b.nii.gz").is_file()
-    assert f"medseg: a: out of memory ({error}); free some, give a smaller inference.budget_gib" in capsys.readouterr().err
+    assert (
+        f"medseg: a: out of memory ({error}); free some, give a smaller inference.budget_gib"
+        in capsys.readouterr().err
+    )
     assert predict(scans / "a.nii.gz", tmp_path / "o.nii") == 3
 
 
@@ -262,7 +322,10 @@ def test_alone_a_defect_keeps_its_traceback(
 
 
 def test_a_missing_file_of_a_table_is_one_bad_case(
-    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     table = tmp_path / "t.csv"
     table.write_text("case,image\nx,nowhere.nii\ny,scans/a.nii.gz\n")
@@ -272,7 +335,10 @@ def test_a_missing_file_of_a_table_is_one_bad_case(
 
 
 def test_sigterm_ends_the_command_and_is_given_back(
-    scans: Path, tmp_path: Path, without_networks: dict[tuple[str, str], Any], monkeypatch: pytest.MonkeyPatch
+    scans: Path,
+    tmp_path: Path,
+    without_networks: dict[tuple[str, str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The handler belongs to the command: a program that calls it keeps its own."""
     before, seen = signal.getsignal(signal.SIGTERM), []
@@ -291,7 +357,9 @@ def test_sigterm_ends_the_command_and_is_given_back(
 
 @pytest.mark.parametrize("value", ["3", "[]", "[a,3]", "{a: b}"])
 def test_what_is_no_checkpoint_is_refused(value: str, scans: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="fine: expected a checkpoint, a list of checkpoints or null"):
+    with pytest.raises(
+        UserError, match="fine: expected a checkpoint, a list of checkpoints or null"
+    ):
         predict(scans, tmp_path / "out", f"fine={value}")
 
 
@@ -312,7 +380,9 @@ def tf32_flags() -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bool, tf32_flags: tuple[Any, Any]) -> None:
+def test_tf32_is_off_in_other_precisions_and_put_back(
+    precision: str, before: bool, tf32_flags: tuple[Any, Any]
+) -> None:
     seen: list[bool] = []
 
     class Network(nn.Module):
@@ -323,7 +393,9 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
             return torch.cat([image, -image], 1)
 
     task = Task("t", {"a": 1}, (Region("a", ("a",)),), (Channel(window_hu=(-1000.0, 0.0)),))
-    stage = TrainedStage(Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, precision, torch.device("cpu"))
+    stage = TrainedStage(
+        Network(), "coarse", task, (1.0, 1.0, 1.0), None, 0.0, precision, torch.device("cpu")
+    )
     for flag in tf32_flags:
         flag.allow_tf32 = before
     stage.predict_probs(torch.zeros(1, 2, 3, 4), InferenceOptions())
@@ -331,7 +403,9 @@ def test_tf32_is_off_in_other_precisions_and_put_back(precision: str, before: bo
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]
 
 
-def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served: list[Any] = []
     cascade = SimpleNamespace(serve_tiles=lambda: served.append("tiles"))
     loaded: list[Any] = []
@@ -339,7 +413,9 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(predict_module, "find_scans", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(
-        predict_module, "load_cascades", lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)]
+        predict_module,
+        "load_cascades",
+        lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)],
     )
     config = PredictConfig(input=str(tmp_path), output=str(tmp_path), coarse="c", threads=3)
     assert predict_module.predict_scans(config) == []
@@ -349,7 +425,9 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(tmp_path: 
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         predict_module.predict_scans(replace(config, by_spacing={"thin": thin}))
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(predict_module, "find_scans", lambda *_: served.append("scans") or sys.exit(9))
+    monkeypatch.setattr(
+        predict_module, "find_scans", lambda *_: served.append("scans") or sys.exit(9)
+    )
     with pytest.raises(SystemExit):
         predict_module.predict_scans(config)
     assert served == ["tiles", "scans"]

@@ -30,7 +30,9 @@ class Log:
 
     def wait_for(self, event: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: event in self.events, LIMIT_S), f"{event} is missing in {self.events}"
+            assert self._changed.wait_for(lambda: event in self.events, LIMIT_S), (
+                f"{event} is missing in {self.events}"
+            )
 
     def before(self, first: str, second: str) -> bool:
         return self.events.index(first) < self.events.index(second)
@@ -67,7 +69,9 @@ def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
 
     assert run_overlapped(range(4), read, compute, finish) == [0, 10, 20, 30]
     for step in ("read", "compute", "finish"):
-        assert [event for event in log.events if event.startswith(f"{step} ")] == [f"{step} {case}" for case in range(4)]
+        assert [event for event in log.events if event.startswith(f"{step} ")] == [
+            f"{step} {case}" for case in range(4)
+        ]
 
 
 def test_one_case_ahead_and_one_behind_at_most() -> None:
@@ -113,7 +117,9 @@ def test_what_is_not_read_ahead_is_read_in_its_turn() -> None:
         tries.append((case, is_ahead))
         return None if is_ahead and case == 1 else case
 
-    assert run_overlapped(range(3), read, lambda case, loaded: loaded, lambda case, computed: computed) == [0, 1, 2]
+    assert run_overlapped(
+        range(3), read, lambda case, loaded: loaded, lambda case, computed: computed
+    ) == [0, 1, 2]
     assert tries == [(0, False), (1, True), (1, False), (2, True)]
 
 
@@ -122,7 +128,9 @@ STEPS = ("read", "compute", "finish")
 
 @pytest.mark.parametrize("failing", STEPS)
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
-def test_an_error_or_an_interrupt_ends_the_whole_after_what_was_computed_before(failing: str, error: BaseException) -> None:
+def test_an_error_or_an_interrupt_ends_the_whole_after_what_was_computed_before(
+    failing: str, error: BaseException
+) -> None:
     """Whatever ends case 2, the cases before it are finished, and none behind it is computed."""
     log = Log()
 
@@ -158,7 +166,9 @@ def test_an_interrupt_does_not_wait_for_a_scan_that_is_being_read() -> None:
         with pytest.raises(KeyboardInterrupt):
             run_overlapped(range(2), read, compute, lambda *_: 0)
         assert not release.is_set(), "nobody has let the reader go on"
-        assert [thread.daemon for thread in threading.enumerate() if thread.name.endswith("(run)")] == [True]
+        assert [
+            thread.daemon for thread in threading.enumerate() if thread.name.endswith("(run)")
+        ] == [True]
     finally:
         release.set()
 

@@ -23,11 +23,19 @@ from medseg.prediction.cascades import RangeCascade, pick_cascade
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
-THIN_AND_THICK = "{thin: {range_mm: [0,2.5], fine: thin}, thick: {range_mm: [2.5,8.0], fine: [thick]}}"
+THIN_AND_THICK = (
+    "{thin: {range_mm: [0,2.5], fine: thin}, thick: {range_mm: [2.5,8.0], fine: [thick]}}"
+)
 
 
 def configured(source: Path, output: Path, by_spacing: str) -> PredictConfig:
-    arguments = [f"input='{source}'", f"output='{output}'", "coarse=c", "accelerator=cpu", f"by_spacing={by_spacing}"]
+    arguments = [
+        f"input='{source}'",
+        f"output='{output}'",
+        "coarse=c",
+        "accelerator=cpu",
+        f"by_spacing={by_spacing}",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return to_config(hydra.compose("predict", arguments), PredictConfig)
 
@@ -38,7 +46,11 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_stage(path: Path, name: str, *_: Any) -> Any:
         spacing_mm: Any = None if path.name == "thick" else (1.0, 1.0, 1.0)
-        made = stage(CoarseOracle(), name) if name == "coarse" else stage(FineOracle(), name, spacing_mm=spacing_mm)
+        made = (
+            stage(CoarseOracle(), name)
+            if name == "coarse"
+            else stage(FineOracle(), name, spacing_mm=spacing_mm)
+        )
         made.checkpoints = {str(path): path.name}
         return made
 
@@ -53,27 +65,40 @@ def write_scan(path: Path, depth: int, slice_mm: float) -> np.ndarray:
     image_hu = np.where(labels > 0, 0, -1000).astype(np.int16)
     image_hu[:, [0, -1]] = -500
     # Array axes are posterior, left, superior.
-    grid = VoxelGrid(labels.shape, (2.0, 2.0, slice_mm), (-80.0, -60.0, 0.0), ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0)))
+    grid = VoxelGrid(
+        labels.shape,
+        (2.0, 2.0, slice_mm),
+        (-80.0, -60.0, 0.0),
+        ((0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0)),
+    )
     write_image(path, image_hu, grid)
     return labels
 
 
-def test_each_scan_gets_the_cascade_of_its_spacing(loaded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_scan_gets_the_cascade_of_its_spacing(
+    loaded: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scans = tmp_path / "scans"
     scans.mkdir()
     references = {
-        name: write_scan(scans / f"{name}.nrrd", round(120 / mm), mm) for name, mm in (("a", 2.0), ("b", 2.5), ("c", 8.0))
+        name: write_scan(scans / f"{name}.nrrd", round(120 / mm), mm)
+        for name, mm in (("a", 2.0), ("b", 2.5), ("c", 8.0))
     }
     config = configured(scans, tmp_path / "out", THIN_AND_THICK)
     assert app.predict(config) == 1
     said = capsys.readouterr().err
     assert "a: uses by_spacing.thin, since its coarsest spacing of 2 mm lies in 0 … 2.5 mm" in said
-    assert "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
+    assert (
+        "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
+    )
     assert (
         "c: its coarsest spacing of 8 mm lies in no range of by_spacing (thin 0 … 2.5 mm, thick 2.5 … 8 mm); give checkpoints"
         in said
     )
-    assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == ["a.nii.gz", "b.nii.gz"]
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == [
+        "a.nii.gz",
+        "b.nii.gz",
+    ]
     for name, cascade in (("a", "thin"), ("b", "thick")):
         report = json.loads((tmp_path / "out" / f"{name}.json").read_text())
         assert report["by_spacing"]["name"] == cascade
@@ -88,11 +113,23 @@ def test_each_scan_gets_the_cascade_of_its_spacing(loaded: None, tmp_path: Path,
 @pytest.mark.parametrize(
     ("by_spacing", "said"),
     [
-        ("{a: {range_mm: [2,2], fine: x}}", "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0"),
-        ("{a: {range_mm: [-1,2], fine: x}}", "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0"),
-        ("{b: {range_mm: [2,9]}, a: {range_mm: [0,2.1]}}", "by_spacing.b.range_mm=[2.0, 9.0] overlaps that of a"),
+        (
+            "{a: {range_mm: [2,2], fine: x}}",
+            "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0",
+        ),
+        (
+            "{a: {range_mm: [-1,2], fine: x}}",
+            "by_spacing.a.range_mm: expected two increasing numbers, the first at least 0",
+        ),
+        (
+            "{b: {range_mm: [2,9]}, a: {range_mm: [0,2.1]}}",
+            "by_spacing.b.range_mm=[2.0, 9.0] overlaps that of a",
+        ),
         ("{a: {fine: x}}", "by_spacing.a.range_mm: a value is missing"),
-        ("{a: {range_mm: [0,1], fine: 3}}", "by_spacing.a.fine: expected a checkpoint, a list of checkpoints or null"),
+        (
+            "{a: {range_mm: [0,1], fine: 3}}",
+            "by_spacing.a.fine: expected a checkpoint, a list of checkpoints or null",
+        ),
         ("{a: {range_mm: [0,1], fines: x}}", "by_spacing.a.fines: there is no such key"),
     ],
 )
@@ -102,13 +139,18 @@ def test_ranges_that_leave_a_doubt_are_refused(by_spacing: str, said: str, tmp_p
     assert said in str(caught.value)
 
 
-def test_processes_that_share_a_cascade_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_that_share_a_cascade_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("medseg.prediction.predict.has_other_ranks", lambda: True)
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         app.predict(configured(tmp_path, tmp_path / "out", THIN_AND_THICK))
 
 
 def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medseg.prediction.cascades.read_grid", lambda *_: pytest.fail("the header was read for nothing"))
+    monkeypatch.setattr(
+        "medseg.prediction.cascades.read_grid",
+        lambda *_: pytest.fail("the header was read for nothing"),
+    )
     only = RangeCascade(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})
     assert pick_cascade(Scan("a", Path("nowhere")), [only]) == (only, [])

@@ -29,9 +29,13 @@ from medseg.prediction.scans import Scan
 @pytest.fixture(autouse=True)
 def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Networks that know the answer in place of checkpoints; their checksums by stage."""
-    networks, sums = {"coarse": CoarseOracle(), "fine": FineOracle()}, {"coarse": "c0", "fine": "f0"}
+    networks, sums = (
+        {"coarse": CoarseOracle(), "fine": FineOracle()},
+        {"coarse": "c0", "fine": "f0"},
+    )
     monkeypatch.setattr(
-        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]})
+        "medseg.cascade.load.load_stage",
+        lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]}),
     )
     return sums
 
@@ -51,7 +55,14 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def compose(folder: Path, *overrides: str) -> PredictConfig:
-    given = [f"input='{folder / 'scans'}'", f"output='{folder / 'out'}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+    given = [
+        f"input='{folder / 'scans'}'",
+        f"output='{folder / 'out'}'",
+        "coarse=c",
+        "fine=f",
+        "accelerator=cpu",
+        *overrides,
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return to_config(hydra.compose("predict", given), PredictConfig)
 
@@ -77,7 +88,10 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_is_finished_is_skipped_and_said(
-    folder: Path, predicted: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    predicted: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = content(folder)
     capsys.readouterr()
@@ -87,7 +101,9 @@ def test_what_is_finished_is_skipped_and_said(
     assert predicted == []
     assert content(folder) == before
     said = capsys.readouterr()
-    assert said.out.splitlines() == [f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")]
+    assert said.out.splitlines() == [
+        f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")
+    ]
     assert "2 of 2 cases were finished before and skipped; overwrite=true repeats them" in said.err
     assert predict(folder, "overwrite=true") == 0
     assert predicted == ["a", "b"]
@@ -99,7 +115,9 @@ def other_scan(folder: Path) -> None:
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    return lambda folder: os.truncate(folder / "out" / name, (folder / "out" / name).stat().st_size // 2)
+    return lambda folder: os.truncate(
+        folder / "out" / name, (folder / "out" / name).stat().st_size // 2
+    )
 
 
 def changed(**values: object) -> Callable[[Path], None]:
@@ -114,7 +132,9 @@ DAMAGES = {
     "another scan": other_scan,
     "no label map": lambda folder: (folder / "out" / "a.nii.gz").unlink(),
     "a part of the label map": cut("a.nii.gz"),
-    "another label map": lambda folder: (folder / "out" / "a.nii.gz").write_bytes((folder / "scans" / "b.nii.gz").read_bytes()),
+    "another label map": lambda folder: (folder / "out" / "a.nii.gz").write_bytes(
+        (folder / "scans" / "b.nii.gz").read_bytes()
+    ),
     "no report": lambda folder: (folder / "out" / "a.json").unlink(),
     "a part of the report": cut("a.json"),
     "a report of something else": lambda folder: (folder / "out" / "a.json").write_text("[1]"),
@@ -135,7 +155,9 @@ def test_what_is_not_whole_or_has_another_source_is_made_anew(
     assert predicted == ["a"]
 
 
-def test_a_pipe_in_place_of_a_report_is_one_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_in_place_of_a_report_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "out" / "a.json").unlink()
     os.mkfifo(folder / "out" / "a.json")
     assert predict(folder) == 1
@@ -146,14 +168,18 @@ def test_a_pipe_in_place_of_a_report_is_one_sentence(folder: Path, capsys: pytes
     "override",
     ["inference.tta=true", "hu_offset=1", "precision=fp32", "inference.tile_size=[64,64,64]"],
 )
-def test_other_settings_make_another_result(override: str, folder: Path, predicted: list[str]) -> None:
+def test_other_settings_make_another_result(
+    override: str, folder: Path, predicted: list[str]
+) -> None:
     for _ in range(2):
         assert predict(folder, override) == 0
         assert predicted == ["a", "b"]
 
 
 @pytest.mark.parametrize("override", ["inference.budget_gib=2", "inference.max_ram_gib=16"])
-def test_the_memory_makes_no_other_result(override: str, folder: Path, predicted: list[str]) -> None:
+def test_the_memory_makes_no_other_result(
+    override: str, folder: Path, predicted: list[str]
+) -> None:
     assert predict(folder) == 0
     predicted.clear()
     assert predict(folder, override) == 0
@@ -167,7 +193,10 @@ def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[s
 
 
 def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
-    folder: Path, predicted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    predicted: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """While `a` is computed, `b`, which is read already or about to be, is written by somebody else."""
     done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
@@ -183,7 +212,10 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     monkeypatch.setattr(batch, "segment_case", busy)
     assert predict(folder) == 0
     assert predicted == ["a"]
-    assert capsys.readouterr().out.splitlines()[-1] == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == f"{folder / 'out' / 'b.nii.gz'}: finished before, skipped"
+    )
 
 
 def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_other(
@@ -191,10 +223,17 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
 ) -> None:
     """The second begins to write while the first has written its label map and not yet its report; it waits, and is then refused."""
     other_scan(folder)
-    output, write_labels, entered = folder / "one.nii.gz", results_module.write_labels, threading.Event()
+    output, write_labels, entered = (
+        folder / "one.nii.gz",
+        results_module.write_labels,
+        threading.Event(),
+    )
     codes: dict[str, int] = {}
 
-    configs = {name: compose(folder, f"input='{folder / 'scans' / name}.nii.gz'", f"output='{output}'") for name in ("a", "b")}
+    configs = {
+        name: compose(folder, f"input='{folder / 'scans' / name}.nii.gz'", f"output='{output}'")
+        for name in ("a", "b")
+    }
 
     def predict_one(name: str) -> None:
         codes[name] = app.predict(configs[name])
@@ -233,7 +272,15 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
 def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
     report = json.loads((folder / "out" / "a.json").read_text())
     steps = report["durations_s"]
-    assert set(steps) == {"read", "localise", "refine_left_lung", "refine_right_lung", "join", "write", "total"}
+    assert set(steps) == {
+        "read",
+        "localise",
+        "refine_left_lung",
+        "refine_right_lung",
+        "join",
+        "write",
+        "total",
+    }
     assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
     # More than numpy and torch hold by themselves, for as long as the case took.
     assert report["memory_gb_s"] > 0.05 * steps["total"]

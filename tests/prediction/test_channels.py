@@ -30,7 +30,12 @@ CT = Channel("ct", (-1000.0, 0.0))
 MR = Channel("mr", None, "zscore")
 TWO = replace(TASK, channels=(CT, MR))
 ONE_STAGE = replace(TWO, regions=())
-FOUR = replace(TASK, regions=(), labels={"tumour": 1}, channels=(MR, MR, replace(MR, normalise="percentile"), MR))
+FOUR = replace(
+    TASK,
+    regions=(),
+    labels={"tumour": 1},
+    channels=(MR, MR, replace(MR, normalise="percentile"), MR),
+)
 
 
 class Both(nn.Module):
@@ -75,16 +80,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, task: Any) -> None:
-    networks = {"coarse": Both(len(task.channels), len(task.labels)), "fine": Both(len(task.channels), 1)}
+    networks = {
+        "coarse": Both(len(task.channels), len(task.labels)),
+        "fine": Both(len(task.channels), 1),
+    }
     monkeypatch.setattr(
-        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name if task.regions else "single", task)
+        "medseg.cascade.load.load_stage",
+        lambda path, name, *_: stage(networks[name], name if task.regions else "single", task),
     )
 
 
 def predict(source: str, output: Path, *overrides: str) -> int:
     stages = ["coarse=c", "accelerator=cpu"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("predict", [f"input={source}", f"output='{output}'", *stages, *overrides])
+        composed = hydra.compose(
+            "predict", [f"input={source}", f"output='{output}'", *stages, *overrides]
+        )
     return app.predict(to_config(composed, PredictConfig))
 
 
@@ -99,7 +110,9 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     labels, target = read_labels(folder / "out.nii.gz").array, np.load(folder / "labels.npy")
     assert all(dice(labels == value, target == value) > 0.9 for value in task.labels.values())
     report = json.loads((folder / "out.json").read_text())
-    assert [Path(source["path"]).name for source in (report["source"], *report["more_sources"])] == ["ct.nii.gz", "mr.nrrd"]
+    assert [
+        Path(source["path"]).name for source in (report["source"], *report["more_sources"])
+    ] == ["ct.nii.gz", "mr.nrrd"]
 
     (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,mr.nrrd\n")
     assert predict(str(folder / "table.csv"), folder / "out", *given) == 0
@@ -114,17 +127,28 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     assert all(dice(from_arrays == value, target == value) > 0.9 for value in task.labels.values())
 
 
-def test_channels_from_python_are_placed_as_those_of_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_from_python_are_placed_as_those_of_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use(monkeypatch, ONE_STAGE)
     segmenter = Segmenter(["c"], accelerator="cpu")
     paths = [folder / "ct.nii.gz", folder / "mr.nrrd"]
-    from_files, from_arrays = segmenter.segment(paths), segmenter.segment([read_image(path) for path in paths])
+    from_files, from_arrays = (
+        segmenter.segment(paths),
+        segmenter.segment([read_image(path) for path in paths]),
+    )
     assert np.array_equal(from_files.labels.array, from_arrays.labels.array)
     assert from_files.warnings == from_arrays.warnings
-    assert any("of the scan is outside image_1 and counts as 0 there" in warning for warning in from_arrays.warnings)
+    assert any(
+        "of the scan is outside image_1 and counts as 0 there" in warning
+        for warning in from_arrays.warnings
+    )
     volume, labels = scan()
     away = Volume(mr_of(labels), replace(volume.grid, origin_xyz_mm=(5000.0, 0.0, 0.0)))
-    with pytest.raises(UserError, match="expected image_1 to show the same patient region as image, but the two do not overlap"):
+    with pytest.raises(
+        UserError,
+        match="expected image_1 to show the same patient region as image, but the two do not overlap",
+    ):
         segmenter.segment([volume, away])
 
 
@@ -150,7 +174,10 @@ def test_a_missing_channel_is_one_sentence(
         predict(f"['{folder / 'ct.nii.gz'}']", folder / "out.nii.gz")
     assert said.format(1) in str(caught.value)
     with pytest.raises(UserError) as caught:
-        predict(f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}','{folder / 'mr.nrrd'}']", folder / "out.nii.gz")
+        predict(
+            f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}','{folder / 'mr.nrrd'}']",
+            folder / "out.nii.gz",
+        )
     assert said.format(3) in str(caught.value)
     with pytest.raises(UserError, match="the scan has 1"):
         Segmenter(["c"], [], accelerator="cpu").segment(folder / "ct.nii.gz")
@@ -159,7 +186,9 @@ def test_a_missing_channel_is_one_sentence(
     assert "medseg: x: " in (said_by := capsys.readouterr().err)
     assert "image_1 is missing; give a file for each" in said_by
     assert (folder / "out" / "y.nii.gz").is_file()
-    with pytest.raises(UserError, match="input: expected a path, or a list of the channels of one case"):
+    with pytest.raises(
+        UserError, match="input: expected a path, or a list of the channels of one case"
+    ):
         predict("[1,2]", folder / "out.nii.gz")
 
 

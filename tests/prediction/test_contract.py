@@ -22,17 +22,25 @@ def test_without_a_bound_everything_may_be_in_memory() -> None:
 
 
 @pytest.mark.parametrize("max_ram_gib", [1.0, 4.0])
-def test_networks_and_arrays_share_what_the_process_does_not_hold(max_ram_gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_networks_and_arrays_share_what_the_process_does_not_hold(
+    max_ram_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
     shares = share_memory(max_ram_gib)
-    total = shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES + 400 * 2**20
+    total = (
+        shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES + 400 * 2**20
+    )
     assert math.isclose(total, max_ram_gib * 2**30)
     assert min(shares) > 0
 
 
-def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
-    with pytest.raises(UserError, match=r"inference\.max_ram_gib=0\.5: expected at least (0\.\d+), because") as refused:
+    with pytest.raises(
+        UserError, match=r"inference\.max_ram_gib=0\.5: expected at least (0\.\d+), because"
+    ) as refused:
         share_memory(0.5)
     named = float(str(refused.value).split("at least ")[1].split(",")[0])
     assert share_memory(named).network_gib > 0
@@ -56,7 +64,11 @@ def test_what_a_backend_takes_later_is_kept_free(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_another_backend_has_the_room_beside_the_largest_pass(
-    max_ram_gib: float | None, machine_gib: float, budget_gib: float, room_mib: float, monkeypatch: pytest.MonkeyPatch
+    max_ram_gib: float | None,
+    machine_gib: float,
+    budget_gib: float,
+    room_mib: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
     monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
@@ -64,7 +76,9 @@ def test_another_backend_has_the_room_beside_the_largest_pass(
 
 
 def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = SimpleNamespace(name="coarse", backend_bytes=70, tile_size=None, task=SimpleNamespace(regions=True))
+    stage = SimpleNamespace(
+        name="coarse", backend_bytes=70, tile_size=None, task=SimpleNamespace(regions=True)
+    )
     rooms: list[float] = []
 
     def load_stages(*arguments: Any) -> SimpleNamespace:

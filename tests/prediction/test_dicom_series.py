@@ -39,7 +39,9 @@ def compose(name: str, *overrides: str) -> Any:
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
 
 
 @pytest.fixture
@@ -48,10 +50,19 @@ def study(tmp_path: Path) -> Path:
     volume, labels = scan()
     folder = tmp_path / "study 1"
     save_grid(folder / "a", volume.array, volume.grid, uid="1.2.3.4", SeriesNumber=3)
-    save_grid(folder / "b", -volume.array.clip(-1000, 1000), volume.grid, uid="1.2.3.5", SeriesNumber=4)
+    save_grid(
+        folder / "b", -volume.array.clip(-1000, 1000), volume.grid, uid="1.2.3.5", SeriesNumber=4
+    )
     localiser = "ORIGINAL\\PRIMARY\\LOCALIZER"
     for number, uid in enumerate(("1.2.3.4", "1.2.3.5", "1.2.3.1")):
-        save_slice(folder / f"t{number}", np.zeros((9, 5), np.int16), (0, 0, 0), uid=uid, SeriesNumber=1, ImageType=localiser)
+        save_slice(
+            folder / f"t{number}",
+            np.zeros((9, 5), np.int16),
+            (0, 0, 0),
+            uid=uid,
+            SeriesNumber=1,
+            ImageType=localiser,
+        )
     write_labels(tmp_path / "labels.nii.gz", labels, volume.grid)
     rows = "case,image,series,labels\ngood,study 1,3,labels.nii.gz\nbad,study 1,,labels.nii.gz\n"
     (tmp_path / "table.csv").write_text(rows)
@@ -68,19 +79,25 @@ def is_right(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("series", ["3", "1.2.3.4"])
-def test_predict_one_series_of_a_folder(study: Path, tmp_path: Path, series: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_one_series_of_a_folder(
+    study: Path, tmp_path: Path, series: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What was left out is in its report, and no warning."""
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'", f"series={series}"]
     assert predict_app.predict(compose("predict", *overrides)) == 0
     assert is_right(tmp_path / "o.nii.gz")
     report = json.loads((tmp_path / "o.json").read_text())
     assert report["series"] == series
-    assert {"code": "left_out", "severity": "information", "sentence": TOPOGRAM} in report["findings"]
+    assert {"code": "left_out", "severity": "information", "sentence": TOPOGRAM} in report[
+        "findings"
+    ]
     assert TOPOGRAM not in report["warnings"]
     assert TOPOGRAM not in capsys.readouterr().err
 
 
-def test_predict_says_what_there_is_to_choose(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_says_what_there_is_to_choose(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'"]
     assert predict_app.predict(compose("predict", *overrides)) == 2
     said = capsys.readouterr().err
@@ -88,7 +105,9 @@ def test_predict_says_what_there_is_to_choose(study: Path, tmp_path: Path, capsy
     assert "choose one with series=, or in the column series of a case table." in said
 
 
-def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_table_has_a_column_for_it(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table, out = tmp_path / "table.csv", tmp_path / "out"
     assert predict_app.predict(compose("predict", f"input='{table}'", f"output='{out}'")) == 1
     assert is_right(out / "good.nii.gz")
@@ -98,7 +117,13 @@ def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: p
     capsys.readouterr()
 
     spacings = ["spacing@spacings.coarse=isotropic_4mm", "spacing@spacings.fine=isotropic_4mm"]
-    config = compose("prepare", f"data.cases='{table}'", f"data.cache='{tmp_path / 'cache'}'", SMALL_LUNGS, *spacings)
+    config = compose(
+        "prepare",
+        f"data.cases='{table}'",
+        f"data.cache='{tmp_path / 'cache'}'",
+        SMALL_LUNGS,
+        *spacings,
+    )
     assert prepare_app.prepare(config) == 1
     said = capsys.readouterr().err
     assert TOPOGRAM not in said, "it is no warning"
@@ -108,19 +133,27 @@ def test_a_case_table_has_a_column_for_it(study: Path, tmp_path: Path, capsys: p
     assert record["case"] == "good"
     assert TOPOGRAM in [finding["message"] for finding in record["audit"]["findings"]]
 
-    config = compose("evaluate", f"pred='{out}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'")
+    config = compose(
+        "evaluate", f"pred='{out}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'"
+    )
     assert evaluate_app.evaluate(config) == 0
     with (tmp_path / "scores" / "metrics.csv").open() as file:
         assert {row["case"] for row in csv.DictReader(file)} == {"good"}
     assert (tmp_path / "scores" / "overlays" / "good.png").is_file()
-    assert f"good: {TOPOGRAM}" not in json.loads((tmp_path / "scores" / "summary.json").read_text())["warnings"]
+    assert (
+        f"good: {TOPOGRAM}"
+        not in json.loads((tmp_path / "scores" / "summary.json").read_text())["warnings"]
+    )
     with (out / "summary.csv").open() as file:
         rows = {row["case"]: row for row in csv.DictReader(file)}
     assert rows["good"]["information"].startswith(f"{TOPOGRAM} | ")
     assert TOPOGRAM not in rows["good"]["warnings"]
 
     cases = read_case_table(table)
-    assert [case.series for case in read_case_table(write_case_table(tmp_path / "other.csv", cases), None)] == ["3", None]
+    assert [
+        case.series
+        for case in read_case_table(write_case_table(tmp_path / "other.csv", cases), None)
+    ] == ["3", None]
 
 
 def test_another_series_is_another_entry_of_the_cache(study: Path, tmp_path: Path) -> None:
@@ -135,7 +168,10 @@ def test_another_series_is_another_entry_of_the_cache(study: Path, tmp_path: Pat
             "data.ignore_findings=[duplicate_image,hu_offset,implausible_volume]",
         ]
         assert prepare_app.prepare(compose("prepare", *overrides, *spacings)) == 0
-        images = {path.parent.name: float(np.load(path).mean()) for path in (tmp_path / "cache").rglob("good-*/image.npy")}
+        images = {
+            path.parent.name: float(np.load(path).mean())
+            for path in (tmp_path / "cache").rglob("good-*/image.npy")
+        }
         means.update(images)
     assert len(means) == 2
     assert max(means.values()) - min(means.values()) > 100

@@ -32,9 +32,16 @@ from medseg.task import Channel, Region, Task
 from medseg.weights.files import shipped_weights
 
 CPU = torch.device("cpu")
-CHANNELS = (Channel("ct", (-1000.0, 400.0)), Channel("mr", None, "zscore"), Channel("mr", None, "percentile"))
+CHANNELS = (
+    Channel("ct", (-1000.0, 400.0)),
+    Channel("mr", None, "zscore"),
+    Channel("mr", None, "percentile"),
+)
 LUNGS = Task(
-    "lungs", {"left": 1, "right": 2}, (Region("left", ("left",), "left"), Region("right", ("right",), "right")), CHANNELS[:1]
+    "lungs",
+    {"left": 1, "right": 2},
+    (Region("left", ("left",), "left"), Region("right", ("right",), "right")),
+    CHANNELS[:1],
 )
 
 
@@ -57,7 +64,11 @@ def share_equal(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("direction", "spacing_mm", "tile_size"),
-    [("oblique", (2.0, 1.5, 1.0), None), ("coronal", (4.0, 0.5, 2.0), (16, 24, 16)), ("feet_first", None, (8, 16, 24))],
+    [
+        ("oblique", (2.0, 1.5, 1.0), None),
+        ("coronal", (4.0, 0.5, 2.0), (16, 24, 16)),
+        ("feet_first", None, (8, 16, 24)),
+    ],
 )
 def test_the_metadata_give_the_labels_of_medseg_to_another_program(
     direction: str, spacing_mm: Any, tile_size: Any, tmp_path: Path
@@ -69,12 +80,16 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
     grid = make_grid(DIRECTIONS[direction], (22, 41, 37))
     noise = np.random.default_rng(0).normal(0, 1, (3, *grid.shape))
     images = [gaussian_filter(one, 2).astype(np.float32) for one in noise]
-    images[0] = np.where(np.abs(np.arange(37) - 18) < 14, 3000 * images[0], -1024).astype(np.float32)
+    images[0] = np.where(np.abs(np.arange(37) - 18) < 14, 3000 * images[0], -1024).astype(
+        np.float32
+    )
     images[1][:, :3] = 0
     files = [tmp_path / f"{number}.nii.gz" for number in range(3)]
     for file, image in zip(files, images, strict=True):
         write_image(file, image, grid)
-    ours = Cascade(stage, None, InferenceOptions()).segment(Volume(images[0], grid), images[1:]).labels
+    ours = (
+        Cascade(stage, None, InferenceOptions()).segment(Volume(images[0], grid), images[1:]).labels
+    )
 
     described = json.loads(json.dumps(describe_stage(stage, None)))
     case: Any = {"image": [str(file) for file in files]}
@@ -89,7 +104,12 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
         described["least_size"],
         False,
     )
-    for step in (LoadImaged("image"), EnsureChannelFirstd("image"), Orientationd("image", axcodes="SPL"), prepared):
+    for step in (
+        LoadImaged("image"),
+        EnsureChannelFirstd("image"),
+        Orientationd("image", axcodes="SPL"),
+        prepared,
+    ):
         case = step(case)
     with torch.inference_mode():
         inferer = TileInferer(described["tile_size"], described["overlap"])
@@ -134,14 +154,25 @@ def test_the_output_must_be_a_file_of_a_known_format(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.onnx", "model.xml"])
-def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, shared_ct: Path, tmp_path: Path) -> None:
+def test_the_cascade_gives_the_same_labels_with_exported_networks(
+    name: str, shared_ct: Path, tmp_path: Path
+) -> None:
     """Label maps of three scans, with both networks of the cascade replaced by their exported files."""
     stages = [
-        load_stage(shipped_weights("lungs", one), None, CPU, "fp32", options=InferenceOptions(backend=Backend.torch))
+        load_stage(
+            shipped_weights("lungs", one),
+            None,
+            CPU,
+            "fp32",
+            options=InferenceOptions(backend=Backend.torch),
+        )
         for one in ("coarse", "fine")
     ]
     cascade = Cascade(*stages, InferenceOptions())
-    scans = [read_image(shared_ct / case / "ct.nii.gz") for case in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung")]
+    scans = [
+        read_image(shared_ct / case / "ct.nii.gz")
+        for case in ("cip_ct64", "acrin_001_tp1", "elastix_right_lung")
+    ]
     ours = [cascade.segment(scan).labels for scan in scans]
     for stage in stages:
         output = tmp_path / stage.name / name
@@ -149,7 +180,14 @@ def test_the_cascade_gives_the_same_labels_with_exported_networks(name: str, sha
         stage.network.networks[0].forward = load_exported(output)  # type: ignore[index, union-attr, assignment]
     for scan, expected in zip(scans, ours, strict=True):
         found = cascade.segment(scan).labels
-        assert min(dice(expected == value, found == value) for value in (1, 2) if (expected == value).any()) > 0.999
+        assert (
+            min(
+                dice(expected == value, found == value)
+                for value in (1, 2)
+                if (expected == value).any()
+            )
+            > 0.999
+        )
 
 
 def load_exported(path: Path) -> Any:

@@ -13,7 +13,13 @@ from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.prediction import contract
 from medseg.prediction.contract import LIBRARIES_BYTES, share_memory
-from medseg.prediction.forecast import Forecast, forecast, forecast_text, note_duration, seconds_per_voxel
+from medseg.prediction.forecast import (
+    Forecast,
+    forecast,
+    forecast_text,
+    note_duration,
+    seconds_per_voxel,
+)
 
 MIB = 2**20
 CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
@@ -43,13 +49,20 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     # 270 x 200 x 160 mm at 1 mm, seen in tiles.
     crop, tile = 270 * 200 * 160, 128 * 160 * 160
     layer = 4 * 2 * 128 * 200 * 160
-    refine = fixed + slab + round(4 * crop + 2 * 2 * crop + 1.25 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
+    refine = (
+        fixed
+        + slab
+        + round(4 * crop + 2 * 2 * crop + 1.25 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
+    )
     assert found.memory["refine_left_lung"] == refine
     assert found.memory["refine_right_lung"] == refine + 2 * crop
     cleaned = 32 * MIB + 8 * round(270 * 200 * 160 / 0.64)
-    assert found.memory["join"] == pytest.approx(fixed + 2 * 2 * crop + 0.9 * voxels + cleaned, abs=100)
+    assert found.memory["join"] == pytest.approx(
+        fixed + 2 * 2 * crop + 0.9 * voxels + cleaned, abs=100
+    )
     assert found.peak_bytes == max(found.memory.values())
-    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five times.
+    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
+    # times.
     assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
 
 
@@ -60,14 +73,19 @@ def test_a_wide_field_of_view_has_no_larger_body(cascade: Cascade) -> None:
     assert forecast(alone, wide, 0).voxels == math.prod(CHEST.shape) + 5 * 152 * 184 * 240
 
 
-def test_further_threads_keep_heaps_of_their_own(cascade: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_threads_keep_heaps_of_their_own(
+    cascade: Cascade, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = forecast(cascade, CHEST, 300 * MIB).memory["read"]
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     assert forecast(cascade, CHEST, 300 * MIB).memory["read"] == alone + 2 * 64 * MIB
 
 
 def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
-    assert forecast(cascade, CHEST, 300 * MIB, array_bytes=0.0).memory["read"] == 300 * MIB + LIBRARIES_BYTES
+    assert (
+        forecast(cascade, CHEST, 300 * MIB, array_bytes=0.0).memory["read"]
+        == 300 * MIB + LIBRARIES_BYTES
+    )
 
 
 @pytest.mark.parametrize("num_slices", [1, 300, 3000])
@@ -79,7 +97,10 @@ def test_a_case_within_the_shares_keeps_the_memory_contract(
     shares = share_memory(max_ram_gib)
     monkeypatch.setattr("medseg.cascade.stage.TrainedStage._least_slab_bytes", lambda *_: 0.0)
     found = forecast(
-        cascade.within(shares.network_gib), replace(CHEST, shape=(num_slices, 512, 512)), 300 * MIB, shares.array_bytes
+        cascade.within(shares.network_gib),
+        replace(CHEST, shape=(num_slices, 512, 512)),
+        300 * MIB,
+        shares.array_bytes,
     )
     assert found.peak_bytes <= max_ram_gib * 2**30
 
@@ -89,7 +110,9 @@ def test_a_task_without_regions_is_one_pass(cascade: Cascade) -> None:
     assert list(forecast(alone, GRID, 0).memory) == ["read", "segment", "join"]
 
 
-def test_the_median_of_finished_cases_gives_the_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_median_of_finished_cases_gives_the_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert seconds_per_voxel("weights") is None
     for seconds in (2.0, 30.0, 4.0):
@@ -104,8 +127,17 @@ def test_the_median_of_finished_cases_gives_the_seconds(tmp_path: Path, monkeypa
 
 
 def test_a_batch_names_its_largest_case_and_its_time() -> None:
-    cases = {"a": Forecast({"read": 2**30}, 1000), "b": Forecast({"read": 2**30, "join": 3 * 2**29}, 3000)}
+    cases = {
+        "a": Forecast({"read": 2**30}, 1000),
+        "b": Forecast({"read": 2**30, "join": 3 * 2**29}, 3000),
+    }
     assert forecast_text({"a": cases["a"]}, None, 1) == "expected peak memory 1.00 GiB"
-    assert forecast_text({"a": cases["a"]}, 0.01, 1) == "expected peak memory 1.00 GiB, expected time 10 s"
+    assert (
+        forecast_text({"a": cases["a"]}, 0.01, 1)
+        == "expected peak memory 1.00 GiB, expected time 10 s"
+    )
     # Two of eight cases stand for all.
-    assert forecast_text(cases, 0.02, 8) == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
+    assert (
+        forecast_text(cases, 0.02, 8)
+        == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
+    )

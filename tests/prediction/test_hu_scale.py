@@ -34,7 +34,9 @@ def compose(name: str, *overrides: str) -> Any:
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
 
 
 @pytest.fixture
@@ -44,18 +46,29 @@ def folder(tmp_path: Path) -> Path:
     write_image(tmp_path / "hu.nii.gz", volume.array, volume.grid)
     write_image(tmp_path / "high.nii.gz", volume.array + 1024, volume.grid)
     write_labels(tmp_path / "labels.nii.gz", labels, volume.grid)
-    rows = ["case,image,labels,hu_offset", "hu,hu.nii.gz,labels.nii.gz,", "high,high.nii.gz,labels.nii.gz,-1024"]
+    rows = [
+        "case,image,labels,hu_offset",
+        "hu,hu.nii.gz,labels.nii.gz,",
+        "high,high.nii.gz,labels.nii.gz,-1024",
+    ]
     (tmp_path / "table.csv").write_text("\n".join(rows) + "\n")
     return tmp_path
 
 
 def predict(folder: Path, name: str, *overrides: str) -> tuple[np.ndarray, dict[str, Any]]:
     output = folder / f"{name}_out.nii.gz"
-    assert predict_app.predict(compose("predict", f"input='{folder / name}.nii.gz'", f"output='{output}'", *overrides)) == 0
+    assert (
+        predict_app.predict(
+            compose("predict", f"input='{folder / name}.nii.gz'", f"output='{output}'", *overrides)
+        )
+        == 0
+    )
     return read_labels(output).array, json.loads((folder / f"{name}_out.json").read_text())
 
 
-def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_says_that_values_are_no_hu_and_takes_an_offset(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     labels, report = predict(folder, "hu")
     wrong, warned = predict(folder, "high")
     said = (
@@ -64,26 +77,46 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(folder: Path, ca
     )
     assert any(warning.endswith(said) for warning in warned["warnings"])
     told = {finding["sentence"]: finding for finding in warned["findings"]}
-    assert [sentence for sentence, finding in told.items() if finding["severity"] != "information"] == warned["warnings"]
-    assert all(finding.keys() == {"code", "severity", "sentence"} and finding["code"] for finding in told.values())
+    assert [
+        sentence for sentence, finding in told.items() if finding["severity"] != "information"
+    ] == warned["warnings"]
+    assert all(
+        finding.keys() == {"code", "severity", "sentence"} and finding["code"]
+        for finding in told.values()
+    )
     assert f"{said}\n" in capsys.readouterr().err
     assert (warned["status"], report["status"] in ("ok", "warnings")) == ("not_hu", True)
     assert not np.array_equal(wrong, labels)
     right, corrected = predict(folder, "high", "hu_offset=-1024")
     assert np.array_equal(right, labels)
     assert corrected["warnings"] == report["warnings"]
-    assert (report["hu"], corrected["hu"]) == ({"slope": 1.0, "offset": 0.0}, {"slope": 1.0, "offset": -1024.0})
+    assert (report["hu"], corrected["hu"]) == (
+        {"slope": 1.0, "offset": 0.0},
+        {"slope": 1.0, "offset": -1024.0},
+    )
 
 
 def test_a_case_table_says_it_for_each_case(folder: Path) -> None:
     table, out = folder / "table.csv", folder / "out"
     assert predict_app.predict(compose("predict", f"input='{table}'", f"output='{out}'")) == 0
-    assert np.array_equal(read_labels(out / "high.nii.gz").array, read_labels(out / "hu.nii.gz").array)
-    assert evaluate_app.evaluate(compose("evaluate", f"pred='{out}'", f"ref='{table}'", f"output='{folder / 'scores'}'")) == 0
-    pictures = {name: (folder / "scores" / "overlays" / f"{name}.png").stat().st_size for name in ("hu", "high")}
+    assert np.array_equal(
+        read_labels(out / "high.nii.gz").array, read_labels(out / "hu.nii.gz").array
+    )
+    assert (
+        evaluate_app.evaluate(
+            compose("evaluate", f"pred='{out}'", f"ref='{table}'", f"output='{folder / 'scores'}'")
+        )
+        == 0
+    )
+    pictures = {
+        name: (folder / "scores" / "overlays" / f"{name}.png").stat().st_size
+        for name in ("hu", "high")
+    }
     assert pictures["high"] == pytest.approx(pictures["hu"], rel=0.02), "only the title differs"
 
-    copied = read_case_table(write_case_table(folder / "other" / "copy.csv", read_case_table(table)), None)
+    copied = read_case_table(
+        write_case_table(folder / "other" / "copy.csv", read_case_table(table)), None
+    )
     assert [case.hu.offset for case in copied] == [0.0, -1024.0]
 
 
@@ -101,15 +134,27 @@ def test_a_batch_script_can_tell_a_scan_without_hu_from_its_summary(folder: Path
         rows = read_csv(out / "summary.csv")
         assert [(row["case"], row["label"]) for row in rows] == [
             ("bad", ""),
-            *((name, label) for name in ("high", "hu", "windowed") for label in ("left_lung", "right_lung")),
+            *(
+                (name, label)
+                for name in ("high", "hu", "windowed")
+                for label in ("left_lung", "right_lung")
+            ),
         ]
         status = {row["case"]: row["status"] for row in rows}
-        assert status == {"bad": "failed", "high": "not_hu", "hu": status["hu"], "windowed": "not_hu"}
+        assert status == {
+            "bad": "failed",
+            "high": "not_hu",
+            "hu": status["hu"],
+            "windowed": "not_hu",
+        }
         assert status["hu"] in ("ok", "warnings")
         assert "this is no CT in HU" in rows[1]["warnings"]
         assert float(rows[3]["ml"]) > 10
     (source / "high.nii.gz").rename(folder / "high.nii.gz")
     assert predict_app.predict(compose("predict", f"input='{source}'", f"output='{out}'")) == 1
-    assert sorted({row["case"] for row in read_csv(out / "summary.csv")}) == ["bad", "high", "hu", "windowed"], (
-        "rows of other predictions stay"
-    )
+    assert sorted({row["case"] for row in read_csv(out / "summary.csv")}) == [
+        "bad",
+        "high",
+        "hu",
+        "windowed",
+    ], "rows of other predictions stay"

@@ -17,17 +17,36 @@ def scans(*names: str) -> list[Scan]:
     ("names", "num_channels", "expected"),
     [
         (["a_0000", "b_0000"], 1, {"a": ["a_0000"], "b": ["b_0000"]}),
-        (["a_0000", "a_0001", "b_0000", "b_0001"], 2, {"a": ["a_0000", "a_0001"], "b": ["b_0000", "b_0001"]}),
+        (
+            ["a_0000", "a_0001", "b_0000", "b_0001"],
+            2,
+            {"a": ["a_0000", "a_0001"], "b": ["b_0000", "b_0001"]},
+        ),
         # Numbers that count scans
         (["scan_0000", "scan_0001"], 1, {"scan_0000": ["scan_0000"], "scan_0001": ["scan_0001"]}),
-        (["a_0000", "a_0001", "a_0002"], 2, {"a_0000": ["a_0000"], "a_0001": ["a_0001"], "a_0002": ["a_0002"]}),
+        (
+            ["a_0000", "a_0001", "a_0002"],
+            2,
+            {"a_0000": ["a_0000"], "a_0001": ["a_0001"], "a_0002": ["a_0002"]},
+        ),
         # A channel is missing, a name is taken, other numbers
         (["a_0000"], 2, {"a_0000": ["a_0000"]}),
         (["a", "a_0000"], 1, {"a": ["a"], "a_0000": ["a_0000"]}),
-        (["a_000", "b_0001", "_0000"], 1, {"a_000": ["a_000"], "b_0001": ["b_0001"], "_0000": ["_0000"]}),
+        (
+            ["a_000", "b_0001", "_0000"],
+            1,
+            {"a_000": ["a_000"], "b_0001": ["b_0001"], "_0000": ["_0000"]},
+        ),
     ],
 )
-def test_only_whole_sets_of_channels_are_joined(names: list[str], num_channels: int, expected: dict[str, list[str]]) -> None:
+def test_only_whole_sets_of_channels_are_joined(
+    names: list[str], num_channels: int, expected: dict[str, list[str]]
+) -> None:
     joined = join_channels(scans(*names), num_channels)
-    paths = {scan.name: [path.name.removesuffix(".nii.gz") for path in (scan.path, *scan.more_paths) if path] for scan in joined}
+    paths = {
+        scan.name: [
+            path.name.removesuffix(".nii.gz") for path in (scan.path, *scan.more_paths) if path
+        ]
+        for scan in joined
+    }
     assert paths == expected

@@ -49,7 +49,13 @@ NUM_SCANS = 20
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network of one stage with random weights."""
     path = tmp_path_factory.mktemp("weights") / "single.safetensors"
-    overrides = ["stage=single", "task=abdomen", "spacing=isotropic_2mm", "model.width=4", "run_dir=x"]
+    overrides = [
+        "stage=single",
+        "task=abdomen",
+        "spacing=isotropic_2mm",
+        "model.width=4",
+        "run_dir=x",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("train", overrides), TrainConfig)
     write_weights(path, make_metadata(config, plain(config)), make_network(config).state_dict())
@@ -68,7 +74,9 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def predict(*overrides: str) -> int:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", ["precision=fp32", *overrides]), PredictConfig))
+        return app.predict(
+            to_config(hydra.compose("predict", ["precision=fp32", *overrides]), PredictConfig)
+        )
 
 
 def test_without_the_extra_one_sentence_says_how_to_get_it(
@@ -76,24 +84,55 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(
 ) -> None:
     monkeypatch.setattr(ray_engine, "has_ray", lambda: False)
     with pytest.raises(
-        UserError, match=r"engine=ray: Ray is not installed; run pip install 'medseg\[ray\]', or choose engine=local"
+        UserError,
+        match=r"engine=ray: Ray is not installed; run pip install 'medseg\[ray\]', or choose engine=local",
     ):
-        predict(f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray")
+        predict(
+            f"input='{scans}'",
+            f"output='{tmp_path / 'out'}'",
+            f"coarse='{checkpoint}'",
+            "engine=ray",
+        )
 
 
-def test_an_address_without_a_cluster_is_one_sentence(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
+def test_an_address_without_a_cluster_is_one_sentence(
+    checkpoint: Path, scans: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("ray")
-    given = [f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray"]
+    given = [
+        f"input='{scans}'",
+        f"output='{tmp_path / 'out'}'",
+        f"coarse='{checkpoint}'",
+        "engine=ray",
+    ]
     for address in ("127.0.0.1:1", "head:port"):
-        with pytest.raises(UserError, match=rf"^ray\.address={address}: no cluster can be reached \(.*\); correct the address$"):
+        with pytest.raises(
+            UserError,
+            match=rf"^ray\.address={address}: no cluster can be reached \(.*\); correct the address$",
+        ):
             predict(*given, f"ray.address='{address}'")
 
 
-def test_under_torchrun_it_is_refused(checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+def test_under_torchrun_it_is_refused(
+    checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("TORCHELASTIC_RUN_ID", "x"),
+        ("WORLD_SIZE", "2"),
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+    ):
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="engine=ray distributes scans by itself; start the command without torchrun"):
-        predict(f"input='{scans}'", f"output='{tmp_path / 'out'}'", f"coarse='{checkpoint}'", "engine=ray")
+    with pytest.raises(
+        UserError,
+        match="engine=ray distributes scans by itself; start the command without torchrun",
+    ):
+        predict(
+            f"input='{scans}'",
+            f"output='{tmp_path / 'out'}'",
+            f"coarse='{checkpoint}'",
+            "engine=ray",
+        )
 
 
 class FakeRay:
@@ -107,7 +146,9 @@ class FakeRay:
             def __init__(self, cause: Exception) -> None:
                 self.cause = cause
 
-    def __init__(self, dies: Callable[[int, str], bool], load: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, dies: Callable[[int, str], bool], load: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.dies, self.loads, self.rng = dies, load, np.random.default_rng(0)
         self.num_actors, self.dead = 0, set[int]()
         self.written: list[str] = []
@@ -153,7 +194,9 @@ class Ended(Observer):
         self.names.append(case.scan.name)
 
 
-def run_cohort(fake: FakeRay, num_actors: int, retries: int = 2) -> tuple[list[BatchCase], list[str]]:
+def run_cohort(
+    fake: FakeRay, num_actors: int, retries: int = 2
+) -> tuple[list[BatchCase], list[str]]:
     cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
     ended = Ended()
     ray_engine._Cohort(fake, fake, (), retries, ended).run(cases, num_actors)
@@ -176,7 +219,10 @@ def test_a_case_that_ends_every_actor_fails_alone(num_actors: int) -> None:
     assert len(ended) == NUM_SCANS
     failed = [case for case in cases if case.exit_code]
     assert [case.scan.name for case in failed] == ["case5"]
-    assert "its actor died 4 times (The actor died.); give actors more memory with ray.memory_gib" in failed[0].messages
+    assert (
+        "its actor died 4 times (The actor died.); give actors more memory with ray.memory_gib"
+        in failed[0].messages
+    )
 
 
 def test_a_cluster_without_its_node_ends_with_the_remaining_cases_named() -> None:
@@ -222,7 +268,13 @@ def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     output = tmp_path / "out"
     output.mkdir()
-    given = [f"input={scans}", f"output={output}", f"coarse={checkpoint}", "engine=ray", "precision=fp32"]
+    given = [
+        f"input={scans}",
+        f"output={output}",
+        f"coarse={checkpoint}",
+        "engine=ray",
+        "precision=fp32",
+    ]
     given += ["ray.num_actors=1", "ray.memory_gib=0.5"]
     first = subprocess.run(
         [sys.executable, "-c", LOST_NODE, str(output), *given],
@@ -242,7 +294,9 @@ def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
 
 def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
     def mistake(_: int) -> None:
-        raise FakeRay.exceptions.RayTaskError(UserError("coarse=a.ckpt: there is no such checkpoint"))
+        raise FakeRay.exceptions.RayTaskError(
+            UserError("coarse=a.ckpt: there is no such checkpoint")
+        )
 
     def death(_: int) -> None:
         raise FakeRay.exceptions.RayError("The actor died.")
@@ -258,29 +312,50 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
 
 def test_the_nodes_have_room_for_whole_actors() -> None:
     gib = 2.0**30
-    nodes = [{"CPU": 4.0, "memory": 5 * gib}, {"CPU": 16.0, "GPU": 1.0, "memory": 64 * gib}, {"node:x": 1.0}]
+    nodes = [
+        {"CPU": 4.0, "memory": 5 * gib},
+        {"CPU": 16.0, "GPU": 1.0, "memory": 64 * gib},
+        {"node:x": 1.0},
+    ]
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.0, "memory": 2 * gib}) == 2 + 16
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.5, "memory": 2 * gib}) == 2
     with pytest.raises(
-        UserError, match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; lower threads"
+        UserError,
+        match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; lower threads",
     ):
         ray_engine.count_room(nodes, {"CPU": 8.0, "GPU": 2.0, "memory": 2 * gib})
 
 
-def test_the_memory_of_an_actor_follows_its_bound_or_the_largest_scan(checkpoint: Path, scans: Path, tmp_path: Path) -> None:
+def test_the_memory_of_an_actor_follows_its_bound_or_the_largest_scan(
+    checkpoint: Path, scans: Path, tmp_path: Path
+) -> None:
     cascade = load_cascade([checkpoint], None, accelerator="cpu")
-    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
-    assert ray_engine.predict_bytes(cascade, cases, InferenceOptions(max_ram_gib=1.5), 0) == 1.5 * 2**30
+    cases = [
+        BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())
+    ]
+    assert (
+        ray_engine.predict_bytes(cascade, cases, InferenceOptions(max_ram_gib=1.5), 0)
+        == 1.5 * 2**30
+    )
     large = VoxelGrid((200, 300, 300), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0), np.eye(3).tolist())
     write_image(tmp_path / "large.nii.gz", np.zeros(large.shape, np.int16), large)
-    missing, other = (BatchCase(Scan(name, tmp_path / name), tmp_path / "x") for name in ("none.nii.gz", "large.nii.gz"))
+    missing, other = (
+        BatchCase(Scan(name, tmp_path / name), tmp_path / "x")
+        for name in ("none.nii.gz", "large.nii.gz")
+    )
     bytes_none, bytes_small, bytes_large = (
-        ray_engine.predict_bytes(cascade, [missing, *some], InferenceOptions(), 0) for some in ([], [cases[0]], [cases[0], other])
+        ray_engine.predict_bytes(cascade, [missing, *some], InferenceOptions(), 0)
+        for some in ([], [cases[0]], [cases[0], other])
     )
     loaded, voxels = resident_bytes(), 200 * 300 * 300
-    one_case, budget = forecast(cascade, large, loaded).peak_bytes, cascade.options.budget_gib * 2**30
+    one_case, budget = (
+        forecast(cascade, large, loaded).peak_bytes,
+        cascade.options.budget_gib * 2**30,
+    )
     assert bytes_small < bytes_large
-    assert bytes_large == pytest.approx(one_case + 3 * voxels, rel=0.02), "a second scan and its labels wait in the actor"
+    assert bytes_large == pytest.approx(one_case + 3 * voxels, rel=0.02), (
+        "a second scan and its labels wait in the actor"
+    )
     assert bytes_none >= 0.9 * loaded + budget, "no header can be read"
 
 
@@ -288,10 +363,14 @@ def test_an_actor_without_a_gpu_holds_the_network_also_where_the_driver_has_one(
     checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cascade = load_cascade([checkpoint], None, accelerator="cpu")
-    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
+    cases = [
+        BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())
+    ]
     monkeypatch.setattr(ray_engine, "resident_bytes", lambda: 2**28)
     monkeypatch.setattr(cascade.last, "device", torch.device("cuda"))
-    with_gpu, without = (ray_engine.predict_bytes(cascade, cases, InferenceOptions(), gpus) for gpus in (1, 0))
+    with_gpu, without = (
+        ray_engine.predict_bytes(cascade, cases, InferenceOptions(), gpus) for gpus in (1, 0)
+    )
     assert without == with_gpu + cascade.options.budget_gib * 2**30
 
 
@@ -299,13 +378,18 @@ def test_a_budget_that_usual_crops_exceed_is_left_to_the_actors(
     checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cascade = load_cascade([checkpoint], None, accelerator="cpu")
-    cases = [BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())]
+    cases = [
+        BatchCase(Scan(path.name, path), tmp_path / path.name) for path in sorted(scans.iterdir())
+    ]
 
     def exceeded(*_: object) -> NoReturn:
         raise UserError("crops of usual size exceed the budget")
 
     monkeypatch.setattr(ray_engine, "forecast", exceeded)
-    assert ray_engine.predict_bytes(cascade, cases, InferenceOptions(), 0) > cascade.options.budget_gib * 2**30
+    assert (
+        ray_engine.predict_bytes(cascade, cases, InferenceOptions(), 0)
+        > cascade.options.budget_gib * 2**30
+    )
 
 
 @pytest.mark.slow
@@ -314,10 +398,16 @@ def test_actors_a_node_and_the_driver_die_and_no_case_is_computed_twice(
 ) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    given, local, output = [f"input='{scans}'", f"coarse='{checkpoint}'"], tmp_path / "local", tmp_path / "out"
+    given, local, output = (
+        [f"input='{scans}'", f"coarse='{checkpoint}'"],
+        tmp_path / "local",
+        tmp_path / "out",
+    )
     assert predict(*given, f"output='{local}'", "threads=1") == 0
     with cohort.SimulatedCluster(2) as cluster:
-        num_journalled, num_again = cohort.run_disturbed(cluster, [*given, "precision=fp32"], output, NUM_SCANS, num_kills=1)
+        num_journalled, num_again = cohort.run_disturbed(
+            cluster, [*given, "precision=fp32"], output, NUM_SCANS, num_kills=1
+        )
     assert NUM_SCANS // 2 <= num_journalled < NUM_SCANS
     assert num_again == 0
     assert cohort.num_different(local, output) == 0
@@ -399,7 +489,9 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     monkeypatch.setattr(ray_engine, "_Cohort", Cohort)
     monkeypatch.setattr(ray_engine, "predict_bytes", lambda *_: 3 * GIB)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")  # so that it is put back, also where it was absent
+    monkeypatch.setenv(
+        "RAY_USAGE_STATS_ENABLED", "1"
+    )  # so that it is put back, also where it was absent
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     cases: Any = [SimpleNamespace(name=number) for number in range(num_cases)]
     config = PredictConfig(
@@ -409,10 +501,17 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     observer = Observer()
     ray_engine.predict_on_ray(cases, None, config, observer)  # type: ignore[arg-type]
     expected_gpus, memory, count = expected
-    assert cluster.calls["actor"] == {"num_cpus": 2, "num_gpus": expected_gpus, "memory": memory, "max_concurrency": 2}
+    assert cluster.calls["actor"] == {
+        "num_cpus": 2,
+        "num_gpus": expected_gpus,
+        "memory": memory,
+        "max_concurrency": 2,
+    }
     address, settings = cluster.calls["init"]
     assert address is None
-    assert settings["runtime_env"] == {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
+    assert settings["runtime_env"] == {
+        "worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"
+    }
     assert (settings["log_to_driver"], settings["include_dashboard"]) == (False, False)
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
     (arguments, (given_cases, given_count)) = made
@@ -425,7 +524,9 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     assert cluster.is_down
 
 
-def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[Any] = []
     steps: list[Any] = []
 
@@ -470,7 +571,12 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(tmp_path: Pa
     assert steps == [("read", True, True), ("compute", "data"), ("finish", "computed")]
     steps.clear()
     actor.predict(Scan("large", tmp_path / "a"), output, True)
-    assert steps == [("read", True, False), ("read", False, False), ("compute", "data"), ("finish", "computed")]
+    assert steps == [
+        ("read", True, False),
+        ("read", False, False),
+        ("compute", "data"),
+        ("finish", "computed"),
+    ]
     assert threads == [torch.get_num_threads()] * 2
     with pytest.raises(UserError, match=r"has no folder .*gone; the nodes must share their files"):
         actor.load(str(tmp_path / "gone"), config, 1)

@@ -36,12 +36,20 @@ LABELS = {"left_lung": 1, "right_lung": 2}
 def weights(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
-        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"})
+        "medseg.cascade.load.load_stage",
+        lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"}),
     )
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+    given = [
+        f"input='{source}'",
+        f"output='{output}'",
+        "coarse=c",
+        "fine=f",
+        "accelerator=cpu",
+        *overrides,
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         return app.predict(to_config(hydra.compose("predict", given), PredictConfig))
 
@@ -56,9 +64,18 @@ def scans(tmp_path: Path) -> Path:
 
 def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert predict(scans / "a.nii.gz", out / "lungs.nii.gz", "save=[labels,preview,viewer,masks,probabilities]") == 0
+    assert (
+        predict(
+            scans / "a.nii.gz",
+            out / "lungs.nii.gz",
+            "save=[labels,preview,viewer,masks,probabilities]",
+        )
+        == 0
+    )
     kinds = [".preview.png", ".html", ".nii.gz", ".json"]
-    kinds += [f".{label}{ending}" for label in LABELS for ending in (".nii.gz", ".probability.nii.gz")]
+    kinds += [
+        f".{label}{ending}" for label in LABELS for ending in (".nii.gz", ".probability.nii.gz")
+    ]
     assert {path.name for path in out.iterdir()} == {f"lungs{kind}" for kind in kinds}
     labels = read_labels(out / "lungs.nii.gz").array
     for name, value in LABELS.items():
@@ -66,7 +83,9 @@ def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) ->
         assert (mask.array == (labels == value)).all()
         assert mask.grid.is_close(GRID)
         percent = read_labels(out / f"lungs.{name}.probability.nii.gz").array
-        assert set(np.unique(percent[labels == value])) <= set(range(50, 101)), "the label is the most probable one"
+        assert set(np.unique(percent[labels == value])) <= set(range(50, 101)), (
+            "the label is the most probable one"
+        )
         assert percent[labels != value].mean() < 5
     extension = nibabel.load(out / "lungs.nii.gz").header.extensions[0].get_content()
     assert b"left_lung" in bytes(extension)
@@ -84,7 +103,12 @@ def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) ->
 def test_files_of_single_labels_lie_as_the_scan_is_stored(tmp_path: Path) -> None:
     volume, _ = scan(Orientation((2, 0, 1), (False, True, False)))
     write_image(tmp_path / "ct.nii.gz", volume.array, volume.grid)
-    assert predict(tmp_path / "ct.nii.gz", tmp_path / "lungs.nii.gz", "save=[labels,masks,probabilities]") == 0
+    assert (
+        predict(
+            tmp_path / "ct.nii.gz", tmp_path / "lungs.nii.gz", "save=[labels,masks,probabilities]"
+        )
+        == 0
+    )
     labels = read_labels(tmp_path / "lungs.nii.gz").array
     for name, value in LABELS.items():
         mask = read_labels(tmp_path / f"lungs.{name}.nii.gz").array
@@ -112,24 +136,32 @@ def test_a_kind_that_is_missing_is_made_and_one_that_is_there_is_kept(
     assert predict(scans, tmp_path / "out", "save=[labels,preview]") == 0
     capsys.readouterr()
     assert predict(scans, tmp_path / "out") == 0
-    assert capsys.readouterr().out.count("finished before, skipped") == 2, "labels alone are there already"
+    assert capsys.readouterr().out.count("finished before, skipped") == 2, (
+        "labels alone are there already"
+    )
     (tmp_path / "out" / "b.preview.png").write_bytes(b"")
     assert predict(scans, tmp_path / "out", "save=[labels,preview]") == 0
     assert capsys.readouterr().out.count("finished before, skipped") == 1
     assert (tmp_path / "out" / "b.preview.png").stat().st_size > 1000
 
 
-def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Path, tmp_path: Path) -> None:
+def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(
+    scans: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "summary.csv").write_text("case,status,label,ml,warnings\nold,ok,left_lung,12,\na,ok,left_lung,13,\n")
+    (out / "summary.csv").write_text(
+        "case,status,label,ml,warnings\nold,ok,left_lung,12,\na,ok,left_lung,13,\n"
+    )
     assert predict(scans, out) == 0
     rows = read_csv(out / "summary.csv")
     assert [row["case"] for row in rows] == ["old", "a", "a", "b", "b"]
     report = json.loads((out / "b.json").read_text(encoding="utf-8"))
     for row in rows[3:]:
         figures = report["statistics"][row["label"]]
-        assert {name: float(row[name]) for name in HU_FIGURES} == {name: figures[name] for name in HU_FIGURES}
+        assert {name: float(row[name]) for name in HU_FIGURES} == {
+            name: figures[name] for name in HU_FIGURES
+        }
 
 
 @pytest.mark.parametrize(
@@ -137,7 +169,10 @@ def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(scans: Pat
     [
         ("[masks]", ["a.left_lung.nii.gz", "a.right_lung.nii.gz"]),
         ("[preview,labels]", ["a.nii.gz"]),
-        ("[viewer,masks,preview]", ["a.html", "a.left_lung.nii.gz", "a.right_lung.nii.gz and 1 more"]),
+        (
+            "[viewer,masks,preview]",
+            ["a.html", "a.left_lung.nii.gz", "a.right_lung.nii.gz and 1 more"],
+        ),
     ],
 )
 def test_the_line_of_a_case_names_files_that_were_written(
@@ -156,7 +191,9 @@ def test_the_line_of_a_case_names_files_that_were_written(
         assert all(Path(file.removesuffix(" and 1 more")).is_file() for file in files.split(", "))
 
 
-def test_a_message_names_its_case_once(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_message_names_its_case_once(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = scans / "a.nii.gz"
     damaged.write_bytes(b"damaged")
     (scans / "cases.csv").write_text("case,image\na,a.nii.gz\npatient 1,a.nii.gz\n")
@@ -175,10 +212,14 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
     bound = DiceBound(0.5, 0.9, 26)
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage",
-        lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): "0"}, dice_bound=bound),
+        lambda path, name, *_: stage(
+            networks[name], name, checkpoints={str(path): "0"}, dice_bound=bound
+        ),
     )
     written: list[str] = []
-    monkeypatch.setattr(Canvas, "write", lambda self, left, top, text, **style: written.append(text))
+    monkeypatch.setattr(
+        Canvas, "write", lambda self, left, top, text, **style: written.append(text)
+    )
     out = tmp_path / "out"
     assert predict(scans, out, "save=[labels,viewer,preview]") == 0
     report = json.loads((out / "a.json").read_text(encoding="utf-8"))
@@ -186,7 +227,11 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
     viewer = (out / "a.html").read_text(encoding="utf-8")
     assert set(report["dice_at_least"]) == set(LABELS)
     for name, stated in report["dice_at_least"].items():
-        assert stated == {"value": bound.stated(report["agreements"][name]).value, "level": 0.9, "patients": 26}
+        assert stated == {
+            "value": bound.stated(report["agreements"][name]).value,
+            "level": 0.9,
+            "patients": 26,
+        }
         sentence = f"at least {math.floor(100 * stated['value']) / 100:.2f} in 9 of 10 patients (26 patients)"
         assert rows[name]["dice_at_least"] == sentence
         assert f"<dd>{sentence}</dd>" in viewer
@@ -197,11 +242,15 @@ def test_scores_of_an_evaluation_are_not_replaced(scans: Path, tmp_path: Path) -
     out = tmp_path / "out"
     out.mkdir()
     (out / "summary.csv").write_text("region,trust,metric,number\n")
-    with pytest.raises(UserError, match=f"{out}/summary.csv holds the scores of an evaluation; give another output"):
+    with pytest.raises(
+        UserError, match=f"{out}/summary.csv holds the scores of an evaluation; give another output"
+    ):
         predict(scans, out)
 
 
-def test_the_viewer_of_a_case_table_compares_with_its_reference(scans: Path, tmp_path: Path) -> None:
+def test_the_viewer_of_a_case_table_compares_with_its_reference(
+    scans: Path, tmp_path: Path
+) -> None:
     volume, labels = scan()
     reference = np.where(labels == 1, 7, labels)
     reference[:, :40][reference[:, :40] == 2] = 0
@@ -209,16 +258,26 @@ def test_the_viewer_of_a_case_table_compares_with_its_reference(scans: Path, tmp
     (scans / "cases.csv").write_text("case,image,expert\na,a.nii.gz,ref.nii.gz\nb,b.nii.gz,\n")
     values = ["data.labels_column=expert", "+data.label_values={left_lung: 7, right_lung: 2}"]
     assert predict(scans / "cases.csv", tmp_path / "out", "save=[viewer]", *values) == 0
-    with_reference, without = ((tmp_path / "out" / f"{name}.html").read_text(encoding="utf-8") for name in "ab")
+    with_reference, without = (
+        (tmp_path / "out" / f"{name}.html").read_text(encoding="utf-8") for name in "ab"
+    )
     assert 'id="volume-differences"' in with_reference
     assert "most differences" in with_reference
     assert ">Dice</th>" in with_reference
     assert 'id="volume-differences"' not in without
-    assert predict(scans / "cases.csv", tmp_path / "plain", "save=[viewer]") == 0, "no column labels, no reference"
-    assert predict(scans / "cases.csv", tmp_path / "odd", "save=[viewer]", "data.labels_column=expert") == 0
+    assert predict(scans / "cases.csv", tmp_path / "plain", "save=[viewer]") == 0, (
+        "no column labels, no reference"
+    )
+    assert (
+        predict(scans / "cases.csv", tmp_path / "odd", "save=[viewer]", "data.labels_column=expert")
+        == 0
+    )
     report = json.loads((tmp_path / "odd" / "a.json").read_text(encoding="utf-8"))
     assert report["status"] == "warnings"
-    assert "the viewer shows no reference: the reference ref.nii.gz holds the value 7" in report["warnings"][-1]
+    assert (
+        "the viewer shows no reference: the reference ref.nii.gz holds the value 7"
+        in report["warnings"][-1]
+    )
 
 
 @pytest.mark.parametrize(("given", "sentence"), [("[label]", "save"), ("preview", "save")])
@@ -233,7 +292,9 @@ def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> No
         predict(scans, tmp_path / "out", "save=[labels,masks]")
 
 
-def test_steps_are_announced_in_their_order(scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_announced_in_their_order(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[tuple[str, int, int]] = []
     show = app.Display.step_begins
 
@@ -247,15 +308,27 @@ def test_steps_are_announced_in_their_order(scans: Path, tmp_path: Path, monkeyp
     assert seen == [(step, number, 6) for number, step in enumerate(steps)]
 
 
-def test_dicom_results_lie_on_the_slices_of_their_series(tmp_path: Path, capsys: pytest.CaptureFixture[str], scans: Path) -> None:
+def test_dicom_results_lie_on_the_slices_of_their_series(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scans: Path
+) -> None:
     volume, _ = scan()
     folder, out = tmp_path / "series", tmp_path / "out"
     row, column = np.array(GRID.direction).T[:2]
     for index, plane in enumerate(volume.array):
         place = GRID.index_to_world_xyz_mm([index, 0, 0])
         fields = {"FrameOfReferenceUID": "1.2.3.9", "InstanceNumber": index}
-        save_slice(folder / f"{index}.dcm", plane, place, (row, column), GRID.spacing_mm[1:], **fields)
-    assert predict(folder, out / "lungs.nii.gz", "save=[labels,dicom_seg,rtstruct]", "dicom_seg.kind=labelmap") == 0
+        save_slice(
+            folder / f"{index}.dcm", plane, place, (row, column), GRID.spacing_mm[1:], **fields
+        )
+    assert (
+        predict(
+            folder,
+            out / "lungs.nii.gz",
+            "save=[labels,dicom_seg,rtstruct]",
+            "dicom_seg.kind=labelmap",
+        )
+        == 0
+    )
     labels, slices = read_labels(out / "lungs.nii.gz").array, open_slices(folder)
     for kind, least in (("seg", 1.0), ("rtstruct", 0.995)):
         file = open_label_file(out / f"lungs.{kind}.dcm")
@@ -264,4 +337,7 @@ def test_dicom_results_lie_on_the_slices_of_their_series(tmp_path: Path, capsys:
         for value in LABELS.values():
             assert dice(found == value, labels == value) >= least
     assert predict(scans / "a.nii.gz", out / "b.nii.gz", "save=[dicom_seg]") == 2
-    assert "save=dicom_seg: expected a DICOM series, to whose slices the result refers, but" in capsys.readouterr().err
+    assert (
+        "save=dicom_seg: expected a DICOM series, to whose slices the result refers, but"
+        in capsys.readouterr().err
+    )

@@ -28,12 +28,21 @@ from medseg.prediction.options import PredictConfig
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
     monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu", *overrides]
+    given = [
+        f"input='{source}'",
+        f"output='{output}'",
+        "coarse=c",
+        "fine=f",
+        "accelerator=cpu",
+        *overrides,
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("predict", given)
     return app.predict(to_config(composed, PredictConfig))
@@ -59,13 +68,17 @@ def report(path: Path) -> dict[str, Any]:
     return content
 
 
-def test_what_a_reader_assumed_is_told_and_kept(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_reader_assumed_is_told_and_kept(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     image = nib.load(scans / "good.nii.gz")
     moved = image.affine.copy()
     moved[0, 3] += 8.0
     image.header.set_qform(image.affine, 1)
     image.header.set_sform(moved, 1)
-    nib.Nifti1Image(np.asarray(image.dataobj), None, image.header).to_filename(scans / "moved.nii.gz")
+    nib.Nifti1Image(np.asarray(image.dataobj), None, image.header).to_filename(
+        scans / "moved.nii.gz"
+    )
     assert predict(scans, tmp_path / "out") == 0
     warning = "the sform and the qform of the header disagree by up to 9.6 voxels: the sform is used, as ITK does"
     assert f"medseg: moved: {warning}" in capsys.readouterr().err
@@ -84,7 +97,9 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     (scans / "empty.nrrd").write_bytes(b"")
     (scans / "html.mha").write_bytes(b"<html>404 not found</html>")
     for suffix in ("mha", "nii", "nrrd"):
-        write_image(scans / f"nothing_{suffix}.{suffix}", np.full_like(volume.array, -1000), volume.grid)
+        write_image(
+            scans / f"nothing_{suffix}.{suffix}", np.full_like(volume.array, -1000), volume.grid
+        )
     write_image(scans / "header.mhd", volume.array, volume.grid)
     (scans / "header.zraw").unlink()
     colours = np.zeros((9, 7, 5), [("R", "u1"), ("G", "u1"), ("B", "u1")])
@@ -105,7 +120,11 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         ),
         "medseg: 8 of 9 cases failed",
     ]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["good.json", "good.nii.gz", "summary.csv"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "good.json",
+        "good.nii.gz",
+        "summary.csv",
+    ]
     assert is_right(tmp_path / "out" / "good.nii.gz")
     # Alone each of them is the whole request.
     assert predict(scans / "cut.nii.gz", tmp_path / "alone") == 2
@@ -119,7 +138,9 @@ def test_voxels_without_a_number_and_a_single_slice_go_through_with_a_warning(
     gaps = volume.array.astype(np.float32)
     gaps[:, :5] = np.nan
     image = nib.load(scans / "good.nii.gz")
-    nib.Nifti1Image(gaps.T, image.affine, image.header, dtype=np.float32).to_filename(scans / "gaps.nii.gz")
+    nib.Nifti1Image(gaps.T, image.affine, image.header, dtype=np.float32).to_filename(
+        scans / "gaps.nii.gz"
+    )
     nib.Nifti1Image(volume.array[12:13].T, image.affine).to_filename(scans / "slice.nii.gz")
     assert predict(scans, tmp_path / "out") == 0
     warning = f"{26 * 5 * 130} of {26 * 90 * 130} voxels (5.6 %) hold no number (NaN or infinity) and count as air, -1024 HU"
@@ -144,20 +165,31 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
-@pytest.mark.parametrize("target", ["medseg.io.nifti.replace_path", "medseg.prediction.case.replace_text"])
+@pytest.mark.parametrize(
+    "target", ["medseg.io.nifti.replace_path", "medseg.prediction.case.replace_text"]
+)
 def test_a_disk_that_fills_up_costs_what_does_not_fit(
-    scans: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copy(scans / "good.nii.gz", scans / "late.nii.gz")
     assert predict(scans, tmp_path / "out") == 0
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    kept, write_again = [], importlib.import_module(target.rpartition(".")[0]).__dict__[target.rpartition(".")[2]]
+    kept, write_again = (
+        [],
+        importlib.import_module(target.rpartition(".")[0]).__dict__[target.rpartition(".")[2]],
+    )
 
     def full_at_the_second(path: Path, *arguments: Any) -> Any:
         kept.append(path)
         if len(kept) == 1:
             return write_again(path, *arguments)
-        raise UserError(f"{path}: cannot be written (No space left on device); check the folder, its permissions and its space.")
+        raise UserError(
+            f"{path}: cannot be written (No space left on device); check the folder, its permissions and its space."
+        )
 
     monkeypatch.setattr(target, full_at_the_second)
     assert predict(scans, tmp_path / "out", "overwrite=true") == 1
@@ -179,7 +211,14 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
 def test_several_checkpoints_leave_a_map_of_their_disagreement(scans: Path, tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(
-            "predict", [f"input='{scans}'", f"output='{tmp_path / 'out'}'", "coarse=c", "fine=[f,f]", "accelerator=cpu"]
+            "predict",
+            [
+                f"input='{scans}'",
+                f"output='{tmp_path / 'out'}'",
+                "coarse=c",
+                "fine=[f,f]",
+                "accelerator=cpu",
+            ],
         )
     assert app.predict(to_config(composed, PredictConfig)) == 0
     assert is_right(tmp_path / "out" / "good.nii.gz")
@@ -187,4 +226,8 @@ def test_several_checkpoints_leave_a_map_of_their_disagreement(scans: Path, tmp_
     assert spread.array.max() == 0, "equal checkpoints agree"
     assert spread.grid.is_close(scan()[0].grid)
     passes = report(tmp_path / "out" / "good.json")["passes"]
-    assert passes == {"localise": "whole", "refine_left_lung": "whole", "refine_right_lung": "whole"}
+    assert passes == {
+        "localise": "whole",
+        "refine_left_lung": "whole",
+        "refine_right_lung": "whole",
+    }

@@ -32,7 +32,9 @@ from tests.io.io_volumes import finding_texts
 def segmenter(monkeypatch: pytest.MonkeyPatch) -> medseg.LungSegmenter:
     """With networks that know the answer."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
     return medseg.LungSegmenter(["c"], ["f"], accelerator="cpu")
 
 
@@ -40,7 +42,10 @@ def is_right(labels: np.ndarray, reference: np.ndarray) -> bool:
     return min(dice(labels == value, reference == value) for value in (1, 2)) > 0.95
 
 
-STORED = [Orientation((0, 1, 2), (False, False, False)), Orientation((2, 0, 1), (True, False, True))]
+STORED = [
+    Orientation((0, 1, 2), (False, False, False)),
+    Orientation((2, 0, 1), (True, False, True)),
+]
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -60,18 +65,34 @@ def test_each_kind_of_scan_has_labels_of_its_kind_on_its_grid(
     assert np.array_equal(SimpleITK.GetArrayFromImage(from_image.labels), from_path.labels.array)
     for get in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize"):
         assert getattr(from_image.labels, get)() == getattr(image, get)()
-    assert from_image.volumes_ml == pytest.approx(from_path.volumes_ml, rel=1e-6), "the file rounds its spacing"
+    assert from_image.volumes_ml == pytest.approx(from_path.volumes_ml, rel=1e-6), (
+        "the file rounds its spacing"
+    )
     assert set(from_image.boxes) == {"left_lung", "right_lung"}
     # What was read from a file goes back with its header.
-    write_labels(tmp_path / "o.nii.gz", from_path.labels.array, from_path.labels.grid, from_path.labels.header)
+    write_labels(
+        tmp_path / "o.nii.gz",
+        from_path.labels.array,
+        from_path.labels.grid,
+        from_path.labels.header,
+    )
     assert read_labels(tmp_path / "o.nii.gz").grid.is_close(volume.grid)
     for result in (from_path, from_volume, from_image):
         steps = result.durations_s
-        assert set(steps) == {"read", "localise", "refine_left_lung", "refine_right_lung", "join", "total"}
+        assert set(steps) == {
+            "read",
+            "localise",
+            "refine_left_lung",
+            "refine_right_lung",
+            "join",
+            "total",
+        }
         assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
 
 
-def test_an_image_of_simpleitk_is_read_as_from_a_file(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
+def test_an_image_of_simpleitk_is_read_as_from_a_file(
+    segmenter: medseg.LungSegmenter, tmp_path: Path
+) -> None:
     volume, _ = scan()
     array = volume.array.astype(np.float64)
     array[:, :5] = np.nan
@@ -80,16 +101,27 @@ def test_an_image_of_simpleitk_is_read_as_from_a_file(segmenter: medseg.LungSegm
     assert "hold no number (NaN or infinity) and count as air" in result.warnings[0]
     assert np.isnan(SimpleITK.GetArrayViewFromImage(image)[0, 0, 0]), "the image is left as it is"
     for bad, said in (
-        (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5, 2)), isVector=True), "expected one number per voxel, got 2"),
-        (SimpleITK.GetImageFromArray(np.zeros((4, 5))), "expected one 3D volume, but the file holds 5 x 4 values"),
-        (SimpleITK.GetImageFromArray(np.zeros((3, 4, 5))), "SimpleITK image: expected a scan, but every voxel holds 0"),
+        (
+            SimpleITK.GetImageFromArray(np.zeros((3, 4, 5, 2)), isVector=True),
+            "expected one number per voxel, got 2",
+        ),
+        (
+            SimpleITK.GetImageFromArray(np.zeros((4, 5))),
+            "expected one 3D volume, but the file holds 5 x 4 values",
+        ),
+        (
+            SimpleITK.GetImageFromArray(np.zeros((3, 4, 5))),
+            "SimpleITK image: expected a scan, but every voxel holds 0",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             segmenter.segment(bad)
 
 
 @pytest.mark.parametrize(("modality", "air"), [("ct", -1024), ("mr", 0)])
-def test_voxels_without_a_number_are_what_the_modality_has_outside(modality: str, air: int, tmp_path: Path) -> None:
+def test_voxels_without_a_number_are_what_the_modality_has_outside(
+    modality: str, air: int, tmp_path: Path
+) -> None:
     image = SimpleITK.GetImageFromArray(np.arange(60, dtype=np.float64).reshape(3, 4, 5) - 7.0)
     image[0, 0, 0] = np.nan
     SimpleITK.WriteImage(image, tmp_path / "a.mha")
@@ -123,7 +155,10 @@ def test_values_that_are_no_hu_are_scaled(segmenter: medseg.LungSegmenter) -> No
 
 def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
     blocks = [
-        (((slice(7, 19), slice(20 + i, 60), slice(78, 110)), 1), ((slice(6, 17), slice(31, 66), slice(12, 50)), 2))
+        (
+            ((slice(7, 19), slice(20 + i, 60), slice(78, 110)), 1),
+            ((slice(6, 17), slice(31, 66), slice(12, 50)), 2),
+        )
         for i in range(6)
     ]
     scans = [scan(blocks=block)[0] for block in blocks]
@@ -141,10 +176,24 @@ def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
     """With the included weights, in a process of its own, which says that `import medseg` brings no torch."""
     for index in range(2):
         phantom = make_phantom(
-            PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100)
+            PhantomSpec(
+                seed=5,
+                index=index,
+                spacing_mm=(4.0, 3.4, 3.4),
+                matrix=(110, 110),
+                num_vessel_ends=100,
+            )
         )
         write_image(tmp_path / "scans" / f"{index}.nii.gz", phantom.image_hu, phantom.grid)
-    command = [sys.executable, "-m", "medseg.commands.cli", "predict", "input=scans", "output=out", "accelerator=cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "medseg.commands.cli",
+        "predict",
+        "input=scans",
+        "output=out",
+        "accelerator=cpu",
+    ]
     done = forked.run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     script = """
@@ -160,9 +209,14 @@ with ThreadPoolExecutor(2) as threads:
         assert (result.labels.array == read_labels(__import__("pathlib").Path(f"out/{index}.nii.gz")).array).all()
         print(json.dumps(result.volumes_ml))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     for index, line in enumerate(done.stdout.splitlines()):
         report = json.loads((tmp_path / "out" / f"{index}.json").read_text())
         assert report["volume_ml"] == pytest.approx(json.loads(line), abs=0.01)
-    assert read_image(tmp_path / "scans" / "0.nii.gz").grid.shape == read_labels(tmp_path / "out" / "0.nii.gz").grid.shape
+    assert (
+        read_image(tmp_path / "scans" / "0.nii.gz").grid.shape
+        == read_labels(tmp_path / "out" / "0.nii.gz").grid.shape
+    )

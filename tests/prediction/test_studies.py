@@ -31,7 +31,9 @@ SIZE = "(4 slices, 2.5 x 0.8 x 0.648 mm)"
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Networks that know the answer in place of checkpoints."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
-    monkeypatch.setattr("medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name))
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
     monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
 
 
@@ -40,7 +42,11 @@ def series(folder: Path, patient: str, number: int, study: int = 1, **fields: ob
     key = sum(map(ord, patient))
     rng = np.random.default_rng(key + 100 * study + number)
     image = rng.integers(-900, 900, (4, 8, 9)).astype(np.int16)
-    own = {"PatientID": patient, "StudyDate": f"2024010{study}", "SeriesDescription": f"B{number}0f"}
+    own = {
+        "PatientID": patient,
+        "StudyDate": f"2024010{study}",
+        "SeriesDescription": f"B{number}0f",
+    }
     uid = f"1.2.{key}.{study}"
     heights_mm = [0.0, 2.5, 5.0, 7.5]
     identity = {"uid": f"{uid}.{number}", "StudyInstanceUID": uid, "SeriesNumber": number}
@@ -57,7 +63,9 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
 def cases(source: Path, wanted: str | None = None) -> dict[str, np.ndarray]:
     """Read the scan of each case of a folder."""
     scans = divide_studies(source, find_scans(source, None, wanted)[0], "ct")
-    images = {scan.name: read_image(scan.path, scan.series, files=scan.files).array for scan in scans}
+    images = {
+        scan.name: read_image(scan.path, scan.series, files=scan.files).array for scan in scans
+    }
     # The report of a case has the path and the series only.
     for scan in scans:
         assert np.array_equal(read_image(scan.path, scan.series).array, images[scan.name])
@@ -68,7 +76,9 @@ def written(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.nii.gz"))
 
 
-def test_a_series_is_chosen_inside_each_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_series_is_chosen_inside_each_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cohort, out = tmp_path / "cohort", tmp_path / "out"
     images = {}
     for patient in ("anna", "bert"):
@@ -87,7 +97,9 @@ def test_a_series_is_chosen_inside_each_case(tmp_path: Path, capsys: pytest.Capt
         assert np.array_equal(image, images[patient])
 
 
-def test_a_flat_folder_of_several_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flat_folder_of_several_patients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each is a case; two series of one are refused with words that work when they are typed."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     chosen = {"anna": series(flat, "anna", 3), "bert": series(flat, "bert", 3)}
@@ -102,7 +114,10 @@ def test_a_flat_folder_of_several_patients(tmp_path: Path, capsys: pytest.Captur
         f"medseg: {flat}: by the patients and studies in their headers the DICOM files are 2 cases: "
         "anna_20240101, bert_20240101\n"
     ) in said
-    assert f"medseg: anna_20240101: {flat}: expected one CT series, but it holds 2: series=2 'B20f'" in said
+    assert (
+        f"medseg: anna_20240101: {flat}: expected one CT series, but it holds 2: series=2 'B20f'"
+        in said
+    )
     assert predict(flat, out, "series=3") == 0
     assert written(out) == ["anna_20240101.nii.gz", "bert_20240101.nii.gz"]
     for name, image in cases(flat, "3").items():
@@ -145,7 +160,10 @@ def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) 
 def test_folders_of_one_study_with_whole_series_stay_apart(tmp_path: Path) -> None:
     """As an archive exports them; a number is looked for in all folders of the study."""
     study, out = tmp_path / "study", tmp_path / "out"
-    images = {"thick": series(study / "thick", "anna", 3), "thin": series(study / "thin", "anna", 2)}
+    images = {
+        "thick": series(study / "thick", "anna", 3),
+        "thin": series(study / "thin", "anna", 2),
+    }
     assert predict(study, out) == 0
     assert written(out) == ["thick.nii.gz", "thin.nii.gz"]
     for name, image in cases(study).items():
@@ -185,7 +203,10 @@ def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -
 
 def listed(message: str) -> list[str]:
     """Values of `series=` that a refusal lists."""
-    return [word.rstrip(",") for word in re.findall(r"series=(\S+) ", message.partition("; choose one")[0])]
+    return [
+        word.rstrip(",")
+        for word in re.findall(r"series=(\S+) ", message.partition("; choose one")[0])
+    ]
 
 
 def test_the_values_of_a_listing_work_on_the_folder(tmp_path: Path) -> None:
@@ -307,7 +328,9 @@ def test_a_broken_slice_is_refused_with_every_study_that_it_may_belong_to(tmp_pa
             read_image(scan.path, scan.series, files=scan.files)
 
 
-def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flat = tmp_path / "flat"
     series(flat, "anna", 3)
     shown: list[str] = []
@@ -318,7 +341,9 @@ def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(tmp_pat
     monkeypatch.setattr("medseg.commands.predict.SLOW_S", 0.0)
     monkeypatch.setattr(Progress, "update", update)
     assert predict(flat, tmp_path / "out") == 0
-    assert [text for text in shown if "headers" in text] == [f"{number} headers of DICOM files read" for number in (1, 2, 3, 4)]
+    assert [text for text in shown if "headers" in text] == [
+        f"{number} headers of DICOM files read" for number in (1, 2, 3, 4)
+    ]
     shown.clear()
     assert predict(min(flat.iterdir()), tmp_path / "one") == 0
     assert not any("headers" in text for text in shown)

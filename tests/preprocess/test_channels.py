@@ -42,12 +42,17 @@ OTHERS = {
         (2, 0, 1), (True, False, True)
     ),
     "oblique": VoxelGrid((60, 70, 70), (1.0, 1.0, 1.0), (-25.0, -16.0, 0.0), turned(20)),
-    "oblique and coarser": VoxelGrid((20, 40, 40), (4.0, 2.0, 2.0), (-25.0, -16.0, -5.0), turned(-20)),
+    "oblique and coarser": VoxelGrid(
+        (20, 40, 40), (4.0, 2.0, 2.0), (-25.0, -16.0, -5.0), turned(-20)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("orientation", [Orientation((0, 1, 2), (False,) * 3), Orientation((2, 0, 1), (True, False, True))])
+@pytest.mark.parametrize(
+    "orientation",
+    [Orientation((0, 1, 2), (False,) * 3), Orientation((2, 0, 1), (True, False, True))],
+)
 def test_every_voxel_keeps_its_place(name: str, orientation: Orientation) -> None:
     target = GRID.reoriented(orientation.order, orientation.flips)
     found = resample_to(ramp(OTHERS[name]), OTHERS[name], target, np.nan)
@@ -68,7 +73,9 @@ def test_a_channel_on_the_same_grid_is_not_touched(tmp_path: Path) -> None:
     assert alone.dtype == np.int16
     assert np.array_equal(alone[0], image)
     assert first.grid.is_close(GRID)
-    both, _ = read_channels([tmp_path / "a.nrrd", tmp_path / "b.nii.gz"], [-1024, 0], scales=[HuScale(2.0, -5.0)])
+    both, _ = read_channels(
+        [tmp_path / "a.nrrd", tmp_path / "b.nii.gz"], [-1024, 0], scales=[HuScale(2.0, -5.0)]
+    )
     assert both.shape == (2, *GRID.shape)
     assert both.dtype == np.float32
     assert np.array_equal(both[0], 2.0 * image - 5.0)
@@ -80,12 +87,15 @@ def test_what_a_channel_does_not_show(tmp_path: Path) -> None:
     half = VoxelGrid((7, 18, 22), GRID.spacing_mm, GRID.origin_xyz_mm)
     write_image(tmp_path / "half.nrrd", np.full(half.shape, 7, np.int16), half)
     channels, volume = read_channels([tmp_path / "a.nrrd", tmp_path / "half.nrrd"], [-1024, 3])
-    assert np.array_equal(channels[1], np.where(np.arange(14) < 7, 7.0, 3.0)[:, None, None] + np.zeros(GRID.shape))
+    assert np.array_equal(
+        channels[1], np.where(np.arange(14) < 7, 7.0, 3.0)[:, None, None] + np.zeros(GRID.shape)
+    )
     assert finding_texts(volume) == ("50% of the scan is outside image_1 and counts as 3 there",)
     away = VoxelGrid(GRID.shape, GRID.spacing_mm, (500.0, 0.0, 0.0))
     write_image(tmp_path / "away.nrrd", np.zeros(GRID.shape, np.int16), away)
     with pytest.raises(
-        UserError, match=r"away.nrrd: expected image_1 to show the same patient region as .*a.nrrd, but the two do not overlap"
+        UserError,
+        match=r"away.nrrd: expected image_1 to show the same patient region as .*a.nrrd, but the two do not overlap",
     ):
         read_channels([tmp_path / "a.nrrd", tmp_path / "away.nrrd"], [0, 0])
 
@@ -97,7 +107,9 @@ def test_a_missing_channel_is_one_sentence(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path / 'a.nrrd'}: expected the channels image, image_1, image_2, but image_1 is missing; give a file for each."
     )
-    with pytest.raises(UserError, match=r"c\.nrrd: this file or folder does not exist; check the path\."):
+    with pytest.raises(
+        UserError, match=r"c\.nrrd: this file or folder does not exist; check the path\."
+    ):
         read_channels([tmp_path / "a.nrrd", tmp_path / "c.nrrd"], [0, 0])
 
 
@@ -107,7 +119,10 @@ def test_voxels_without_a_number_are_air_of_their_modality(tmp_path: Path) -> No
     write_image(tmp_path / "a.nrrd", image, GRID)
     channels, volume = read_channels([tmp_path / "a.nrrd"] * 2, [-1024, 0], modalities=["ct", "mr"])
     assert channels[:, 0, 0, 0].tolist() == [-1024, 0]
-    assert [remark.rpartition(" and ")[2] for remark in finding_texts(volume)] == ["count as air, -1024 HU", "count as 0"]
+    assert [remark.rpartition(" and ")[2] for remark in finding_texts(volume)] == [
+        "count as air, -1024 HU",
+        "count as 0",
+    ]
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
@@ -123,7 +138,8 @@ def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix
     write_labels(tmp_path / "labels.nii.gz", volumes[0] > 0, first.grid, first.header)
     assert nib.load(tmp_path / "labels.nii.gz").shape == volumes[0].T.shape
     with pytest.raises(
-        UserError, match=r"expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 volumes"
+        UserError,
+        match=r"expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 volumes",
     ):
         read_channels([path] * 2, [0.0] * 2)
     with pytest.raises(UserError, match="expected one 3D volume"):
@@ -135,12 +151,19 @@ def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix
 
 
 @pytest.mark.parametrize(("missing", "is_told"), [(3, False), (4, True)])
-def test_a_channel_that_leaves_more_than_a_hundredth_uncovered_is_told(missing: int, is_told: bool) -> None:
+def test_a_channel_that_leaves_more_than_a_hundredth_uncovered_is_told(
+    missing: int, is_told: bool
+) -> None:
     """300 planes; the last ones have no voxel of the channel."""
     target = VoxelGrid((300, 3, 4), (1.0, 2.0, 3.0))
     source = VoxelGrid((300 - missing, 3, 4), target.spacing_mm)
-    image, findings = place_channel(np.ones(source.shape, np.float32), source, target, 5.0, "image_2")
-    assert list(map(str, findings)) == ["1% of the scan is outside image_2 and counts as 5 there"] * is_told
+    image, findings = place_channel(
+        np.ones(source.shape, np.float32), source, target, 5.0, "image_2"
+    )
+    assert (
+        list(map(str, findings))
+        == ["1% of the scan is outside image_2 and counts as 5 there"] * is_told
+    )
     assert (image[-missing:] == 5).all()
     assert (image[:-missing] == 1).all()
 
@@ -152,7 +175,11 @@ def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
 
     def read(*arguments: Any) -> Volume:
         calls.append(arguments)
-        return Volume(np.full(GRID.shape, 3, np.int16), GRID, findings=tuple(warnings_of("reading", [f"remark {len(calls)}"])))
+        return Volume(
+            np.full(GRID.shape, 3, np.int16),
+            GRID,
+            findings=tuple(warnings_of("reading", [f"remark {len(calls)}"])),
+        )
 
     monkeypatch.setattr("medseg.io.read.read_image", read)
     first, second = tmp_path / "a", tmp_path / "b.nii.gz"

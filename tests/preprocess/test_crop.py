@@ -19,7 +19,11 @@ def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
 @pytest.mark.parametrize("box", random_boxes((7, 9, 11), 40))
 def test_crop_agrees_with_padding(box: VoxelBox) -> None:
     volume = np.random.default_rng(1).integers(1, 100, (7, 9, 11)).astype(np.int16)
-    padded = np.pad(np.pad(volume, ((0, 0), (30, 30), (30, 30)), constant_values=-1), ((30, 30), (0, 0), (0, 0)), mode="edge")
+    padded = np.pad(
+        np.pad(volume, ((0, 0), (30, 30), (30, 30)), constant_values=-1),
+        ((30, 30), (0, 0), (0, 0)),
+        mode="edge",
+    )
     crop = crop_padded(volume, box, -1)
     assert crop.dtype == volume.dtype
     np.testing.assert_array_equal(crop, padded[box.shifted((30, 30, 30)).slices()])
@@ -32,7 +36,9 @@ def test_padding_at_the_end_is_that_of_a_crop(lead: tuple[int, ...]) -> None:
         image = torch.from_numpy(volume).expand(*lead, -1, -1, -1)
         padded = pad_at_end(image, shape, -1.0)
         assert padded.shape == (*lead, *shape)
-        assert np.array_equal(padded.reshape(-1, *shape)[0], crop_padded(volume, VoxelBox((0, 0, 0), shape), -1.0))
+        assert np.array_equal(
+            padded.reshape(-1, *shape)[0], crop_padded(volume, VoxelBox((0, 0, 0), shape), -1.0)
+        )
 
 
 def test_the_body_box_holds_all_that_is_denser_than_air_and_a_margin() -> None:
@@ -43,4 +49,6 @@ def test_the_body_box_holds_all_that_is_denser_than_air_and_a_margin() -> None:
     image_hu[:] = -900
     assert body_box(image_hu, (5.0, 2.0, 4.0)) == VoxelBox.full((30, 40, 60))
     rounded = np.array([[[-1000.0, -500.4, -500.4, -1000.0]]])
-    assert body_box(rounded, (9.0, 9.0, 9.9)) == body_box(np.rint(rounded).astype(np.int16), (9.0, 9.0, 9.9))
+    assert body_box(rounded, (9.0, 9.0, 9.9)) == body_box(
+        np.rint(rounded).astype(np.int16), (9.0, 9.0, 9.9)
+    )

@@ -40,7 +40,9 @@ def beyond_some_slices() -> np.ndarray:
 @pytest.mark.parametrize("fill", [0, -500, 200, 3071, 32767])
 @pytest.mark.parametrize("outside", [outside_circle(), outside_turned(), beyond_some_slices()])
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
-def test_a_fill_becomes_air_and_nothing_else(fill: int, outside: np.ndarray, axes: tuple[int, int, int]) -> None:
+def test_a_fill_becomes_air_and_nothing_else(
+    fill: int, outside: np.ndarray, axes: tuple[int, int, int]
+) -> None:
     """In any order of the axes, also where the border cuts the patient off."""
     scan = chest(reach=1.2)
     filled = np.where(outside, np.int16(fill), scan).transpose(axes)

@@ -32,7 +32,9 @@ def test_tensors_and_arrays_agree_and_are_left_alone() -> None:
     image_hu = torch.linspace(-2000, 1000, 50).reshape(2, 5, 5)
     before = image_hu.clone()
     image = normalise_hu(image_hu, (-1000.0, 400.0))
-    torch.testing.assert_close(image, torch.from_numpy(normalise_hu(image_hu.numpy(), (-1000.0, 400.0))))
+    torch.testing.assert_close(
+        image, torch.from_numpy(normalise_hu(image_hu.numpy(), (-1000.0, 400.0)))
+    )
     torch.testing.assert_close(image_hu, before, rtol=0, atol=0)
 
 
@@ -67,7 +69,9 @@ def test_percentiles_are_those_of_the_foreground(modality: str) -> None:
     image = scan(modality)
     low, high = np.percentile(image[image > 0], (0.5, 99.5))
     found = normalise(image, percentile(image, modality))
-    np.testing.assert_allclose(found[image > 0], np.clip(2 * (image[image > 0] - low) / (high - low) - 1, -1, 1), atol=1e-5)
+    np.testing.assert_allclose(
+        found[image > 0], np.clip(2 * (image[image > 0] - low) / (high - low) - 1, -1, 1), atol=1e-5
+    )
     assert found.min() == -1
     assert found.max() == pytest.approx(1, abs=1e-6)
 
@@ -91,11 +95,16 @@ def test_an_image_of_one_value_stays_finite(compute, value: int, modality: str) 
 def test_maps_are_plain_numbers_and_the_window_is_one_of_them() -> None:
     image = scan("ct")
     assert window((-1000.0, 400.0)) == Intensity(-1000.0, 400.0, 2 / 1400, -1.0)
-    assert np.array_equal(normalise(image, window((-1000.0, 400.0))), normalise_hu(image, (-1000.0, 400.0)))
+    assert np.array_equal(
+        normalise(image, window((-1000.0, 400.0))), normalise_hu(image, (-1000.0, 400.0))
+    )
     for intensity in (window((-1000.0, 400.0)), zscore(image, "ct"), percentile(image, "ct")):
         assert all(type(number) is float for number in intensity)
         torch.testing.assert_close(
-            normalise(torch.from_numpy(image), intensity), torch.from_numpy(normalise(image, intensity)), rtol=0, atol=0
+            normalise(torch.from_numpy(image), intensity),
+            torch.from_numpy(normalise(image, intensity)),
+            rtol=0,
+            atol=0,
         )
 
 
@@ -113,7 +122,9 @@ def test_zscore_clips_nothing_and_percentiles_clip_at_both_ends() -> None:
     assert percentile(image, "mr") == pytest.approx((6.0, 996.0, 2 / 990, -1.0))
 
 
-def test_percentiles_use_every_second_value_where_twice_as_many_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_percentiles_use_every_second_value_where_twice_as_many_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     image = np.tile([1.0, 1000.0], 500) + np.arange(1000) / 1000
     monkeypatch.setattr("medseg.preprocess.intensity.MAX_VALUES", 1000)
     assert percentile(image, "mr").high > 1000
@@ -124,5 +135,9 @@ def test_percentiles_use_every_second_value_where_twice_as_many_are_too_many(mon
 def test_the_kind_of_a_channel_chooses_its_map() -> None:
     image = scan("mr")
     assert intensity_of(image, "mr", "zscore", None) == zscore(image, "mr")
-    assert intensity_of(image, "ct", "percentile", None) == percentile(image, "ct") != percentile(image, "mr")
+    assert (
+        intensity_of(image, "ct", "percentile", None)
+        == percentile(image, "ct")
+        != percentile(image, "mr")
+    )
     assert intensity_of(image, "ct", "window", (-100.0, 300.0)) == window((-100.0, 300.0))

@@ -12,7 +12,9 @@ from medseg.preprocess.orient import Orientation, orient, orientation_of
 
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
 BASE = VoxelGrid((5, 6, 7), (2.5, 0.7, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
-STORED = [Orientation(o, f) for o in permutations(range(3)) for f in product((False, True), repeat=3)]
+STORED = [
+    Orientation(o, f) for o in permutations(range(3)) for f in product((False, True), repeat=3)
+]
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -41,7 +43,9 @@ def test_each_voxel_keeps_its_world_point() -> None:
 def test_a_turn_by_45_degrees_is_decided_the_same_way_despite_rounding() -> None:
     half = np.sqrt(0.5)
     decisions = {
-        orientation_of(VoxelGrid((3, 4, 5), (1, 1, 1), (0, 0, 0), ((half, -h, 0), (h, half, 0), (0, 0, 1))))
+        orientation_of(
+            VoxelGrid((3, 4, 5), (1, 1, 1), (0, 0, 0), ((half, -h, 0), (h, half, 0), (0, 0, 1)))
+        )
         for h in (half, half - 1e-9, half + 1e-9)
     }
     assert len(decisions) == 1

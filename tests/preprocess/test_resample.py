@@ -15,7 +15,15 @@ from scipy import ndimage
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess import resample
 from medseg.preprocess.crop import crop_padded
-from medseg.preprocess.resample import ANTIALIASED, CUBIC, LINEAR, RESAMPLINGS, axis_taps, resample_image, resample_labels
+from medseg.preprocess.resample import (
+    ANTIALIASED,
+    CUBIC,
+    LINEAR,
+    RESAMPLINGS,
+    axis_taps,
+    resample_image,
+    resample_labels,
+)
 
 OBLIQUE = ((0.96, -0.28, 0.0), (0.28, 0.96, 0.0), (0.0, 0.0, 1.0))
 SOURCE = VoxelGrid((33, 70, 61), (2.5, 0.7, 0.8), (-11.0, 20.0, 300.0), OBLIQUE)
@@ -35,17 +43,25 @@ def random_box(rng: np.random.Generator, shape: tuple[int, int, int]) -> VoxelBo
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_a_crop_gets_the_numbers_of_the_whole(spacing_mm: tuple[float, float, float], resampling: str) -> None:
+def test_a_crop_gets_the_numbers_of_the_whole(
+    spacing_mm: tuple[float, float, float], resampling: str
+) -> None:
     image_hu = noise_hu(SOURCE.shape)
     target = SOURCE.resampled(spacing_mm)
     whole = resample_image(image_hu, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
     rng = np.random.default_rng(1)
     for _ in range(25):
         box = random_box(rng, target.shape)
-        crop = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling, slices_go_on=True).numpy()
+        crop = resample_image(
+            image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling, slices_go_on=True
+        ).numpy()
         np.testing.assert_allclose(crop, crop_padded(whole, box, OUTSIDE_HU), rtol=0, atol=1e-4)
-        cut = resample_image(image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling).numpy()
-        start, stop = (min(max(end, 0), whole.shape[0]) - box.start[0] for end in (box.start[0], box.stop[0]))
+        cut = resample_image(
+            image_hu, SOURCE, target.crop(box), OUTSIDE_HU, resampling=resampling
+        ).numpy()
+        start, stop = (
+            min(max(end, 0), whole.shape[0]) - box.start[0] for end in (box.start[0], box.stop[0])
+        )
         np.testing.assert_array_equal(cut[start:stop], crop[start:stop])
         assert (cut[: max(start, 0)] == OUTSIDE_HU).all()
         assert (cut[max(stop, 0) :] == OUTSIDE_HU).all()
@@ -62,7 +78,9 @@ def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(resample, "SLAB_VOXELS", 1)  # many slabs
     image_hu, labels = noise_hu(SOURCE.shape), noise_labels(SOURCE.shape)
     target, num_threads = SOURCE.resampled((1.0, 1.0, 1.0)), torch.get_num_threads()
@@ -70,7 +88,9 @@ def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(monkeypatch:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            with torch.inference_mode(threads == 3):  # a mode of this thread, not of those that it starts
+            with torch.inference_mode(
+                threads == 3
+            ):  # a mode of this thread, not of those that it starts
                 image = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
                 results.append((image.numpy(), resample_labels(labels, SOURCE, target, 4).numpy()))
             later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -96,7 +116,9 @@ def test_the_same_grid_is_the_identity() -> None:
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
-def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float, float], resampling: str) -> None:
+def test_a_linear_ramp_stays_a_ramp_of_the_world(
+    spacing_mm: tuple[float, float, float], resampling: str
+) -> None:
     gradient = np.array([0.3, -1.1, 0.7])
 
     def ramp(grid: VoxelGrid) -> np.ndarray:
@@ -106,7 +128,9 @@ def test_a_linear_ramp_stays_a_ramp_of_the_world(spacing_mm: tuple[float, float,
     target = SOURCE.resampled(spacing_mm)
     image, expected = ramp(SOURCE), ramp(target)
     result = resample_image(image, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
-    scale = np.maximum(1.0, np.array(SOURCE.spacing_mm) / spacing_mm)  # one source voxel in target voxels
+    scale = np.maximum(
+        1.0, np.array(SOURCE.spacing_mm) / spacing_mm
+    )  # one source voxel in target voxels
     border = tuple(slice(int(np.ceil(2 * one)), -int(np.ceil(2 * one))) for one in scale)
     np.testing.assert_allclose(result[border], expected[border], rtol=0, atol=1e-4 * np.ptp(image))
 
@@ -127,7 +151,9 @@ def test_a_constant_stays_constant_up_to_the_edge_of_the_field_of_view(
 
 @pytest.mark.parametrize("resampling", RESAMPLINGS)
 @pytest.mark.parametrize("scale", [0.3, 1.0, 1.01, 4 / 3, 1.9, 2.0, 2.857, 5.3])
-def test_weights_keep_sum_and_position_and_only_those_of_the_cubic_are_negative(scale: float, resampling: str) -> None:
+def test_weights_keep_sum_and_position_and_only_those_of_the_cubic_are_negative(
+    scale: float, resampling: str
+) -> None:
     offset = 20.123
     taps = axis_taps(40, 300, scale, offset, resampling=resampling)
     assert (taps.weight < 0).any() == (resampling == CUBIC and scale <= 1.0)
@@ -150,24 +176,45 @@ def simple_itk_linear(image: np.ndarray, source: VoxelGrid, target: VoxelGrid) -
     volume.SetSpacing(source.spacing_mm[::-1])
     volume.SetOrigin(source.origin_xyz_mm)
     volume.SetDirection(np.ravel(source.direction).tolist())
-    moved = (target.shape[::-1], SimpleITK.Transform(), SimpleITK.sitkLinear, target.origin_xyz_mm, target.spacing_mm[::-1])
-    return SimpleITK.GetArrayFromImage(SimpleITK.Resample(volume, *moved, np.ravel(target.direction).tolist(), OUTSIDE_HU))
+    moved = (
+        target.shape[::-1],
+        SimpleITK.Transform(),
+        SimpleITK.sitkLinear,
+        target.origin_xyz_mm,
+        target.spacing_mm[::-1],
+    )
+    return SimpleITK.GetArrayFromImage(
+        SimpleITK.Resample(volume, *moved, np.ravel(target.direction).tolist(), OUTSIDE_HU)
+    )
 
 
 @pytest.mark.parametrize("spacing_mm", SPACINGS)
 def test_linear_is_that_of_simple_itk(spacing_mm: tuple[float, float, float]) -> None:
     image_hu, target = noise_hu(SOURCE.shape), SOURCE.resampled(spacing_mm)
     result = resample_image(image_hu, SOURCE, target, OUTSIDE_HU, resampling=LINEAR).numpy()
-    inner = tuple(slice(n, -n) for n in np.ceil(1.0 / np.minimum(1.0, np.array(spacing_mm) / SOURCE.spacing_mm)).astype(int))
-    np.testing.assert_allclose(result[inner], simple_itk_linear(image_hu, SOURCE, target)[inner], rtol=0, atol=1e-3)
+    inner = tuple(
+        slice(n, -n)
+        for n in np.ceil(1.0 / np.minimum(1.0, np.array(spacing_mm) / SOURCE.spacing_mm)).astype(
+            int
+        )
+    )
+    np.testing.assert_allclose(
+        result[inner], simple_itk_linear(image_hu, SOURCE, target)[inner], rtol=0, atol=1e-3
+    )
 
 
-@pytest.mark.parametrize(("resampling", "is_same"), [(ANTIALIASED, False), (LINEAR, True), (CUBIC, False)])
-def test_a_target_coarser_than_the_source_is_skipped_through_only_by_linear(resampling: str, is_same: bool) -> None:
+@pytest.mark.parametrize(
+    ("resampling", "is_same"), [(ANTIALIASED, False), (LINEAR, True), (CUBIC, False)]
+)
+def test_a_target_coarser_than_the_source_is_skipped_through_only_by_linear(
+    resampling: str, is_same: bool
+) -> None:
     """At three times the spacing the centre of each target voxel is one of the source's."""
     grid = VoxelGrid((27, 30, 33), (1.0, 1.0, 1.0))
     image_hu = noise_hu(grid.shape)
-    result = resample_image(image_hu, grid, grid.resampled((3.0, 3.0, 3.0)), OUTSIDE_HU, resampling=resampling).numpy()
+    result = resample_image(
+        image_hu, grid, grid.resampled((3.0, 3.0, 3.0)), OUTSIDE_HU, resampling=resampling
+    ).numpy()
     assert (result == image_hu[1::3, 1::3, 1::3]).all() == is_same
 
 
@@ -177,7 +224,9 @@ def test_cubic_is_that_of_pillow(spacing_mm: float) -> None:
     grid = VoxelGrid((1, 40, 51), (1.0, 1.0, 1.0))
     image_hu = noise_hu(grid.shape)
     target = grid.resampled((1.0, spacing_mm, spacing_mm))
-    extent = [size * spacing_mm for size in target.shape]  # as wide as the target's voxels, around the same centre
+    extent = [
+        size * spacing_mm for size in target.shape
+    ]  # as wide as the target's voxels, around the same centre
     low = [(inner - outer) / 2 for inner, outer in zip(grid.shape, extent, strict=True)]
     picture = Image.fromarray(np.pad(image_hu[0].astype(np.float32), 1, "edge"))
     box = (low[2] + 1, low[1] + 1, low[2] + extent[2] + 1, low[1] + extent[1] + 1)
@@ -188,17 +237,23 @@ def test_cubic_is_that_of_pillow(spacing_mm: float) -> None:
     np.testing.assert_allclose(result[inner], expected[inner], rtol=0, atol=1e-2)
 
 
-def centroid_shift(image: np.ndarray, spacing_mm: tuple[float, float, float], resampling: str) -> np.ndarray:
+def centroid_shift(
+    image: np.ndarray, spacing_mm: tuple[float, float, float], resampling: str
+) -> np.ndarray:
     """How far the centroid lies, in voxels, from where it was, there and back."""
     target = SOURCE.resampled(spacing_mm)
     there = resample_image(image, SOURCE, target, 0.0, resampling=resampling)
     back = resample_image(there, target, SOURCE, 0.0, resampling=resampling).numpy()
-    before, after = (np.array([np.average(i, weights=a) for i in np.indices(a.shape)]) for a in (image, back))
+    before, after = (
+        np.array([np.average(i, weights=a) for i in np.indices(a.shape)]) for a in (image, back)
+    )
     return after - before
 
 
 @pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (2.0, 2.0, 2.0), (3.0, 1.5, 1.1)])
-def test_there_and_back_keeps_the_centroid_of_a_small_object(spacing_mm: tuple[float, float, float]) -> None:
+def test_there_and_back_keeps_the_centroid_of_a_small_object(
+    spacing_mm: tuple[float, float, float],
+) -> None:
     block = np.zeros(SOURCE.shape, dtype=np.float32)
     block[12:16, 30:37, 22:30] = 100.0
     # Linear skips voxels, so the object must not have edges that are sharper than the target.
@@ -207,7 +262,10 @@ def test_there_and_back_keeps_the_centroid_of_a_small_object(spacing_mm: tuple[f
     soft = 100.0 * np.exp(-(away**2).sum(0) / 2)
     for resampling in RESAMPLINGS:
         assert np.abs(centroid_shift(soft, spacing_mm, resampling)).max() < 0.1
-        assert resampling == LINEAR or np.abs(centroid_shift(block, spacing_mm, resampling)).max() < 0.1
+        assert (
+            resampling == LINEAR
+            or np.abs(centroid_shift(block, spacing_mm, resampling)).max() < 0.1
+        )
 
 
 def test_linear_moves_a_sharp_object_by_chance_and_in_no_direction() -> None:
@@ -228,15 +286,20 @@ def test_reversing_an_axis_commutes(axis: int) -> None:
         target = SOURCE.resampled(spacing_mm)
         reverse = (SOURCE.reoriented((0, 1, 2), flips), target.reoriented((0, 1, 2), flips))
         result = resample_image(image_hu, SOURCE, target, OUTSIDE_HU).flip(axis)
-        torch.testing.assert_close(resample_image(np.flip(image_hu, axis), *reverse, OUTSIDE_HU), result, rtol=0, atol=1e-3)
         torch.testing.assert_close(
-            resample_labels(np.flip(labels, axis), *reverse, 4), resample_labels(labels, SOURCE, target, 4).flip(axis)
+            resample_image(np.flip(image_hu, axis), *reverse, OUTSIDE_HU), result, rtol=0, atol=1e-3
+        )
+        torch.testing.assert_close(
+            resample_labels(np.flip(labels, axis), *reverse, 4),
+            resample_labels(labels, SOURCE, target, 4).flip(axis),
         )
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_voxel_that_is_half_label_and_half_background_is_background(axis: int, is_first: bool) -> None:
+def test_a_voxel_that_is_half_label_and_half_background_is_background(
+    axis: int, is_first: bool
+) -> None:
     """On either side, or a label would grow to one side at each resampling."""
     source = VoxelGrid((2, 2, 2), (1.0, 1.0, 1.0))
     labels = np.zeros(source.shape, dtype=np.uint8)
@@ -268,7 +331,12 @@ def test_labels_agree_with_the_argmax_of_one_hot_probabilities() -> None:
     one_hot = torch.from_numpy(np.stack([labels == value for value in range(4)])).float()
     for spacing_mm in SPACINGS:
         target = SOURCE.resampled(spacing_mm).crop(VoxelBox((-2, 3, 1), (10, 25, 18)))
-        probs = torch.stack([resample_image(mask, SOURCE, target, float(value == 0)) for value, mask in enumerate(one_hot)])
+        probs = torch.stack(
+            [
+                resample_image(mask, SOURCE, target, float(value == 0))
+                for value, mask in enumerate(one_hot)
+            ]
+        )
         torch.testing.assert_close(probs.sum(0), torch.ones(target.shape))
         top = probs.topk(2, dim=0).values
         is_clear = (top[0] - top[1]) > 1e-3
@@ -284,7 +352,10 @@ def test_values_beyond_the_classes_are_background() -> None:
 
 def lung_like(grid: VoxelGrid) -> np.ndarray:
     """An ellipsoid with a notch for the heart and a thin tongue (the lingula)."""
-    z, y, x = ((np.arange(size) - (size - 1) / 2) * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True))
+    z, y, x = (
+        (np.arange(size) - (size - 1) / 2) * mm
+        for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)
+    )
     z, y, x = z[:, None, None], y[:, None], x
     body = (z / 95) ** 2 + (y / 70) ** 2 + (x / 45) ** 2 < 1
     heart = ((z + 30) / 50) ** 2 + ((y + 35) / 40) ** 2 + ((x + 40) / 40) ** 2 < 1
@@ -293,7 +364,9 @@ def lung_like(grid: VoxelGrid) -> np.ndarray:
 
 
 @pytest.mark.parametrize("spacing_mm", [(1.0, 0.7, 0.7), (5.0, 0.8, 0.8), (3.0, 0.6, 0.9)])
-def test_a_lung_there_and_back_at_2_mm_keeps_its_shape(spacing_mm: tuple[float, float, float]) -> None:
+def test_a_lung_there_and_back_at_2_mm_keeps_its_shape(
+    spacing_mm: tuple[float, float, float],
+) -> None:
     shape = tuple(round(size / mm) for size, mm in zip((210, 160, 110), spacing_mm, strict=True))
     grid = VoxelGrid(shape, spacing_mm)
     labels = lung_like(grid)
@@ -331,7 +404,9 @@ def test_a_memory_map_is_read_only_where_the_crop_needs_it(tmp_path: Path) -> No
     resample_image(image, SOURCE, target.crop(VoxelBox((10, 5, 5), (14, 12, 9))), OUTSIDE_HU)
     reached = [(min(k[a].start for k in read), max(k[a].stop for k in read)) for a in range(3)]
     scale, offset = zip(*target.axis_map_to(SOURCE), strict=True)
-    for (low, high), start, stop, s, o in zip(reached, (10, 5, 5), (14, 12, 9), scale, offset, strict=True):
+    for (low, high), start, stop, s, o in zip(
+        reached, (10, 5, 5), (14, 12, 9), scale, offset, strict=True
+    ):
         assert low >= s * start + o - max(1, s) - 1
         assert high <= s * (stop - 1) + o + max(1, s) + 2
 
@@ -362,7 +437,9 @@ def test_limits_clip_what_is_read_and_leave_the_scan_alone(kind: str) -> None:
     image = torch.from_numpy(image) if kind == "tensor" else image
     target = SOURCE.resampled((2.0, 1.0, 1.0))
     expected = resample_image(np.clip(image_hu, -1024, 3071), SOURCE, target, OUTSIDE_HU)
-    assert torch.equal(resample_image(image, SOURCE, target, OUTSIDE_HU, limits=(-1024, 3071)), expected)
+    assert torch.equal(
+        resample_image(image, SOURCE, target, OUTSIDE_HU, limits=(-1024, 3071)), expected
+    )
     np.testing.assert_array_equal(np.asarray(image), image_hu)
 
 
@@ -386,15 +463,26 @@ def test_slabs_are_small_and_write_each_voxel_once(monkeypatch: pytest.MonkeyPat
             reach = 2 * max(1.0, spacing_mm[0] / SOURCE.spacing_mm[0]) + 1
             assert num_read <= 40_000 + reach * 4270
         assert written.max() == 1
-        assert np.array_equal(written == 1, resample_image(np.ones(SOURCE.shape), SOURCE, target, 0.0).numpy() > 0.5)
+        assert np.array_equal(
+            written == 1, resample_image(np.ones(SOURCE.shape), SOURCE, target, 0.0).numpy() > 0.5
+        )
 
 
 # Thin and thick slices, planes coarser than the slices are apart, and what no scanner should make.
-EXTREME_SPACINGS = [(0.8, 0.7, 0.7), (2.5, 0.7, 0.8), (4.25, 0.9, 0.9), (8.0, 0.6, 0.6), (10.0, 0.5, 0.5), (0.6, 5.0, 5.0)]
+EXTREME_SPACINGS = [
+    (0.8, 0.7, 0.7),
+    (2.5, 0.7, 0.8),
+    (4.25, 0.9, 0.9),
+    (8.0, 0.6, 0.6),
+    (10.0, 0.5, 0.5),
+    (0.6, 5.0, 5.0),
+]
 
 
 @pytest.mark.parametrize("spacing_mm", EXTREME_SPACINGS)
-def test_no_part_of_6_mm_is_lost_on_the_way_to_2_mm_and_back(spacing_mm: tuple[float, float, float]) -> None:
+def test_no_part_of_6_mm_is_lost_on_the_way_to_2_mm_and_back(
+    spacing_mm: tuple[float, float, float],
+) -> None:
     shape = tuple(round(72 / mm) for mm in spacing_mm)
     grid = VoxelGrid(shape, spacing_mm, (-11.0, 20.0, 300.0), OBLIQUE)
     # The least whole number of voxels that is 6 mm, one part in each cell of 24 mm, anywhere in it.
@@ -404,7 +492,9 @@ def test_no_part_of_6_mm_is_lost_on_the_way_to_2_mm_and_back(spacing_mm: tuple[f
     labels, parts = np.zeros(shape, dtype=np.uint8), []
     for number in np.ndindex(3, 3, 3):
         low = np.array(number) * cell + rng.integers(0, np.maximum(1, cell - size - 1))
-        parts.append(tuple(slice(start, start + length) for start, length in zip(low, size, strict=True)))
+        parts.append(
+            tuple(slice(start, start + length) for start, length in zip(low, size, strict=True))
+        )
         labels[parts[-1]] = 1 + len(parts) % 3
     coarse = grid.resampled((2.0, 2.0, 2.0))
     there = resample_labels(labels, grid, coarse, 4)
@@ -421,11 +511,17 @@ def test_extreme_spacings_keep_ramp_and_place(spacing_mm: tuple[float, float, fl
     shape = tuple(max(6, round(60 / mm)) for mm in spacing_mm)
     grid = VoxelGrid(shape, spacing_mm, (-11.0, 20.0, 300.0), OBLIQUE)
     target = grid.resampled((2.0, 2.0, 2.0))
-    index = [np.stack(np.meshgrid(*map(np.arange, one.shape), indexing="ij"), -1) for one in (grid, target)]
+    index = [
+        np.stack(np.meshgrid(*map(np.arange, one.shape), indexing="ij"), -1)
+        for one in (grid, target)
+    ]
     ramp, expected = (
-        one.index_to_world_xyz_mm(at) @ np.array([0.3, -1.1, 0.7]) for one, at in zip((grid, target), index, strict=True)
+        one.index_to_world_xyz_mm(at) @ np.array([0.3, -1.1, 0.7])
+        for one, at in zip((grid, target), index, strict=True)
     )
     result = resample_image(ramp, grid, target, 0.0).numpy()
-    inner = tuple(slice(n, -n) for n in np.ceil(2 * np.maximum(1.0, np.array(spacing_mm) / 2.0)).astype(int))
+    inner = tuple(
+        slice(n, -n) for n in np.ceil(2 * np.maximum(1.0, np.array(spacing_mm) / 2.0)).astype(int)
+    )
     assert result[inner].size
     np.testing.assert_allclose(result[inner], expected[inner], rtol=0, atol=1e-4 * np.ptp(ramp))

@@ -20,7 +20,9 @@ def test_values_that_are_hu_stay_untouched() -> None:
         (HuScale(0.5, 10.0), np.float32, [-16374.0, 10.0, 522.0, 16393.5]),
     ],
 )
-def test_the_scale_is_exact_and_whole_where_it_can_be(scale: HuScale, dtype: type, values: list[float]) -> None:
+def test_the_scale_is_exact_and_whole_where_it_can_be(
+    scale: HuScale, dtype: type, values: list[float]
+) -> None:
     image = np.array([-32768, 0, 1024, 32767], np.int16).reshape(1, 2, 2)
     result = scale.apply(image)
     assert result.ravel().tolist() == values

@@ -43,20 +43,37 @@ def make_run(
     if status == "refused":
         return run_dir
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("train", [*(f"{key}={value}" for key, value in overrides.items()), f"run_dir='{run_dir}'"])
+        composed = hydra.compose(
+            "train",
+            [*(f"{key}={value}" for key, value in overrides.items()), f"run_dir='{run_dir}'"],
+        )
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(composed, resolve=True))
     with (run_dir / "history.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ("step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib"))
+        writer = csv.DictWriter(
+            file,
+            ("step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib"),
+        )
         writer.writeheader()
         for step in range(20, steps + 1, 20):
             done = 1 - math.exp(-3.0 * step / STEPS)
             wave = 0.01 * math.sin(step * (1 + dice))
             writer.writerow(
-                {"step": step, "loss": round(1.6 * (1 - dice * done) + wave, 5), "seconds_per_step": step_s, "peak_gib": peak_gib}
+                {
+                    "step": step,
+                    "loss": round(1.6 * (1 - dice * done) + wave, 5),
+                    "seconds_per_step": step_s,
+                    "peak_gib": peak_gib,
+                }
             )
             if step % 40 == 0:
                 val = dice if step == STEPS else dice * done
-                writer.writerow({"step": step, "val_dice": round(val, 5), "val_dice_worst": round(val - 0.05, 5)})
+                writer.writerow(
+                    {
+                        "step": step,
+                        "val_dice": round(val, 5),
+                        "val_dice_worst": round(val - 0.05, 5),
+                    }
+                )
     if status == "finished":
         summary: dict[str, Any] = {
             "status": "finished", "steps": steps, "val_dice_best": dice, "train_s": steps * step_s, "peak_gib": peak_gib,
@@ -93,7 +110,15 @@ def draw(path: Path, dice: float) -> None:
         pred[distance < 14 * dice] = value
     image_hu = np.where(target > 0, -800, 40) + rng.normal(0, 60, shape)
     grid = VoxelGrid(shape, (8.0, 4.0, 4.0), (0.0, 0.0, 0.0))
-    overlay_montage(image_hu, pred, target, grid.spacing_mm, path, path.stem, label_names={1: "left_lung", 2: "right_lung"})
+    overlay_montage(
+        image_hu,
+        pred,
+        target,
+        grid.spacing_mm,
+        path,
+        path.stem,
+        label_names={1: "left_lung", 2: "right_lung"},
+    )
 
 
 def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
@@ -103,8 +128,16 @@ def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
     for memory, (peak_gib, step_s) in memories.items():
         for lr in ("0.005", "0.0005"):
             for seed in ("1", "2"):
-                overrides = {"stage": "coarse", "memory": memory, "optimizer.lr": lr, "seed": seed, "steps": str(STEPS)}
-                dice = 0.93 + 0.04 * (lr == "0.005") + 0.004 * (memory == "plain") - 0.003 * int(seed)
+                overrides = {
+                    "stage": "coarse",
+                    "memory": memory,
+                    "optimizer.lr": lr,
+                    "seed": seed,
+                    "steps": str(STEPS),
+                }
+                dice = (
+                    0.93 + 0.04 * (lr == "0.005") + 0.004 * (memory == "plain") - 0.003 * int(seed)
+                )
                 more: dict[str, Any] = {"picture": pictures}
                 if (memory, lr, seed) == ("plain", "0.0005", "2"):
                     more = {
@@ -113,12 +146,26 @@ def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
                         "steps": 80,
                     }
                 if (memory, lr, seed) == ("checkpoint", "0.0005", "1"):
-                    more = {"status": "not_finite", "message": "the loss is nan at step 121", "steps": 120}
-                make_run(folder / str(number), overrides, dice, peak_gib=peak_gib, step_s=step_s, **more)
+                    more = {
+                        "status": "not_finite",
+                        "message": "the loss is nan at step 121",
+                        "steps": 120,
+                    }
+                make_run(
+                    folder / str(number), overrides, dice, peak_gib=peak_gib, step_s=step_s, **more
+                )
                 number += 1
-    asked = {"stage": "coarse", "memory": "amp", "optimizer.lr": "0.005", "seed": "1", "steps": str(STEPS)}
+    asked = {
+        "stage": "coarse",
+        "memory": "amp",
+        "optimizer.lr": "0.005",
+        "seed": "1",
+        "steps": str(STEPS),
+    }
     refused = "stage.batch_size=1 cannot be divided among 1 rank(s) × memory.accumulate=2; choose a multiple of 2"
-    make_run(folder / "12", {**asked, "memory.accumulate": "2"}, 0.0, status="refused", message=refused)
+    make_run(
+        folder / "12", {**asked, "memory.accumulate": "2"}, 0.0, status="refused", message=refused
+    )
     make_run(folder / "13", {**asked, "seed": "3"}, 0.9, status="running", steps=200)
     return folder
 
@@ -127,18 +174,39 @@ def make_evaluation(folder: Path) -> Path:
     """Scores of three cases, the second one worse than in its baseline; returns the folder of the scores."""
     grid = VoxelGrid((16, 30, 40), (8.0, 6.0, 6.0), (0.0, 0.0, 0.0))
     lungs = {"left_lung": 1, "right_lung": 2}
-    task = Task("lungs", lungs, tuple(Region(name, (name,)) for name in lungs), (Channel(window_hu=(-1000.0, 400.0)),))
-    table = [{"case": f"ct_{number}", "image": f"ct/{number}.nii.gz", "labels": f"ref/ct_{number}.nii.gz"} for number in range(3)]
+    task = Task(
+        "lungs",
+        lungs,
+        tuple(Region(name, (name,)) for name in lungs),
+        (Channel(window_hu=(-1000.0, 400.0)),),
+    )
+    table = [
+        {
+            "case": f"ct_{number}",
+            "image": f"ct/{number}.nii.gz",
+            "labels": f"ref/ct_{number}.nii.gz",
+        }
+        for number in range(3)
+    ]
     for number, case in enumerate(table):
         target = np.zeros(grid.shape, np.uint8)
         target[3:13, 6:24, 4:16], target[3:13, 6 : 24 - number, 24:36] = 2, 1
         write_image(folder / case["image"], np.where(target > 0, -800, 40).astype(np.int16), grid)
         write_labels(folder / case["labels"], target, grid)
         for name, shift in (("baseline", 1), ("pred", 4 if number == 1 else 0)):
-            write_labels(folder / name / f"ct_{number}.nii.gz", np.roll(target, shift, axis=1), grid)
+            write_labels(
+                folder / name / f"ct_{number}.nii.gz", np.roll(target, shift, axis=1), grid
+            )
     write_csv(folder / "cases.csv", table)
     values = {value: name for name, value in lungs.items()}
-    arguments: dict[str, Any] = {"ref": folder / "cases.csv", "task": task, "label_values": values, "progress": lambda line: None}
+    arguments: dict[str, Any] = {
+        "ref": folder / "cases.csv",
+        "task": task,
+        "label_values": values,
+        "progress": lambda line: None,
+    }
     evaluate_folder(folder / "baseline", output=folder / "before", pictures=False, **arguments)
-    evaluate_folder(folder / "pred", output=folder / "scores", baseline=folder / "before", **arguments)
+    evaluate_folder(
+        folder / "pred", output=folder / "scores", baseline=folder / "before", **arguments
+    )
     return folder / "scores"

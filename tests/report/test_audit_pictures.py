@@ -44,7 +44,10 @@ def case() -> CaseView:
     labels[5:15, 5:25, 4:18] = 2
     image = np.where(labels > 0, -850, 60).astype(np.int16)
     return CaseView(
-        "p1", "20×30×40", cut_slices(image, labels, (6.0, 4.0, 4.0)), [("error", "a: b"), ("information", "c: " + "d " * 300)]
+        "p1",
+        "20×30×40",
+        cut_slices(image, labels, (6.0, 4.0, 4.0)),
+        [("error", "a: b"), ("information", "c: " + "d " * 300)],
     )
 
 
@@ -53,8 +56,12 @@ def has_colour(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
     return np.flatnonzero((np.abs(picture.astype(int) - colour).max(axis=2) < 40).any(axis=0))
 
 
-def test_outlines_have_their_colours_and_the_right_is_on_the_left(case: CaseView, tmp_path: Path) -> None:
-    (path,) = audit_pictures([case], tmp_path / "audit.png", "1 case", label_names=NAMES, window_hu=(-1000.0, 400.0))
+def test_outlines_have_their_colours_and_the_right_is_on_the_left(
+    case: CaseView, tmp_path: Path
+) -> None:
+    (path,) = audit_pictures(
+        [case], tmp_path / "audit.png", "1 case", label_names=NAMES, window_hu=(-1000.0, 400.0)
+    )
     picture = np.asarray(Image.open(path).convert("RGB"))[60:300]
     blue, orange = has_colour(picture, (0x38, 0xBD, 0xF8)), has_colour(picture, (0xFB, 0x92, 0x3C))
     assert blue.size > 20
@@ -67,8 +74,12 @@ def test_outlines_have_their_colours_and_the_right_is_on_the_left(case: CaseView
 def test_many_cases_make_several_pictures_and_old_ones_go(case: CaseView, tmp_path: Path) -> None:
     path = tmp_path / "audit.png"
     bare = CaseView("x" * 200, "", (), [])
-    paths = audit_pictures([bare] * 49, path, "49 cases", label_names=NAMES, window_hu=(-1000.0, 400.0))
+    paths = audit_pictures(
+        [bare] * 49, path, "49 cases", label_names=NAMES, window_hu=(-1000.0, 400.0)
+    )
     assert [one.name for one in paths] == ["audit.png", "audit-2.png", "audit-3.png"]
     assert all(one.is_file() for one in paths)
-    assert audit_pictures([case, bare], path, "2 cases", label_names=NAMES, window_hu=(-1000.0, 400.0)) == [path]
+    assert audit_pictures(
+        [case, bare], path, "2 cases", label_names=NAMES, window_hu=(-1000.0, 400.0)
+    ) == [path]
     assert [one.name for one in tmp_path.iterdir()] == ["audit.png"]

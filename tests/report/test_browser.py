@@ -46,7 +46,9 @@ def opened(browser: Any, path: Path) -> Any:
     browser.get("about:blank")
     browser.get(path.as_uri())
     wait(
-        lambda: browser.execute_script("return [...document.querySelectorAll('.chart')].every((one) => one.querySelector('svg'))")
+        lambda: browser.execute_script(
+            "return [...document.querySelectorAll('.chart')].every((one) => one.querySelector('svg'))"
+        )
     )
     return browser
 
@@ -86,10 +88,19 @@ def test_tables_pictures_and_charts_are_there(page: Any) -> None:
         "Curves", "What it costs", "Dice by key",
     ]  # fmt: skip
     assert len(texts(page, "section:has(#runs) tbody tr")) == 14
-    assert texts(page, "section:has(#settings) tbody tr:first-child td")[:4] == ["plain", "0.005", "1", "0.9695 ± 0.0021"]
+    assert texts(page, "section:has(#settings) tbody tr:first-child td")[:4] == [
+        "plain",
+        "0.005",
+        "1",
+        "0.9695 ± 0.0021",
+    ]
     assert [text.split()[0] for text in texts(page, ".failures li")] == ["out", "not", "refused"]
     page.execute_script("for (const one of document.images) one.loading = 'eager'")
-    wait(lambda: page.execute_script("return [...document.images].every((one) => one.complete && one.naturalWidth > 100)"))
+    wait(
+        lambda: page.execute_script(
+            "return [...document.images].every((one) => one.complete && one.naturalWidth > 100)"
+        )
+    )
     assert page.execute_script("return document.images.length") == 10
     heights = page.execute_script(
         "return [...document.querySelectorAll('.chart svg')].map((one) => one.getBoundingClientRect().height)"
@@ -100,10 +111,14 @@ def test_tables_pictures_and_charts_are_there(page: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["runs", "cases"])
-def test_nothing_is_requested_and_the_console_is_silent(chromium: Any, pages: dict[str, Path], name: str) -> None:
+def test_nothing_is_requested_and_the_console_is_silent(
+    chromium: Any, pages: dict[str, Path], name: str
+) -> None:
     chromium.get_log("browser")
     opened(chromium, pages[name])
-    loaded = chromium.execute_script("return performance.getEntriesByType('resource').map((one) => one.name)")
+    loaded = chromium.execute_script(
+        "return performance.getEntriesByType('resource').map((one) => one.name)"
+    )
     assert all(entry.startswith("data:") for entry in loaded)
     assert chromium.get_log("browser") == []
 
@@ -113,9 +128,15 @@ def test_a_click_sorts_and_another_reverses_the_order(page: Any) -> None:
     from selenium.webdriver.common.by import By
 
     def runs() -> list[int]:
-        return [int(text.split()[0].rstrip("★")) for text in texts(page, "section:has(#runs) tbody th")]
+        return [
+            int(text.split()[0].rstrip("★")) for text in texts(page, "section:has(#runs) tbody th")
+        ]
 
-    (button,) = [one for one in page.find_elements(By.CSS_SELECTOR, "section:has(#runs) thead button") if one.text == "Val Dice"]
+    (button,) = [
+        one
+        for one in page.find_elements(By.CSS_SELECTOR, "section:has(#runs) thead button")
+        if one.text == "Val Dice"
+    ]
     button.click()
     assert (runs()[0], runs()[-1]) == (3, 12), "the lowest Dice first, none at all last"
     button.click()
@@ -124,13 +145,13 @@ def test_a_click_sorts_and_another_reverses_the_order(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_setting_is_brought_to_the_front_by_the_keyboard_and_a_picture_enlarged(page: Any) -> None:
+def test_a_setting_is_brought_to_the_front_by_the_keyboard_and_a_picture_enlarged(
+    page: Any,
+) -> None:
     from selenium.webdriver.common.by import By
 
     def opacities() -> set[str]:
-        lines = (
-            "return [...document.querySelectorAll('.charts figure .mark-line path')].map((one) => getComputedStyle(one).opacity)"
-        )
+        lines = "return [...document.querySelectorAll('.charts figure .mark-line path')].map((one) => getComputedStyle(one).opacity)"
         return set(page.execute_script(lines))
 
     button = page.find_elements(By.CSS_SELECTOR, ".legend button")[0]
@@ -153,7 +174,10 @@ def test_a_setting_is_brought_to_the_front_by_the_keyboard_and_a_picture_enlarge
 def test_it_fits_narrow_and_wide_light_and_dark(
     chromium: Any, pages: dict[str, Path], name: str, scheme: str, width: int
 ) -> None:
-    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    chromium.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia",
+        {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+    )
     page = opened(chromium, pages[name])
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -168,7 +192,9 @@ def test_it_fits_narrow_and_wide_light_and_dark(
     brightness = sum(int(part) for part in colour.removeprefix("rgb(").rstrip(")").split(",")) / 3
     assert (brightness > 128) == (scheme == "light")
     # Colours of the charts are variables that the browser resolves.
-    fills = page.execute_script("return [...document.querySelectorAll('.chart text')].map((one) => getComputedStyle(one).fill)")
+    fills = page.execute_script(
+        "return [...document.querySelectorAll('.chart text')].map((one) => getComputedStyle(one).fill)"
+    )
     assert set(fills) == {"rgb(92, 101, 112)" if scheme == "light" else "rgb(154, 164, 176)"}
     # No text of a chart is cut by its edge, and it is as large as on a desktop.
     cut = page.execute_script(
@@ -227,5 +253,10 @@ def test_charts_have_names_and_labels_for_screen_readers(cases: Any) -> None:
         "return [...document.querySelectorAll('[role=\"graphics-document\"]')].map((one) => one.getAttribute('aria-label'))"
     )
     assert len([label for label in labels if "results" in label]) == 3
-    assert cases.execute_script("return [...document.querySelectorAll('.mark-symbol path[aria-label]')].length") >= 12
+    assert (
+        cases.execute_script(
+            "return [...document.querySelectorAll('.mark-symbol path[aria-label]')].length"
+        )
+        >= 12
+    )
     assert all(texts(cases, "caption"))

@@ -15,13 +15,40 @@ from medseg.report.cases import Files, render_cases
 from .test_runs_page import EVIL, Outline
 
 
-def score(case: str, region: str, dice: float, pred_ml: float = 100.0, ref_ml: float = 100.0, **more: Any) -> dict[str, Any]:
-    scores = {"dice": dice, "nsd_1mm": dice, "nsd_2mm": dice, "hd95_mm": math.inf if dice == 0 else 2.0}
-    return {"case": case, "region": region, "trust": "", **scores, "volume_pred_ml": pred_ml, "volume_ref_ml": ref_ml, **more}
+def score(
+    case: str, region: str, dice: float, pred_ml: float = 100.0, ref_ml: float = 100.0, **more: Any
+) -> dict[str, Any]:
+    scores = {
+        "dice": dice,
+        "nsd_1mm": dice,
+        "nsd_2mm": dice,
+        "hd95_mm": math.inf if dice == 0 else 2.0,
+    }
+    return {
+        "case": case,
+        "region": region,
+        "trust": "",
+        **scores,
+        "volume_pred_ml": pred_ml,
+        "volume_ref_ml": ref_ml,
+        **more,
+    }
 
 
-def render(rows: list[dict[str, Any]], files: dict[str, Files] | None = None, num_pictures: int = 5, **given: Any) -> str:
-    arguments: dict[str, Any] = {"notes": {}, "costs": (), "baseline": "", "baseline_dices": {}, "compared": (), **given}
+def render(
+    rows: list[dict[str, Any]],
+    files: dict[str, Files] | None = None,
+    num_pictures: int = 5,
+    **given: Any,
+) -> str:
+    arguments: dict[str, Any] = {
+        "notes": {},
+        "costs": (),
+        "baseline": "",
+        "baseline_dices": {},
+        "compared": (),
+        **given,
+    }
     files = {row["case"]: Files(None, "", "") for row in rows} | (files or {})
     page = render_cases(rows, [], files, EVIL, EVIL, num_pictures, pytest.fail, **arguments)
     Outline(page)
@@ -45,9 +72,16 @@ def test_the_worst_case_comes_first_and_a_dice_leads_to_its_picture(tmp_path: Pa
     order = re.findall(r'<tr data-case="([^"]*)" data-region="(\w+)"', page)
     assert [region for _, region in order] == ["right", "left", "left", "right", "left"]
     assert order[0][0] == order[2][0] == "bad"
-    figures = re.findall(r'<figure id="(case-\d)" data-case="([^"]*)">(.*?)</figure>', page, flags=re.DOTALL)
-    assert [(identity, name) for identity, name, _ in figures][::2] == [("case-0", "bad"), ("case-2", "good")]
-    assert [text.count("<img ") for _, _, text in figures] == [1, 1, 0], "the worst cases have their pictures inside the page"
+    figures = re.findall(
+        r'<figure id="(case-\d)" data-case="([^"]*)">(.*?)</figure>', page, flags=re.DOTALL
+    )
+    assert [(identity, name) for identity, name, _ in figures][::2] == [
+        ("case-0", "bad"),
+        ("case-2", "good"),
+    ]
+    assert [text.count("<img ") for _, _, text in figures] == [1, 1, 0], (
+        "the worst cases have their pictures inside the page"
+    )
     assert '<a href="overlays/good.png">' in figures[2][2]
     assert ['href="../pred/bad.html"' in text for _, _, text in figures] == [True, False, False]
     for identity in ("case-0", "case-1", "case-2"):
@@ -64,9 +98,18 @@ def test_missed_and_extra_volumes_follow_from_dice_and_volumes() -> None:
 
 
 def test_filters_offer_what_differs_and_a_baseline_adds_its_column() -> None:
-    rows = [score("a", "left", 0.9, trust="sure"), score("a", "right", 0.8), score("b", "left", 0.7, trust="weak")]
+    rows = [
+        score("a", "left", 0.9, trust="sure"),
+        score("a", "right", 0.8),
+        score("b", "left", 0.7, trust="weak"),
+    ]
     page = render(rows)
-    assert re.findall(r'<(?:select|input)[^>]* name="(\w+)"', page) == ["case", "region", "trust", "below"]
+    assert re.findall(r'<(?:select|input)[^>]* name="(\w+)"', page) == [
+        "case",
+        "region",
+        "trust",
+        "below",
+    ]
     assert "data-delta" not in page.partition("<script")[0]
     page = render(rows, baseline="old", baseline_dices={("a", "left"): 0.95, ("a", "right"): 0.75})
     assert 'name="worse"' in page
@@ -74,7 +117,11 @@ def test_filters_offer_what_differs_and_a_baseline_adds_its_column() -> None:
 
 
 def test_notes_are_shown_where_there_are_any() -> None:
-    page = render([score("a", "left", 0.9)], notes={"Failed": [f"b: {EVIL}"], "Warnings": []}, costs=[("seconds a case", "7.5")])
+    page = render(
+        [score("a", "left", 0.9)],
+        notes={"Failed": [f"b: {EVIL}"], "Warnings": []},
+        costs=[("seconds a case", "7.5")],
+    )
     assert "<h2>Failed</h2>" in page
     assert "<h2>Warnings</h2>" not in page
     assert "<dd>7.5</dd>" in page

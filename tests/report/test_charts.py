@@ -29,7 +29,12 @@ EVIL = '<script>alert("x")</script> & "quoted"'
 DICES = (0.0, 0.9, 0.95, 0.98, 0.99)
 
 
-def made(values: Sequence[object], dices: Sequence[float] = DICES, status: str = "finished", key: str = "key") -> Comparison:
+def made(
+    values: Sequence[object],
+    dices: Sequence[float] = DICES,
+    status: str = "finished",
+    key: str = "key",
+) -> Comparison:
     """Runs that differ in one or two keys."""
     return compare(
         [
@@ -39,8 +44,14 @@ def made(values: Sequence[object], dices: Sequence[float] = DICES, status: str =
     )  # fmt: skip
 
 
-def curve(points: Sequence[tuple[float, float]], column: str = "loss", status: str = "finished") -> Chart:
-    (chart,) = curves(compare([Run("0", Path(), status, history=tuple({"step": x, column: y} for x, y in points))]))
+def curve(
+    points: Sequence[tuple[float, float]], column: str = "loss", status: str = "finished"
+) -> Chart:
+    (chart,) = curves(
+        compare(
+            [Run("0", Path(), status, history=tuple({"step": x, column: y} for x, y in points))]
+        )
+    )
     return chart
 
 
@@ -82,13 +93,17 @@ def test_a_dice_near_one_is_stretched() -> None:
     _, y = axes(chart)
     assert (y["field"], y["scale"]["type"]) == ("error", "log")
     down = [math.log(row["error"]) for row in rows(chart)]
-    assert down[1] - down[2] == pytest.approx(down[3] - down[4], abs=0.3), "0.98 is as far from 0.99 as 0.90 from 0.95"
+    assert down[1] - down[2] == pytest.approx(down[3] - down[4], abs=0.3), (
+        "0.98 is as far from 0.99 as 0.90 from 0.95"
+    )
     worst, best = y["scale"]["domain"]
     assert worst == max(row["error"] for row in rows(chart)) == 1.0
     assert best <= min(row["error"] for row in rows(chart))
     ticks = [1 - value for value in y["axis"]["values"]]
     assert {0.0, 0.9, 0.99} <= {round(tick, 6) for tick in ticks}
-    assert all(best - 1e-9 <= value <= worst for value in y["axis"]["values"]), "no tick outside the axis"
+    assert all(best - 1e-9 <= value <= worst for value in y["axis"]["values"]), (
+        "no tick outside the axis"
+    )
     low = costs(made([1.0, 2.0, 3.0], [0.2, 0.5, 0.8]))[0]
     assert axes(low)[1]["field"] == "y", "far from 1 the axis is linear"
 
@@ -100,13 +115,19 @@ def test_a_dice_near_one_is_stretched() -> None:
         ("optimizer.lr", [1e-3, 2e-3, 3e-3], True), ("schedule.max_lr", [1e-3, 2e-3, 3e-3], True),
     ],
 )  # fmt: skip
-def test_learning_rates_and_several_magnitudes_have_a_logarithmic_axis(key: str, values: list[float], is_log: bool) -> None:
+def test_learning_rates_and_several_magnitudes_have_a_logarithmic_axis(
+    key: str, values: list[float], is_log: bool
+) -> None:
     x, _ = axes(by_key(made([*values, values[0]], [0.5, 0.6, 0.7, 0.8], key=key))[0])
     assert (x["scale"].get("type") == "log") is is_log
     if is_log:
         low, high = x["scale"]["domain"]
         assert low <= min(values) < max(values) <= high
-        assert len([tick for tick in x["axis"]["values"] if low <= tick <= high]) == len(x["axis"]["values"]) >= 2
+        assert (
+            len([tick for tick in x["axis"]["values"] if low <= tick <= high])
+            == len(x["axis"]["values"])
+            >= 2
+        )
 
 
 def test_names_stand_in_the_order_of_their_appearance_and_counts_have_whole_ticks() -> None:
@@ -126,7 +147,10 @@ def test_few_results_or_one_key_have_no_chart_by_key() -> None:
 
 
 def test_the_best_so_far_never_falls() -> None:
-    runs = [Run(str(n), Path(), "finished", summary={"val_dice_best": dice}) for n, dice in enumerate((0.5, 0.4, 0.9, 0.6))]
+    runs = [
+        Run(str(n), Path(), "finished", summary={"val_dice_best": dice})
+        for n, dice in enumerate((0.5, 0.4, 0.9, 0.6))
+    ]
     (chart,) = progress(compare(runs), {"objectives": {"val_dice": "maximize"}})
     assert chart.heading == "Val Dice of 4 trials, and the best so far"
     assert [row["best"]["y"] for row in rows(chart)] == [0.5, 0.5, 0.9, 0.9]
@@ -134,8 +158,13 @@ def test_the_best_so_far_never_falls() -> None:
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
-    assert [row["x"] for row in rows(curve([(0, 4.0), (10, 2.0), (20, math.inf), (30, math.nan)]))] == [0, 10]
-    assert curves(compare([Run("0", Path(), "finished", history=({"step": 0.0, "loss": math.nan},))])) == []
+    assert [
+        row["x"] for row in rows(curve([(0, 4.0), (10, 2.0), (20, math.inf), (30, math.nan)]))
+    ] == [0, 10]
+    assert (
+        curves(compare([Run("0", Path(), "finished", history=({"step": 0.0, "loss": math.nan},))]))
+        == []
+    )
 
 
 def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
@@ -147,7 +176,11 @@ def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
     ]  # fmt: skip
     for chart in (dice_by_region(results), volume_errors(results), case_differences(results)):
         assert "indexof(shown, datum.row)" in chart.spec["transform"][0]["filter"]
-        assert [row["link"] for row in sorted(rows(chart), key=lambda row: row["row"])] == ["#case-0", "#case-1", "#case-2"]
+        assert [row["link"] for row in sorted(rows(chart), key=lambda row: row["row"])] == [
+            "#case-0",
+            "#case-1",
+            "#case-2",
+        ]
     assert [row["delta"] for row in rows(case_differences(results))] == [-0.2, 0.0, 0.1]
     assert len({row["offset"] for row in rows(dice_by_region(results))}) == 3
     assert differences([], "t") == []
@@ -170,7 +203,10 @@ def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
 
 def test_bundled_scripts_are_the_published_ones() -> None:
     folder = Path(medseg.report.__file__).parent / "page" / "vega"
-    sums = dict(line.split("  ")[::-1] for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines())
+    sums = dict(
+        line.split("  ")[::-1]
+        for line in (folder / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    )
     assert sorted(sums) == sorted(path.name for path in folder.glob("*.js"))
     for name, checksum in sums.items():
         source = (folder / name).read_bytes()

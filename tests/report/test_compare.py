@@ -11,10 +11,23 @@ import numpy as np
 import pytest
 
 from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows
-from medseg.report.runs_page import difference_rows, render, run_figures, setting_figures, shown_metrics
+from medseg.report.runs_page import (
+    difference_rows,
+    render,
+    run_figures,
+    setting_figures,
+    shown_metrics,
+)
 
 
-def run(name: str, dice: float | None = None, status: str = "finished", *, peak: float = 1.0, **settings: object) -> Run:
+def run(
+    name: str,
+    dice: float | None = None,
+    status: str = "finished",
+    *,
+    peak: float = 1.0,
+    **settings: object,
+) -> Run:
     """A run whose keys have `__` for a dot."""
     flat = {key.replace("__", "."): value for key, value in settings.items()}
     summary = {} if dice is None else {"val_dice_best": dice, "peak_gib": peak}
@@ -34,8 +47,15 @@ def test_differing_keys_are_columns_and_an_interpolation_is_none() -> None:
 
 
 def test_a_key_that_one_configuration_lacks_is_a_difference() -> None:
-    comparison = compare([run("0", 0.9, optimizer__lr=0.1), run("1", 0.8, optimizer__lr=0.1, optimizer__momentum=0.9)])
-    assert [(column.key, column.values) for column in comparison.columns] == [("optimizer.momentum", ("–", "0.9"))]
+    comparison = compare(
+        [
+            run("0", 0.9, optimizer__lr=0.1),
+            run("1", 0.8, optimizer__lr=0.1, optimizer__momentum=0.9),
+        ]
+    )
+    assert [(column.key, column.values) for column in comparison.columns] == [
+        ("optimizer.momentum", ("–", "0.9"))
+    ]
 
 
 def test_two_keys_that_merely_change_together_are_both_shown() -> None:
@@ -49,17 +69,29 @@ def test_a_chosen_group_stands_for_the_keys_that_it_sets() -> None:
         for i, (m, p, lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
     ]  # fmt: skip
     (memory, lr) = compare(made).columns
-    assert (memory.key, memory.values, memory.also) == ("memory", ("plain", "amp", "amp"), ("memory.precision",))
+    assert (memory.key, memory.values, memory.also) == (
+        "memory",
+        ("plain", "amp", "amp"),
+        ("memory.precision",),
+    )
     assert lr.key == "lr"
     # Overridden once more below the group: the group no longer says it all.
-    other = Run("3", Path(), "finished", settings={"memory.precision": "fp16", "lr": 2}, overrides={"memory": "amp"})
+    other = Run(
+        "3",
+        Path(),
+        "finished",
+        settings={"memory.precision": "fp16", "lr": 2},
+        overrides={"memory": "amp"},
+    )
     assert "memory.precision" in [column.key for column in compare([*made, other]).columns]
 
 
 def test_a_job_that_never_began_has_its_overrides_and_hides_nothing() -> None:
     refused = Run("2", Path(), "refused", settings={"lr": 2}, has_config=False)
     comparison = compare([run("0", 0.9, lr=1, peak_lr=1), run("1", 0.8, lr=2, peak_lr=2), refused])
-    assert [(column.key, column.values) for column in comparison.columns] == [("lr", ("1", "2", "2"))]
+    assert [(column.key, column.values) for column in comparison.columns] == [
+        ("lr", ("1", "2", "2"))
+    ]
 
 
 def test_repeats_have_mean_and_standard_deviation_of_the_finished_runs() -> None:
@@ -71,7 +103,10 @@ def test_repeats_have_mean_and_standard_deviation_of_the_finished_runs() -> None
     assert [one.name for one in repeated.runs] == ["0", "1", "2", "3"]
     assert repeated.metrics["val_dice"] == list(dices)
     assert single.metrics["val_dice"] == [0.92]
-    assert [row["setting_val_dice_sd"] for row in csv_rows(comparison)] == [*[f"{stdev(dices):.6g}"] * 4, None]
+    assert [row["setting_val_dice_sd"] for row in csv_rows(comparison)] == [
+        *[f"{stdev(dices):.6g}"] * 4,
+        None,
+    ]
     assert comparison.best == 1, "a setting with an unfinished run is never the best"
     assert comparison.ranked == [1, 0]
     assert compare(runs[:3] + runs[4:]).best == 0
@@ -93,7 +128,11 @@ def test_without_a_complete_setting_there_is_no_best() -> None:
 
 def with_cases(name: str, dices: dict[str, float], **settings: object) -> Run:
     """A run with the Dice of validation cases; both labels of a case have the same."""
-    scores = tuple(CaseScore(10, case, label, dice) for case, dice in dices.items() for label in ("left", "right"))
+    scores = tuple(
+        CaseScore(10, case, label, dice)
+        for case, dice in dices.items()
+        for label in ("left", "right")
+    )
     return replace(run(name, 0.9, **settings), cases=scores)
 
 
@@ -113,14 +152,21 @@ def test_differences_pair_the_cases_of_settings() -> None:
     (row,) = difference_rows(comparison)
     assert (row["name"], row["setting"], row["baseline_mean"]) == ("lr 2", 1, pytest.approx(0.8))
     page = render(comparison, None, "", "", 0, print)
-    assert page.index("Validation cases, worst first") < page.index("Differences to the baseline") < page.index('id="settings"')
+    assert (
+        page.index("Validation cases, worst first")
+        < page.index("Differences to the baseline")
+        < page.index('id="settings"')
+    )
     cases = re.findall(r'<tr data-case="(\w)"', page)
     assert cases == ["c", "c", "a", "a", "b", "b"], "the worst first"
 
 
 def setting_run(name: str, dices: dict[str, float], patients: dict[str, str], lr: int) -> Run:
     """A finished run whose mean is that of its cases."""
-    scores = tuple(CaseScore(10, case, "lung", dice, patient=patients.get(case, "")) for case, dice in dices.items())
+    scores = tuple(
+        CaseScore(10, case, "lung", dice, patient=patients.get(case, ""))
+        for case, dice in dices.items()
+    )
     return replace(run(name, sum(dices.values()) / len(dices), lr=lr), cases=scores)
 
 
@@ -134,17 +180,27 @@ def test_the_best_says_which_settings_may_be_as_good() -> None:
     bad = {case: 0.3 + noise[case] for case in cases}
     runs = [setting_run(str(n), dices, cases, n) for n, dices in enumerate((base, best, bad))]
     comparison = compare(runs)
-    assert (comparison.best, comparison.tied) == (1, [0]), "eight scans of a patient are not eight patients"
+    assert (comparison.best, comparison.tied) == (1, [0]), (
+        "eight scans of a patient are not eight patients"
+    )
     assert [row["is_best"] for row in csv_rows(comparison)] == [False, True, False]
     assert [row["tied_with_best"] for row in csv_rows(comparison)] == [True, False, False]
     assert "1 of 2 others may be as good" in comparison.verdict
-    assert "over 3 validation patients, corrected for the choice among 3 settings" in comparison.verdict
+    assert (
+        "over 3 validation patients, corrected for the choice among 3 settings"
+        in comparison.verdict
+    )
     assert comparison.verdict.endswith(": lr 0.")
     page = render(comparison, None, "", "", 0, print)
     assert "Best run by its mean alone</h2>" in page
     assert comparison.verdict in page
     # Runs of versions that did not record patients: each case counts as one.
-    assert compare([setting_run(str(n), dices, {}, n) for n, dices in enumerate((base, best, bad))]).tied == []
+    assert (
+        compare(
+            [setting_run(str(n), dices, {}, n) for n, dices in enumerate((base, best, bad))]
+        ).tied
+        == []
+    )
 
 
 def test_runs_without_scores_of_cases_establish_nothing() -> None:
@@ -158,7 +214,10 @@ def test_of_equal_settings_one_is_rarely_established_as_the_best() -> None:
     rng = np.random.default_rng(0)
     num_established = 0
     for _ in range(150):
-        runs = [setting_run(str(n), {str(c): float(rng.normal(0.9, 0.02)) for c in range(10)}, {}, n) for n in range(6)]
+        runs = [
+            setting_run(str(n), {str(c): float(rng.normal(0.9, 0.02)) for c in range(10)}, {}, n)
+            for n in range(6)
+        ]
         num_established += len(compare(runs).tied) < 5
     assert num_established <= 0.09 * 150
 
@@ -181,7 +240,11 @@ def test_folds_are_repeats_too() -> None:
 
 
 def test_the_best_is_finished_and_the_smaller_of_equals() -> None:
-    runs = [run("0", 0.9, lr=1, peak=2.0), run("1", 0.9, lr=2, peak=1.0), run("2", 0.99, "running", lr=3)]
+    runs = [
+        run("0", 0.9, lr=1, peak=2.0),
+        run("1", 0.9, lr=2, peak=1.0),
+        run("2", 0.99, "running", lr=3),
+    ]
     comparison = compare(runs)
     assert comparison.best == 1
     assert comparison.ranked[-1] == 2
@@ -195,12 +258,29 @@ def test_not_a_number_is_no_result() -> None:
 
 
 def test_metrics_without_a_better_direction_are_shown_where_they_differ() -> None:
-    runs = [Run(str(i), Path(), "finished", settings={"lr": i}, summary={"steps": 10, "num_parameters": 5 + i}) for i in range(2)]
+    runs = [
+        Run(
+            str(i),
+            Path(),
+            "finished",
+            settings={"lr": i},
+            summary={"steps": 10, "num_parameters": 5 + i},
+        )
+        for i in range(2)
+    ]
     assert [metric.key for metric in shown_metrics(compare(runs))] == ["num_parameters"]
 
 
 def test_the_csv_table_has_one_row_per_run() -> None:
-    rows = csv_rows(compare([run("a,b", 0.9, lr=1, seed=1), run("c", 0.8, lr=1, seed=2), run("d", None, "failed", lr=2, seed=1)]))
+    rows = csv_rows(
+        compare(
+            [
+                run("a,b", 0.9, lr=1, seed=1),
+                run("c", 0.8, lr=1, seed=2),
+                run("d", None, "failed", lr=2, seed=1),
+            ]
+        )
+    )
     assert [row["run"] for row in rows] == ["a,b", "c", "d"]
     assert [row["setting_val_dice_mean"] for row in rows] == ["0.85", "0.85", None]
     assert [row["is_best"] for row in rows] == [True, True, False]
@@ -209,14 +289,41 @@ def test_the_csv_table_has_one_row_per_run() -> None:
 def test_each_metric_reads_the_summary_before_the_history() -> None:
     lines: list[dict[str, float]] = [
         {"step": 10, "seconds_per_step": 1.0, "peak_gib": 2.0},
-        {"step": 20, "seconds_per_step": 5.0, "peak_gib": 4.0, "val_dice": 0.7, "val_dice_worst": 0.6},
-        {"step": 30, "seconds_per_step": 2.0, "peak_gib": 3.0, "val_dice": 0.8, "val_dice_worst": 0.5},
+        {
+            "step": 20,
+            "seconds_per_step": 5.0,
+            "peak_gib": 4.0,
+            "val_dice": 0.7,
+            "val_dice_worst": 0.6,
+        },
+        {
+            "step": 30,
+            "seconds_per_step": 2.0,
+            "peak_gib": 3.0,
+            "val_dice": 0.8,
+            "val_dice_worst": 0.5,
+        },
         {"step": 40, "val_dice": 0.75, "val_dice_worst": 0.65},
     ]
     bare = Run("0", Path(), "running", history=tuple(lines))
-    expected = {"val_dice": 0.8, "val_dice_worst": 0.5, "steps": 40, "seconds_per_step": 2.0, "peak_gib": 4.0}
-    assert {metric.key: metric.of(bare) for metric in METRICS if metric.of(bare) is not None} == expected
-    summary = {"val_dice_best": 0.9, "steps": 50, "train_s": 60, "peak_gib": 1.5, "num_parameters": 7, "seconds_per_step": 9.0}
+    expected = {
+        "val_dice": 0.8,
+        "val_dice_worst": 0.5,
+        "steps": 40,
+        "seconds_per_step": 2.0,
+        "peak_gib": 4.0,
+    }
+    assert {
+        metric.key: metric.of(bare) for metric in METRICS if metric.of(bare) is not None
+    } == expected
+    summary = {
+        "val_dice_best": 0.9,
+        "steps": 50,
+        "train_s": 60,
+        "peak_gib": 1.5,
+        "num_parameters": 7,
+        "seconds_per_step": 9.0,
+    }
     told = replace(bare, summary=summary)
     assert {metric.key: metric.of(told) for metric in METRICS} == {
         "val_dice": 0.9,
@@ -239,9 +346,23 @@ def test_each_metric_reads_the_summary_before_the_history() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "is_taken"), [(1e30, True), (1.1e30, False), (-1.1e30, False), (True, False), ("0.9", False), (float("inf"), False)]
+    ("value", "is_taken"),
+    [
+        (1e30, True),
+        (1.1e30, False),
+        (-1.1e30, False),
+        (True, False),
+        ("0.9", False),
+        (float("inf"), False),
+    ],
 )
 def test_a_figure_that_no_run_can_have_is_none(value: object, is_taken: bool) -> None:
-    told = Run("0", Path(), "finished", summary={"peak_gib": value}, history=({"step": 1, "peak_gib": 2.0},))
+    told = Run(
+        "0",
+        Path(),
+        "finished",
+        summary={"peak_gib": value},
+        history=({"step": 1, "peak_gib": 2.0},),
+    )
     (peak,) = (metric for metric in METRICS if metric.key == "peak_gib")
     assert peak.of(told) == (value if is_taken else 2.0)

@@ -15,11 +15,18 @@ from medseg.report.differences import is_established, paired_difference, write_d
 def test_the_interval_is_that_of_scipy(number: int) -> None:
     rng = np.random.default_rng(number)
     baseline = {f"case {n}": float(rng.normal(0.9, 0.05)) for n in range(number)}
-    scores = {case: dice + float(rng.exponential(0.02)) - 0.01 for case, dice in reversed(baseline.items())}
+    scores = {
+        case: dice + float(rng.exponential(0.02)) - 0.01
+        for case, dice in reversed(baseline.items())
+    }
     found = paired_difference(scores, baseline)
     assert found is not None
-    expected = stats.ttest_rel([scores[case] for case in baseline], list(baseline.values())).confidence_interval(0.95)
-    assert (found.ci95_low, found.ci95_high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    expected = stats.ttest_rel(
+        [scores[case] for case in baseline], list(baseline.values())
+    ).confidence_interval(0.95)
+    assert (found.ci95_low, found.ci95_high) == pytest.approx(
+        (expected.low, expected.high), abs=1e-12
+    )
     assert found.difference == pytest.approx(found.mean - found.baseline_mean)
     assert found.better + found.worse == found.cases == number
 
@@ -28,7 +35,9 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(400):
-        found = paired_difference(dict(enumerate(rng.normal(0.01, 0.03, 8))), dict.fromkeys(range(8), 0.0))
+        found = paired_difference(
+            dict(enumerate(rng.normal(0.01, 0.03, 8))), dict.fromkeys(range(8), 0.0)
+        )
         assert found is not None
         assert found.ci95_low is not None
         assert found.ci95_high is not None
@@ -37,7 +46,11 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
 
 
 def test_only_common_cases_with_finite_scores_are_pairs() -> None:
-    found = paired_difference({"a": 3.0, "b": math.inf, "c": 1.0, "d": 2.0}, {"a": 5.0, "b": 1.0, "c": 1.0, "e": 0.0}, better=-1)
+    found = paired_difference(
+        {"a": 3.0, "b": math.inf, "c": 1.0, "d": 2.0},
+        {"a": 5.0, "b": 1.0, "c": 1.0, "e": 0.0},
+        better=-1,
+    )
     assert found is not None
     assert (found.cases, found.difference, found.better, found.worse) == (2, -1.0, 1, 0)
     assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
@@ -58,17 +71,24 @@ def false_positives(counts: list[int], draws: int) -> tuple[float, float]:
 
     Args:
         counts: Number of scans of each patient.
-        draws: Number of simulated comparisons; scans of a patient share four fifths of the variance.
+        draws: Number of simulated comparisons; scans of a patient share four fifths of the
+            variance.
     """
     rng = np.random.default_rng(sum(counts))
-    patients = {f"{patient}_{scan}": str(patient) for patient, number in enumerate(counts) for scan in range(number)}
+    patients = {
+        f"{patient}_{scan}": str(patient)
+        for patient, number in enumerate(counts)
+        for scan in range(number)
+    }
     baseline = dict.fromkeys(patients, 0.9)
     outside = significant = 0
     for _ in range(draws):
         shared = rng.normal(0.0, math.sqrt(0.8), len(counts))
         own = rng.normal(0.0, math.sqrt(0.2), len(patients))
         gains = shared[[int(patient) for patient in patients.values()]] + own
-        scores = {case: 0.9 + 0.01 * gain for case, gain in zip(patients, gains.tolist(), strict=True)}
+        scores = {
+            case: 0.9 + 0.01 * gain for case, gain in zip(patients, gains.tolist(), strict=True)
+        }
         found = paired_difference(scores, baseline, patients=patients)
         assert found is not None
         assert found.ci95_low is not None
@@ -107,7 +127,9 @@ def test_a_patient_counts_once_whatever_the_number_of_scans() -> None:
     interval = stats.ttest_1samp(gains, 0.0).confidence_interval(0.95)
     assert found.difference == pytest.approx(np.mean(gains))
     assert (found.ci95_low, found.ci95_high) == pytest.approx((interval.low, interval.high))
-    assert found.wilcoxon_p == pytest.approx(stats.wilcoxon([0.3, -0.1]).pvalue), "equal patients have no rank"
+    assert found.wilcoxon_p == pytest.approx(stats.wilcoxon([0.3, -0.1]).pvalue), (
+        "equal patients have no rank"
+    )
     alone = paired_difference(scores, baseline, patients=dict.fromkeys(patients, "a"))
     assert alone is not None
     assert (alone.patients, alone.ci95_low, alone.wilcoxon_p) == (1, None, 1.0)
@@ -116,7 +138,9 @@ def test_a_patient_counts_once_whatever_the_number_of_scans() -> None:
 @pytest.mark.parametrize("number", [5, 6, 13, 60])
 def test_the_rank_test_is_that_of_scipy(number: int) -> None:
     gains = np.random.default_rng(number).normal(0.01, 0.03, number)
-    found = paired_difference(dict(zip(map(str, range(number)), gains, strict=True)), {str(n): 0.0 for n in range(number)})
+    found = paired_difference(
+        dict(zip(map(str, range(number)), gains, strict=True)), {str(n): 0.0 for n in range(number)}
+    )
     assert found is not None
     assert found.wilcoxon_p == pytest.approx(stats.wilcoxon(gains).pvalue, abs=1e-6)
 
@@ -138,7 +162,9 @@ def test_a_better_result_is_established_by_patients_and_not_by_scans() -> None:
     patients = {f"{patient}_{scan}": patient for patient in "abc" for scan in range(20)}
     gains = {"a": 0.03, "b": 0.02, "c": -0.01}
     baseline = dict.fromkeys(patients, 0.9)
-    scores = {case: 0.9 + gains[patient] + rng.normal(0.0, 0.001) for case, patient in patients.items()}
+    scores = {
+        case: 0.9 + gains[patient] + rng.normal(0.0, 0.001) for case, patient in patients.items()
+    }
     assert is_established(scores, baseline, {})
     assert not is_established(scores, baseline, patients)
     clear_gains = {"a": 0.03, "b": 0.02, "c": 0.025}  # p = 0.013

@@ -39,8 +39,12 @@ def _coloured(picture: np.ndarray, panel: Panel, colour: tuple[int, int, int]) -
     return np.asarray((lean @ wanted > 20) & (lean @ wanted > 0.8 * np.linalg.norm(lean, axis=-1)))
 
 
-def _draw(path: Path, pred: np.ndarray, reference: np.ndarray | None) -> tuple[np.ndarray, list[Panel]]:
-    panels = overlay_montage(_body(), pred, reference, SPACING_MM, path, "Doe, John $x_1$ (ü)", label_names=NAMES)
+def _draw(
+    path: Path, pred: np.ndarray, reference: np.ndarray | None
+) -> tuple[np.ndarray, list[Panel]]:
+    panels = overlay_montage(
+        _body(), pred, reference, SPACING_MM, path, "Doe, John $x_1$ (ü)", label_names=NAMES
+    )
     return np.asarray(Image.open(path).convert("RGB")), panels
 
 
@@ -66,26 +70,43 @@ def test_left_is_on_the_viewers_right(tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pred_value", "reference_value", "kind"), [(0, 1, "missed"), (1, 0, "extra"), (2, 1, "other label"), (1, 1, None)]
+    ("pred_value", "reference_value", "kind"),
+    [(0, 1, "missed"), (1, 0, "extra"), (2, 1, "other label"), (1, 1, None)],
 )
-def test_errors_have_their_own_colours(tmp_path: Path, pred_value: int, reference_value: int, kind: str | None) -> None:
+def test_errors_have_their_own_colours(
+    tmp_path: Path, pred_value: int, reference_value: int, kind: str | None
+) -> None:
     """A block on the patient's left differs; the label on the right agrees everywhere."""
     right, at = _labels(2, slice(8, 28)), slice(34, 52)
-    picture, panels = _draw(tmp_path / "a.png", right + _labels(pred_value, at), right + _labels(reference_value, at))
+    picture, panels = _draw(
+        tmp_path / "a.png", right + _labels(pred_value, at), right + _labels(reference_value, at)
+    )
     for panel in panels:
         left, top, right_px, bottom = panel.box_px
         part = picture[top:bottom, left:right_px].astype(int)
         for name, colour in ERROR_COLOURS.items():
             tint = 0.75 * np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)])
             # Blended with any grey, a colour keeps the differences of its channels.
-            blends = np.abs((part - part.min(axis=-1, keepdims=True)) - (tint - tint.min())).max(axis=-1) < 25
+            blends = (
+                np.abs((part - part.min(axis=-1, keepdims=True)) - (tint - tint.min())).max(axis=-1)
+                < 25
+            )
             near_white = part.min(axis=-1) > 220
-            is_drawn = (near_white & (np.ptp(part, axis=-1) < 12) if name == "other label" else blends).mean() > 0.05
-            assert is_drawn == (name == kind and panel.plane != "sagittal") or panel.plane == "sagittal", (panel, name)
+            is_drawn = (
+                near_white & (np.ptp(part, axis=-1) < 12) if name == "other label" else blends
+            ).mean() > 0.05
+            assert (
+                is_drawn == (name == kind and panel.plane != "sagittal")
+                or panel.plane == "sagittal"
+            ), (panel, name)
 
 
-def draw_axial(image_hu: np.ndarray, pred: np.ndarray, reference: np.ndarray, path: Path) -> list[Panel]:
-    panels = overlay_montage(image_hu, pred, reference, (2.0, 2.0, 2.0), path, "a", label_names={1: "lung"})
+def draw_axial(
+    image_hu: np.ndarray, pred: np.ndarray, reference: np.ndarray, path: Path
+) -> list[Panel]:
+    panels = overlay_montage(
+        image_hu, pred, reference, (2.0, 2.0, 2.0), path, "a", label_names={1: "lung"}
+    )
     return [panel for panel in panels if panel.plane == "axial"]
 
 
@@ -95,8 +116,14 @@ def test_the_slice_with_most_errors_is_shown_and_named(tmp_path: Path) -> None:
     pred[6, 12:38, 12:20] = 0
     pred[9, 12:14, 12:14] = 0
     _, panels = _draw(tmp_path / "a.png", pred, reference)
-    assert [panel.index for panel in panels if panel.plane == "axial" and panel.has_most_errors] == [6]
-    assert {panel.plane for panel in panels if panel.has_most_errors} == {"axial", "coronal", "sagittal"}
+    assert [
+        panel.index for panel in panels if panel.plane == "axial" and panel.has_most_errors
+    ] == [6]
+    assert {panel.plane for panel in panels if panel.has_most_errors} == {
+        "axial",
+        "coronal",
+        "sagittal",
+    }
     _, panels = _draw(tmp_path / "a.png", reference, reference)
     assert not any(panel.has_most_errors for panel in panels)
 
@@ -107,7 +134,10 @@ def test_the_nearest_slice_moves_to_the_most_errors(tmp_path: Path) -> None:
     pred = labels.copy()
     pred[40, 3, 3] = 0
     image_hu = np.zeros(labels.shape, np.int16)
-    shown = [[panel.index for panel in draw_axial(image_hu, one, labels, tmp_path / "p.png")] for one in (labels, pred)]
+    shown = [
+        [panel.index for panel in draw_axial(image_hu, one, labels, tmp_path / "p.png")]
+        for one in (labels, pred)
+    ]
     assert shown[0][1] != 40
     assert shown[1] == [shown[0][0], 40, *shown[0][2:]]
 
@@ -169,22 +199,46 @@ def test_the_file_replaces_an_older_one_and_leaves_nothing_beside(tmp_path: Path
 def test_a_volume_of_one_slice_is_drawn(tmp_path: Path) -> None:
     image_hu = np.zeros((1, 30, 40), dtype=np.int16)
     panels = overlay_montage(
-        image_hu, np.ones_like(image_hu), None, (1.0, 1.0, 1.0), tmp_path / "a.png", "x" * 200, label_names=NAMES
+        image_hu,
+        np.ones_like(image_hu),
+        None,
+        (1.0, 1.0, 1.0),
+        tmp_path / "a.png",
+        "x" * 200,
+        label_names=NAMES,
     )
     assert len(panels) == 8
 
 
 def test_shapes_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one shape"):
-        overlay_montage(_body(), np.zeros((2, 3, 4), np.uint8), None, SPACING_MM, tmp_path / "a.png", "a", label_names=NAMES)
+        overlay_montage(
+            _body(),
+            np.zeros((2, 3, 4), np.uint8),
+            None,
+            SPACING_MM,
+            tmp_path / "a.png",
+            "a",
+            label_names=NAMES,
+        )
 
 
 def test_an_image_without_a_window_is_drawn_by_its_own_values(tmp_path: Path) -> None:
     image = np.linspace(5000, 9000, int(np.prod(SHAPE))).reshape(SHAPE)
     panels = overlay_montage(
-        image, np.zeros(SHAPE, np.uint8), None, SPACING_MM, tmp_path / "a.png", "a", label_names=NAMES, window_hu=None
+        image,
+        np.zeros(SHAPE, np.uint8),
+        None,
+        SPACING_MM,
+        tmp_path / "a.png",
+        "a",
+        label_names=NAMES,
+        window_hu=None,
     )
     picture = np.asarray(Image.open(tmp_path / "a.png").convert("L"))
-    means = [picture[top:bottom, left:right].mean() for left, top, right, bottom in (panel.box_px for panel in panels[:4])]
+    means = [
+        picture[top:bottom, left:right].mean()
+        for left, top, right, bottom in (panel.box_px for panel in panels[:4])
+    ]
     assert means == sorted(means)
     assert means[-1] - means[0] > 100

@@ -34,10 +34,16 @@ def test_slices_with_the_largest_area_are_cut() -> None:
         assert (one.image == image.take(one.index, axis)).all()
         assert one.count == labels.shape[axis]
     assert [one.size_mm for one in cuts] == [(120.0, 175.0), (100.0, 175.0), (100.0, 120.0)]
-    assert [one.index for one in cut_slices(image, np.zeros_like(labels), SPACING_MM)] == [10, 30, 35]
+    assert [one.index for one in cut_slices(image, np.zeros_like(labels), SPACING_MM)] == [
+        10,
+        30,
+        35,
+    ]
 
 
-def test_the_picture_shows_outlines_on_the_patients_side_and_grows_with_its_words(tmp_path: Path) -> None:
+def test_the_picture_shows_outlines_on_the_patients_side_and_grows_with_its_words(
+    tmp_path: Path,
+) -> None:
     cuts = cut_slices(*volume(), SPACING_MM)
     heights = []
     for number in (0, 3, 20):
@@ -58,5 +64,7 @@ def test_the_picture_shows_outlines_on_the_patients_side_and_grows_with_its_word
     axial = picture[48 : 48 + 290, :424]
     is_blue = np.abs(axial - BLUE).sum(axis=-1) < 90
     assert is_blue.sum() > 100
-    assert np.nonzero(is_blue)[1].min() > 424 / 2, "the patient's left is on the right of the picture"
+    assert np.nonzero(is_blue)[1].min() > 424 / 2, (
+        "the patient's left is on the right of the picture"
+    )
     assert is_blue.sum() < 3000, "a line, not a filled area"

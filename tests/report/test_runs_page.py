@@ -44,7 +44,13 @@ class Outline(HTMLParser):
 def made(tmp_path: Path, count: int) -> list[Run]:
     Image.new("RGB", (1280, 700), "navy").save(tmp_path / "step_000040_0.png")
     history = tuple(
-        {"step": float(step), "loss": 1.0 / step, "val_dice": 1 - 1.0 / step, "seconds_per_step": 0.1} for step in range(2, 40)
+        {
+            "step": float(step),
+            "loss": 1.0 / step,
+            "val_dice": 1 - 1.0 / step,
+            "seconds_per_step": 0.1,
+        }
+        for step in range(2, 40)
     )
     return [
         Run(
@@ -63,8 +69,12 @@ def test_the_page_is_well_formed_and_loads_nothing(count: int, tmp_path: Path) -
     outline = Outline(page)
     libraries = re.findall(r"<script>!function.*?</script>", page, flags=re.DOTALL)
     assert len(libraries) == 3
-    assert sum(tag == "script" for tag, _ in outline.tags) == 5, "the library of the charts, their data, and the page's own"
-    specs = re.findall(r'<script type="application/json" id="specs">(.*?)</script>', page, flags=re.DOTALL)
+    assert sum(tag == "script" for tag, _ in outline.tags) == 5, (
+        "the library of the charts, their data, and the page's own"
+    )
+    specs = re.findall(
+        r'<script type="application/json" id="specs">(.*?)</script>', page, flags=re.DOTALL
+    )
     assert len(json.loads(specs[0])) == page.count("data-spec=")
     for tag, attributes in outline.tags:
         for name in ("src", "href", "srcset", "data"):
@@ -80,7 +90,10 @@ def test_the_page_is_well_formed_and_loads_nothing(count: int, tmp_path: Path) -
     assert page.count("left <b>0.7500</b>") == min(5, count), "Dice in the captions"
     for picture in pictures:
         assert picture["alt"]
-        assert Image.open(io.BytesIO(base64.b64decode((picture["src"] or "").partition(",")[2]))).width <= 960
+        assert (
+            Image.open(io.BytesIO(base64.b64decode((picture["src"] or "").partition(",")[2]))).width
+            <= 960
+        )
     headings = [attributes for tag, attributes in outline.tags if tag == "th"]
     assert headings
     assert all(heading.get("scope") in ("row", "col") for heading in headings)
@@ -91,7 +104,9 @@ def test_every_run_is_in_the_table_and_in_the_curves(tmp_path: Path) -> None:
     page = render(compare(made(tmp_path, 24)), None, "t", "f", 0, pytest.fail)
     body = page[page.index('<h2 id="runs">') :]
     assert body[: body.index("</table>")].count("<tr ") == 24
-    specs = json.loads(page[page.index('id="specs">') + 11 : page.index("</script>", page.index('id="specs">'))])
+    specs = json.loads(
+        page[page.index('id="specs">') + 11 : page.index("</script>", page.index('id="specs">'))]
+    )
     assert len({row["run"] for row in specs[0]["data"]["values"]}) == 24
     assert all(f'id="{row["link"][1:]}"' in page for row in specs[0]["data"]["values"])
     assert "broken lines" in page.lower()
@@ -112,18 +127,42 @@ def test_a_search_shows_its_space_its_best_trials_and_the_best_so_far(tmp_path: 
     page = render(compare(runs), study, "t", "f", 0, pytest.fail)
     Outline(page)
     section = page[page.index('<h2 id="search">') : page.index('<h2 id="runs">')]
-    for text in ("mine: 4 of 9 trials", "width: 75.0%", "Best: trial 3", "<td>0.4</td>", "<b>0.6000</b>", "Val Dice of 3 trials"):
+    for text in (
+        "mine: 4 of 9 trials",
+        "width: 75.0%",
+        "Best: trial 3",
+        "<td>0.4</td>",
+        "<b>0.6000</b>",
+        "Val Dice of 3 trials",
+    ):
         assert text in section, text
-    front = study | {"objectives": {"val_dice": "maximize", "peak_gib": "minimize"}, "best": ["0", "3"], "importances": {}}
+    front = study | {
+        "objectives": {"val_dice": "maximize", "peak_gib": "minimize"},
+        "best": ["0", "3"],
+        "importances": {},
+    }
     page = render(compare(runs), front, "t", "f", 0, pytest.fail)
     Outline(page)
-    for text in ("Front: trial 0", "Front: trial 3", "<td>0.1235</td>", "<b>2.00</b>", "less <code>peak_gib</code>"):
+    for text in (
+        "Front: trial 0",
+        "Front: trial 3",
+        "<td>0.1235</td>",
+        "<b>2.00</b>",
+        "less <code>peak_gib</code>",
+    ):
         assert text in page, text
     assert "Importance" not in page
 
 
 def test_a_page_without_a_finished_run_says_so(tmp_path: Path) -> None:
-    page = render(compare([Run("0", tmp_path, "running"), Run("1", tmp_path, "unfinished")]), None, "t", "f", 5, pytest.fail)
+    page = render(
+        compare([Run("0", tmp_path, "running"), Run("1", tmp_path, "unfinished")]),
+        None,
+        "t",
+        "f",
+        5,
+        pytest.fail,
+    )
     Outline(page)
     assert "No run has finished yet" in page
 
@@ -132,7 +171,14 @@ def test_a_damaged_picture_is_reported_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "step_000001_0.png"
     path.write_bytes(b"\x89PNG\r\n\x1a\n half")
     said: list[str] = []
-    page = render(compare([Run("0", tmp_path, "finished", pictures=(Picture(path, 1),))]), None, "t", "f", 5, said.append)
+    page = render(
+        compare([Run("0", tmp_path, "finished", pictures=(Picture(path, 1),))]),
+        None,
+        "t",
+        "f",
+        5,
+        said.append,
+    )
     assert "<img" not in page
     assert str(path) in said[0]
 
@@ -142,7 +188,9 @@ def contrast(one: str, other: str) -> float:
 
     def luminance(colour: str) -> float:
         parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        linear = [
+            part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     low, high = sorted((luminance(one), luminance(other)))
@@ -152,7 +200,9 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_colours_of_text_and_marks_have_enough_contrast(scheme: int) -> None:
     css = (Path(medseg.report.__file__).parent / "page" / "page.css").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css.split("@media")[scheme].partition("}")[0]))
+    colours = dict(
+        re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css.split("@media")[scheme].partition("}")[0])
+    )
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
     for background in (colours["paper"], colours["card"], colours["hover"]):
         for text in ("ink", "quiet", "accent", "good", "open", "bad"):

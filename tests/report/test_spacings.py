@@ -12,7 +12,13 @@ COST = {
 
 
 def score(
-    case: str, slice_mm: float, dice: float, *, region: str = "left_lung", trust: str = "reference", hd95_mm: float = 2.0
+    case: str,
+    slice_mm: float,
+    dice: float,
+    *,
+    region: str = "left_lung",
+    trust: str = "reference",
+    hd95_mm: float = 2.0,
 ) -> dict:
     return {
         "case": case, "slice_mm": slice_mm, "region": region, "trust": trust, "dice": dice, "nsd_1mm": dice / 2, "nsd_2mm": dice,
@@ -33,7 +39,10 @@ FINE = Strategy(
     {},
 )
 ROUGH = Strategy(
-    "rough", {"coarse": COST, "fine": COST}, [score("thin", 0.8, 0.5), score("thick", 8.0, 0.95)], {"x|y": "no prediction"}
+    "rough",
+    {"coarse": COST, "fine": COST},
+    [score("thin", 0.8, 0.5), score("thick", 8.0, 0.95)],
+    {"x|y": "no prediction"},
 )
 
 
@@ -54,12 +63,18 @@ def test_markdown_names_the_best_of_each_class_missing_cases_and_failures() -> N
     assert "1.5–3 mm" not in text, "no case has such slices"
     assert "* rough: no result of x|y (no prediction)" in text
     assert "* huge: failed, out of memory" in text
-    assert "| fine | 0.8000 / 0.400 / 4.0 | 0.6000 / 0.300 / 2.0 | 0.7500 / 0.375 / 3.0 | 4.0 | 1.50 |" in text
-    lines = text.splitlines()
-    assert lines.index("| thin | 0.8 | right_lung | reference | 0.8000 / none | none |") < lines.index(
-        "| thick | 8 | right_lung | approximate | 0.1000 / 2.0 | none |"
+    assert (
+        "| fine | 0.8000 / 0.400 / 4.0 | 0.6000 / 0.300 / 2.0 | 0.7500 / 0.375 / 3.0 | 4.0 | 1.50 |"
+        in text
     )
-    assert markdown([Strategy("huge", {}, [], {}, "out of memory")]) == "* huge: failed, out of memory\n"
+    lines = text.splitlines()
+    assert lines.index(
+        "| thin | 0.8 | right_lung | reference | 0.8000 / none | none |"
+    ) < lines.index("| thick | 8 | right_lung | approximate | 0.1000 / 2.0 | none |")
+    assert (
+        markdown([Strategy("huge", {}, [], {}, "out of memory")])
+        == "* huge: failed, out of memory\n"
+    )
 
 
 def test_the_best_row_is_judged_by_patients() -> None:
@@ -67,16 +82,23 @@ def test_the_best_row_is_judged_by_patients() -> None:
     scans = {f"{patient}_{scan}": patient for patient in "ab" for scan in range(3)}
     gains = {"a": 0.03, "b": 0.01}
     low = Strategy("low", {}, [score(case, 0.8, 0.8) for case in scans], {})
-    high = Strategy("high", {}, [score(case, 0.8, 0.8 + gains[patient]) for case, patient in scans.items()], {})
+    high = Strategy(
+        "high", {}, [score(case, 0.8, 0.8 + gains[patient]) for case, patient in scans.items()], {}
+    )
     best = "* all: high has the best mean Dice, 0.8200 over 6 regions"
     assert f"{best}\n" in markdown([low, high])
-    assert f"{best}; not established against low (paired t-test over the patients)\n" in markdown([low, high], scans)
+    assert f"{best}; not established against low (paired t-test over the patients)\n" in markdown(
+        [low, high], scans
+    )
 
 
 def test_every_pair_of_rows_counts_as_a_comparison() -> None:
     """Three rows make three pairs: p = 0.020 is below a half of 0.05, and above a third of it."""
     gains = {"a": 0.03, "b": 0.022, "c": 0.0185}
-    rows = [Strategy(name, {}, [score(case, 0.8, 0.8) for case in gains], {}) for name in ("low", "same")]
+    rows = [
+        Strategy(name, {}, [score(case, 0.8, 0.8) for case in gains], {})
+        for name in ("low", "same")
+    ]
     high = Strategy("high", {}, [score(case, 0.8, 0.8 + gain) for case, gain in gains.items()], {})
     best = "* all: high has the best mean Dice, 0.8235 over 3 regions"
     assert f"{best}\n" in markdown([rows[0], high])

@@ -37,33 +37,55 @@ WORDS = ViewerWords(
 
 def volumes_of(page: str) -> dict[str, nibabel.Nifti1Image]:
     """Volumes of a page, decoded with nibabel."""
-    found = re.findall(r'<script type="application/octet-stream" id="volume-(\w+)">([^<]*)</script>', page)
-    return {name: nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text))) for name, text in found}
+    found = re.findall(
+        r'<script type="application/octet-stream" id="volume-(\w+)">([^<]*)</script>', page
+    )
+    return {
+        name: nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text)))
+        for name, text in found
+    }
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:
     noise = np.random.default_rng(0)
-    return noise.integers(-1200, 1300, GRID.shape).astype(np.int16), noise.integers(0, 3, GRID.shape).astype(np.uint8)
+    return noise.integers(-1200, 1300, GRID.shape).astype(np.int16), noise.integers(
+        0, 3, GRID.shape
+    ).astype(np.uint8)
 
 
 def test_the_page_decodes_to_the_case(tmp_path: Path) -> None:
     image, labels = arrays()
     reference = labels.copy()
     reference[0, :4] = [[0], [1], [2], [0]]
-    write_viewer(tmp_path / "a.html", pack_volumes(image, labels, GRID, reference), WORDS, TABLE, (-1000.0, 400.0))
+    write_viewer(
+        tmp_path / "a.html",
+        pack_volumes(image, labels, GRID, reference),
+        WORDS,
+        TABLE,
+        (-1000.0, 400.0),
+    )
     found = volumes_of((tmp_path / "a.html").read_text(encoding="utf-8"))
     assert set(found) == {"image", "labels", "differences"}
     # 1.5 mm: pairs of voxels in plane, the last column alone; slices of 2.5 mm as they are.
     assert {one.shape for one in found.values()} == {(11, 11, 7)}
-    places = {axis: np.minimum(np.arange(0, size, 2) + 1, size - 1) for axis, size in ((1, 21), (2, 22))}
+    places = {
+        axis: np.minimum(np.arange(0, size, 2) + 1, size - 1) for axis, size in ((1, 21), (2, 22))
+    }
     at = np.ix_(np.arange(7), places[1], places[2])
     assert (labels[at] == np.asarray(found["labels"].dataobj).T).all()
     differences = np.asarray(found["differences"].dataobj).T
     pred, target = labels[at], reference[at]
-    assert (differences == np.where(pred == target, 0, np.where(pred == 0, 1, np.where(target == 0, 2, 3)))).all()
-    clipped = np.pad(image.astype(float), ((0, 0), (0, 1), (0, 0)), constant_values=np.nan).reshape(7, 11, 2, 11, 2)
+    assert (
+        differences
+        == np.where(pred == target, 0, np.where(pred == 0, 1, np.where(target == 0, 2, 3)))
+    ).all()
+    clipped = np.pad(image.astype(float), ((0, 0), (0, 1), (0, 0)), constant_values=np.nan).reshape(
+        7, 11, 2, 11, 2
+    )
     expected = np.clip(np.nanmean(clipped, axis=(2, 4)), -1024, 1024)
-    assert np.abs(np.asarray(found["image"].dataobj).T - expected).max() <= 2048 / 255 / 2 + 1e-3, "half a grey value"
+    assert np.abs(np.asarray(found["image"].dataobj).T - expected).max() <= 2048 / 255 / 2 + 1e-3, (
+        "half a grey value"
+    )
     assert found["labels"].header["intent_code"] == 1002, "else niivue draws no outline"
     # The centre of the first bin lies between the first two voxels of rows and columns.
     lps = GRID.index_to_world_xyz_mm([3.0, 2.5, 4.5])

@@ -82,7 +82,10 @@ def lean(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
 
 
 def press(driver: Any, key: str) -> None:
-    driver.execute_script("window.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))", key)
+    driver.execute_script(
+        "window.dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0], bubbles: true}))",
+        key,
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +96,9 @@ def test_each_plane_shows_the_labels_on_their_side(viewer: Any) -> None:
         blue, orange = lean(picture, BLUE), lean(picture, ORANGE)
         assert blue.sum() > 1000
         assert orange.sum() > 1000
-        assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean(), "the patient's left is on the right"
+        assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean(), (
+            "the patient's left is on the right"
+        )
         assert (picture.max(axis=-1) > 60).mean() > 0.05, "the body is seen"
     press(viewer, "m")
     assert lean(shown(viewer), BLUE).sum() > 500
@@ -124,7 +129,11 @@ def test_keys_change_what_is_shown(viewer: Any) -> None:
 @pytest.mark.slow
 def test_nothing_is_requested_and_nothing_is_logged(viewer: Any) -> None:
     messages = [json.loads(entry["message"])["message"] for entry in viewer.get_log("performance")]
-    urls = [one["params"]["request"]["url"] for one in messages if one["method"] == "Network.requestWillBeSent"]
+    urls = [
+        one["params"]["request"]["url"]
+        for one in messages
+        if one["method"] == "Network.requestWillBeSent"
+    ]
     assert len([url for url in urls if url.startswith("file:")]) == 1
     # chrome: the browser's own start page, which is part of the program.
     assert [url for url in urls if not url.startswith(("file:", "data:", "blob:", "chrome:"))] == []
@@ -137,7 +146,12 @@ def test_it_fits_narrow_and_wide(viewer: Any, width: int) -> None:
     metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
     viewer.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     assert viewer.execute_script("return document.documentElement.scrollWidth") <= width
-    assert viewer.execute_script("return document.getElementById('canvas').getBoundingClientRect().height") > 300
+    assert (
+        viewer.execute_script(
+            "return document.getElementById('canvas').getBoundingClientRect().height"
+        )
+        > 300
+    )
     viewer.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
@@ -187,12 +201,27 @@ def test_firefox_shows_it_too(page_path: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile"
     profile.mkdir()
     (profile / "user.js").write_text(
-        "".join(f"user_pref({json.dumps(key)}, {json.dumps(value)});\n" for key, value in preferences.items())
+        "".join(
+            f"user_pref({json.dumps(key)}, {json.dumps(value)});\n"
+            for key, value in preferences.items()
+        )
     )
-    command = [program, "--headless", "--marionette", "--no-remote", "--profile", str(profile), "--window-size=1280,900"]
+    command = [
+        program,
+        "--headless",
+        "--marionette",
+        "--no-remote",
+        "--profile",
+        str(profile),
+        "--window-size=1280,900",
+    ]
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     reader, writer = os.pipe()
-    display = subprocess.Popen(["Xvfb", "-displayfd", str(writer), "-screen", "0", "1280x900x24"], pass_fds=[writer], **silent)
+    display = subprocess.Popen(
+        ["Xvfb", "-displayfd", str(writer), "-screen", "0", "1280x900x24"],
+        pass_fds=[writer],
+        **silent,
+    )
     os.close(writer)
     with display, os.fdopen(reader) as number:
         environment = {**os.environ, "DISPLAY": f":{number.readline().strip()}"}
@@ -208,11 +237,18 @@ def test_firefox_shows_it_too(page_path: Path, tmp_path: Path) -> None:
                     time.sleep(0.5)
             driver.call("WebDriver:NewSession")
             driver.call("WebDriver:Navigate", url=page_path.as_uri())
-            wait_for(lambda: driver.call("WebDriver:ExecuteScript", script="return document.body.dataset.ready", args=[]), 120)
+            wait_for(
+                lambda: driver.call(
+                    "WebDriver:ExecuteScript", script="return document.body.dataset.ready", args=[]
+                ),
+                120,
+            )
             script = "window.dispatchEvent(new KeyboardEvent('keydown', {key: 'c', bubbles: true}))"
             driver.call("WebDriver:ExecuteScript", script=script, args=[])
             time.sleep(2)
-            picture = Image.open(io.BytesIO(base64.b64decode(driver.call("WebDriver:TakeScreenshot", full=False))))
+            picture = Image.open(
+                io.BytesIO(base64.b64decode(driver.call("WebDriver:TakeScreenshot", full=False)))
+            )
             pixels = np.asarray(picture.convert("RGB")).astype(int)
             assert lean(pixels, BLUE).sum() > 1000
             assert lean(pixels, ORANGE).sum() > 1000

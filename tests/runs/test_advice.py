@@ -31,7 +31,9 @@ def compose(name: str, *arguments: str) -> Any:
 
 def follow(line: str) -> tuple[str, Any]:
     """Compose a command line as a shell and medseg read it; placeholders become words."""
-    program, name, *arguments = shlex.split(line.replace("<scan>", "ct.nii.gz").replace("<folder>", "out"))
+    program, name, *arguments = shlex.split(
+        line.replace("<scan>", "ct.nii.gz").replace("<folder>", "out")
+    )
     assert program == "medseg"
     arguments = expand_options(name, arguments)
     check_arguments(arguments)
@@ -46,11 +48,15 @@ def follow(line: str) -> tuple[str, Any]:
         ["stage=single", "model._target_=monai.networks.nets.SegResNet", "model.init_filters=8"],
     ],
 )
-def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(overrides: list[str], tmp_path: Path) -> None:
+def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(
+    overrides: list[str], tmp_path: Path
+) -> None:
     table = tmp_path / "Doe, John's cases.csv"
     table.write_text("case,image,labels\n", encoding="utf-8")
     seen_by_hydra = quote_paths([*overrides, f"data.cases={table}"])
-    run = compose("train", *(override for override in seen_by_hydra if not override.startswith("hydra.")))
+    run = compose(
+        "train", *(override for override in seen_by_hydra if not override.startswith("hydra."))
+    )
     name, config = follow(plan_command(run, seen_by_hydra))
     assert name == "plan"
     assert config.fit_gib > 0.1
@@ -58,7 +64,9 @@ def test_the_plan_of_a_command_that_ran_out_of_memory_is_accepted(overrides: lis
     assert (config.stage, config.model, config.data.cases) == (run.stage, run.model, str(table))
 
 
-def test_each_rank_of_a_machine_has_its_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_of_a_machine_has_its_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(advice, "free_memory_bytes", lambda: 7 * 2**30)
     monkeypatch.setattr(advice, "private_bytes", lambda _: 2**30)  # of the run that ends
     trainer = SimpleNamespace(accelerator=Accelerator.cpu, devices=4)
@@ -67,7 +75,9 @@ def test_each_rank_of_a_machine_has_its_share_of_the_memory(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("free_gib", "expected"), [(1.97, "1.9"), (0.04, "0.1")])
-def test_a_plan_is_not_promised_more_memory_than_is_free(free_gib: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_not_promised_more_memory_than_is_free(
+    free_gib: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(advice, "free_memory_bytes", lambda: int(free_gib * 2**30))
     monkeypatch.setattr(advice, "private_bytes", lambda _: 0)
     config: Any = SimpleNamespace(trainer=SimpleNamespace(accelerator=Accelerator.cpu, devices=1))
@@ -76,7 +86,12 @@ def test_a_plan_is_not_promised_more_memory_than_is_free(free_gib: float, expect
 
 def test_a_plan_starts_no_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs of a sweep are planned one by one, without the launcher that `plan` does not know."""
-    overrides = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "+hydra/job_logging=none", "stage=fine"]
+    overrides = [
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "+hydra/job_logging=none",
+        "stage=fine",
+    ]
     line = plan_command(compose("train"), overrides)
     assert line.startswith("medseg plan stage=fine fit_gib=")
 
@@ -86,9 +101,9 @@ def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch)
     line = plan_command(compose("train"), ["task=imported", "stage=coarse"])
     assert line.startswith("medseg plan task=/data/spleen.yaml stage=coarse fit_gib=")
     monkeypatch.setenv(SOURCE_VARIABLE, "/data/spleen")
-    assert plan_command(compose("train"), ["task=imported", "data.cases='/data/spleen'"]).startswith(
-        "medseg plan data.cases=/data/spleen fit_gib="
-    )
+    assert plan_command(
+        compose("train"), ["task=imported", "data.cases='/data/spleen'"]
+    ).startswith("medseg plan data.cases=/data/spleen fit_gib=")
 
 
 @pytest.mark.parametrize(
@@ -106,14 +121,18 @@ def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch)
         (["stage=single", "task=brain_tumour"], "predict input=<scan> output=<folder> coarse="),
     ],
 )
-def test_a_finished_run_names_the_command_that_follows(overrides: list[str], expected: str, tmp_path: Path) -> None:
+def test_a_finished_run_names_the_command_that_follows(
+    overrides: list[str], expected: str, tmp_path: Path
+) -> None:
     checkpoint = tmp_path / "best of all.ckpt"
     checkpoint.touch()
     line = next_command(compose("train", *overrides), checkpoint)
     assert line.replace("'", "").startswith(f"medseg {expected}")
     name, config = follow(line.replace("<checkpoint of the coarse stage>", "coarse.ckpt"))
     is_training = name == "train"
-    assert str(checkpoint) in (str(config.stage.coarse) if is_training else f"{config.coarse} {config.fine}")
+    assert str(checkpoint) in (
+        str(config.stage.coarse) if is_training else f"{config.coarse} {config.fine}"
+    )
 
 
 def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path) -> None:
@@ -136,8 +155,12 @@ def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path)
     assert config.data == run.data
 
 
-def test_a_run_out_of_memory_ends_with_its_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    overrides = SimpleNamespace(hydra=["hydra.run.dir=a"], task=["stage=fine", "memory.precision=bf16"])
+def test_a_run_out_of_memory_ends_with_its_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = SimpleNamespace(
+        hydra=["hydra.run.dir=a"], task=["stage=fine", "memory.precision=bf16"]
+    )
     monkeypatch.setattr(command.HydraConfig, "get", lambda: SimpleNamespace(overrides=overrides))
     monkeypatch.setattr(command, "_train", lambda _: EXIT_OUT_OF_MEMORY)
     assert command.train(compose("train", "stage=fine")) == EXIT_OUT_OF_MEMORY

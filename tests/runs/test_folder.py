@@ -68,8 +68,13 @@ def resume(run_dir: Path, *overrides: str) -> TrainConfig:
     """What the run's configuration is after `train.py resume=<run_dir> …`."""
     place = f"run_dir={run_dir.parent / 'later'}"  # which Hydra gives to the command
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed, default = (resolved(hydra.compose("train", list(given))) for given in ([place, *overrides], [place]))
-    assert open_run(changed_config(str(run_dir), composed, default, overrides, TrainConfig)) == run_dir
+        composed, default = (
+            resolved(hydra.compose("train", list(given)))
+            for given in ([place, *overrides], [place])
+        )
+    assert (
+        open_run(changed_config(str(run_dir), composed, default, overrides, TrainConfig)) == run_dir
+    )
     return load_config(run_dir)
 
 
@@ -80,7 +85,9 @@ def test_alone_it_leaves_the_run_as_it_is(run_dir: Path) -> None:
 
 
 def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
-    config = resume(run_dir, "data.num_workers=0", "trainer=ddp", "memory.accumulate=1", "logger=csv")
+    config = resume(
+        run_dir, "data.num_workers=0", "trainer=ddp", "memory.accumulate=1", "logger=csv"
+    )
     assert (config.data.num_workers, config.trainer.devices) == (0, 2)
     assert config.logger == {
         "_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(run_dir), "name": "csv", "version": "",
@@ -105,7 +112,9 @@ def test_the_whole_command_with_resume_is_the_run(run_dir: Path) -> None:
         (["memory.precision=bf16"], "memory.precision: fp32 then, bf16 now"),
     ],
 )
-def test_what_changes_the_result_is_refused_by_name(overrides: list[str], named: str, run_dir: Path) -> None:
+def test_what_changes_the_result_is_refused_by_name(
+    overrides: list[str], named: str, run_dir: Path
+) -> None:
     before = (run_dir / CONFIG_FILE).read_bytes()
     with pytest.raises(UserError) as refused:
         resume(run_dir, *overrides)
@@ -117,19 +126,33 @@ def test_what_changes_the_result_is_refused_by_name(overrides: list[str], named:
     ("schedule", "is_allowed"),
     [
         pytest.param(["schedule=constant"], True, id="constant"),
-        pytest.param(["schedule=cyclic", "schedule.step_size_up=1000"], True, id="half a cycle as long as the run"),
+        pytest.param(
+            ["schedule=cyclic", "schedule.step_size_up=1000"],
+            True,
+            id="half a cycle as long as the run",
+        ),
         pytest.param(
             ["schedule._target_=torch.optim.lr_scheduler.StepLR", "schedule.step_size=1000"],
             True,
             id="one step as long as the run",
         ),
         pytest.param(["schedule=one_cycle"], False, id="one_cycle"),
-        pytest.param(["schedule=one_cycle", "schedule.total_steps=2500"], True, id="one_cycle that ends later"),
-        pytest.param(["schedule=one_cycle", "schedule.total_steps=1500"], False, id="one_cycle that ends between"),
+        pytest.param(
+            ["schedule=one_cycle", "schedule.total_steps=2500"],
+            True,
+            id="one_cycle that ends later",
+        ),
+        pytest.param(
+            ["schedule=one_cycle", "schedule.total_steps=1500"],
+            False,
+            id="one_cycle that ends between",
+        ),
         pytest.param(["schedule=poly"], False, id="poly"),
         pytest.param(["schedule=poly", "schedule.total_iters=900"], True, id="poly that had ended"),
         pytest.param(["schedule=cosine"], False, id="cosine"),
-        pytest.param(["schedule=cosine", "schedule.T_max=250"], True, id="cosine with several periods"),
+        pytest.param(
+            ["schedule=cosine", "schedule.T_max=250"], True, id="cosine with several periods"
+        ),
     ],
 )
 def test_more_steps_are_allowed_where_they_do_not_change_the_schedule(
@@ -220,16 +243,27 @@ def test_a_lock_of_another_user_is_seen_and_one_that_cannot_be_held_is_told(
     path.unlink()
     path.mkdir()
     assert not is_locked(path)
-    with pytest.raises(UserError, match=r"\.lock: cannot be written \(Is a directory\)"), locked(path, 0):
+    with (
+        pytest.raises(UserError, match=r"\.lock: cannot be written \(Is a directory\)"),
+        locked(path, 0),
+    ):
         pass
 
 
-def test_a_secret_of_the_logger_is_kept_as_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_of_the_logger_is_kept_as_a_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEDSEG_KEY", "xyzzy")
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose(f"run_dir={tmp_path / 'run'}", "logger=csv", "logger.version=${oc.env:MEDSEG_KEY}")
+        config = compose(
+            f"run_dir={tmp_path / 'run'}", "logger=csv", "logger.version=${oc.env:MEDSEG_KEY}"
+        )
         run_dir = open_run(config)
-    for changes in ([], ["data.num_workers=0"], ["logger=csv", "logger.version=${oc.env:MEDSEG_KEY}"]):
+    for changes in (
+        [],
+        ["data.num_workers=0"],
+        ["logger=csv", "logger.version=${oc.env:MEDSEG_KEY}"],
+    ):
         config = resume(run_dir, *changes)
         assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text()
         assert "xyzzy" not in str(config)
@@ -257,13 +291,20 @@ def test_runs_that_start_at_the_same_moment_never_share_a_folder(tmp_path: Path)
         config = compose(f"run_dir={tmp_path / 'now'}")
     opened = [one for one in race(config, is_named=False) if isinstance(one, Path)]
     assert {path.name for path in opened} == {"now", *(f"now_{number}" for number in range(2, 9))}
-    assert [load_config(path).seed for path in opened] == list(range(8)), "each has its own configuration"
+    assert [load_config(path).seed for path in opened] == list(range(8)), (
+        "each has its own configuration"
+    )
     config.run_dir = str(tmp_path / "named")
     results = race(config, is_named=True)
     (seed,) = [seed for seed, one in enumerate(results) if isinstance(one, Path)]
     assert load_config(tmp_path / "named").seed == seed
-    assert all("already contains a run" in str(one) for one in results if isinstance(one, UserError))
-    assert sorted(path.name for path in (tmp_path / "named").iterdir()) == ["checkpoints", "config.yaml"]
+    assert all(
+        "already contains a run" in str(one) for one in results if isinstance(one, UserError)
+    )
+    assert sorted(path.name for path in (tmp_path / "named").iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+    ]
 
 
 def test_one_start_takes_the_place_of_a_run_that_ended_without_a_checkpoint(run_dir: Path) -> None:
@@ -275,8 +316,16 @@ def test_one_start_takes_the_place_of_a_run_that_ended_without_a_checkpoint(run_
     (seed,) = [seed for seed, result in enumerate(results) if isinstance(result, Path)]
     assert load_config(run_dir).seed == seed
     assert load_config(run_dir).stage.name.value == "coarse"
-    assert sorted(path.name for path in run_dir.iterdir()) == [".lock", "checkpoints", "config.yaml"]
-    assert all("already contains a run" in str(result) for result in results if isinstance(result, UserError))
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "config.yaml",
+    ]
+    assert all(
+        "already contains a run" in str(result)
+        for result in results
+        if isinstance(result, UserError)
+    )
 
 
 @pytest.mark.parametrize("reason", ["has a checkpoint", "has finished", "may be starting", "runs"])
@@ -302,7 +351,9 @@ DAMAGED_CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [*DAMAGED_CONFIGS.values(), None], ids=[*DAMAGED_CONFIGS, "too large"])
+@pytest.mark.parametrize(
+    "content", [*DAMAGED_CONFIGS.values(), None], ids=[*DAMAGED_CONFIGS, "too large"]
+)
 def test_a_damaged_configuration_is_one_sentence_or_left_out_and_named(
     content: bytes | None, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,7 +371,9 @@ def test_a_damaged_configuration_is_one_sentence_or_left_out_and_named(
     assert f"{path} is damaged and left out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"finished"', "{}", '{"status": 7}', "[" * 99999, "1" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '"finished"', "{}", '{"status": 7}', "[" * 99999, "1" * 9999]
+)
 def test_a_damaged_summary_is_that_of_an_interrupted_run(text: str, run_dir: Path) -> None:
     (run_dir / SUMMARY_FILE).write_text(text)
     assert status_of_run(run_dir) is Status.interrupted
@@ -358,7 +411,9 @@ def test_a_run_of_version_0_1_is_reported(older_run_dir: Path) -> None:
 
 def test_a_moved_table_is_given_on_resume(run_dir: Path, tmp_path: Path) -> None:
     path, there, here = run_dir / CONFIG_FILE, tmp_path / "there.csv", tmp_path / "here.csv"
-    path.write_text(path.read_text(encoding="utf-8").replace("cases: null", f"cases: {there}"), encoding="utf-8")
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("cases: null", f"cases: {there}"), encoding="utf-8"
+    )
     here.write_text("case,image,labels\na,a.nii.gz,a_l.nii.gz\n")
     with pytest.raises(UserError, match=r"there\.csv: there is no such file"):
         resume(run_dir)

@@ -15,7 +15,9 @@ from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores
 from tests.report.made_runs import make_run
 
 
-def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_becomes_a_page_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = {"stage": "coarse", "optimizer.lr": "0.01", "data.cases": "'Doe, John/a=b (1).csv'"}
     make_run(tmp_path / "sweep" / "2", {**asked, "memory": "amp"}, 0.93, picture=True)
     make_run(tmp_path / "sweep" / "10", {**asked, "memory": "plain"}, 0.9)
@@ -44,7 +46,9 @@ def test_a_sweep_becomes_a_page_and_a_table(tmp_path: Path, capsys: pytest.Captu
     assert read_csv(tmp_path / "elsewhere" / "report.csv") == table
 
 
-def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictures(tmp_path: Path) -> None:
+def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictures(
+    tmp_path: Path,
+) -> None:
     make_run(tmp_path / "0", {"seed": "1"}, 0.9)
     rows = [
         "step,case,label,dice,picture",
@@ -62,7 +66,10 @@ def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictur
     for step in (40, 80):
         (tmp_path / "0" / "pictures" / f"step_{step:06d}_0.png").touch()
     run = read_run(tmp_path / "0", tmp_path)
-    assert [(score.step, score.case, score.dice) for score in run.cases] == [(40, "a", 0.9), (40, "b", 0.7)]
+    assert [(score.step, score.case, score.dice) for score in run.cases] == [
+        (40, "a", 0.9),
+        (40, "b", 0.7),
+    ]
     assert [(picture.case, picture.dice) for picture in run.pictures] == [("a", {"left": 0.5})]
 
 
@@ -74,12 +81,18 @@ def test_differences_to_a_baseline_are_a_table(tmp_path: Path) -> None:
     report(ReportConfig(str(tmp_path), None, 24, "0"))
     (row,) = read_csv(tmp_path / "differences.csv")
     assert (row["name"], row["cases"], row["worse"]) == ("lr 0.02", "3", "3")
-    assert [float(row[key]) for key in ("difference", "ci95_low", "ci95_high")] == pytest.approx([-0.1, -0.1, -0.1])
-    with pytest.raises(UserError, match=r"baseline=best: expected a finished run with validation\.csv \(0, 1\)"):
+    assert [float(row[key]) for key in ("difference", "ci95_low", "ci95_high")] == pytest.approx(
+        [-0.1, -0.1, -0.1]
+    )
+    with pytest.raises(
+        UserError, match=r"baseline=best: expected a finished run with validation\.csv \(0, 1\)"
+    ):
         report(ReportConfig(str(tmp_path), None, 24, "best"))
 
 
-def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_and_damaged_files_leave_their_part_empty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.yaml").write_text("seed: 1\nstage: {name: coarse}\n")
@@ -92,7 +105,10 @@ def test_missing_and_damaged_files_leave_their_part_empty(tmp_path: Path, capsys
     (torn / "pictures" / "step_000002_0.png").write_bytes(b"")
     (torn / "pictures" / "notes_1.png").write_bytes(b"")
     runs = [read_run(folder, tmp_path) for folder in find_runs(tmp_path)]
-    assert [(run.name, run.status) for run in runs] == [("bare", "unfinished"), ("torn", "unfinished")]
+    assert [(run.name, run.status) for run in runs] == [
+        ("bare", "unfinished"),
+        ("torn", "unfinished"),
+    ]
     assert runs[0].settings == {"seed": 1, "stage.name": "coarse"}
     assert not runs[1].has_config
     assert runs[1].curve("loss") == [(1, 0.5), (2, 0.4), (3, 0.0)]
@@ -123,18 +139,26 @@ def test_values_that_mean_nothing_are_left_out(tmp_path: Path) -> None:
     for number, dice in enumerate((0.9, 0.8)):
         make_run(tmp_path / str(number), {"seed": str(number)}, dice)
     (tmp_path / "0" / "summary.json").write_text(
-        '{"status": "finished", "train_s": 1' + "0" * 400 + ', "val_dice_best": -1e308, "peak_gib": NaN}'
+        '{"status": "finished", "train_s": 1'
+        + "0" * 400
+        + ', "val_dice_best": -1e308, "peak_gib": NaN}'
     )
-    (tmp_path / "0" / "history.csv").write_text("step,loss,val_dice\n1,1e308,0.5\ninf,0.2,nan\n2,0.1,0.4\n")
+    (tmp_path / "0" / "history.csv").write_text(
+        "step,loss,val_dice\n1,1e308,0.5\ninf,0.2,nan\n2,0.1,0.4\n"
+    )
     (tmp_path / "1" / "job.json").write_text('{"status": "finished", "overrides": ["seed=1"]}')
     (tmp_path / "study.json").write_text('{"objectives": {"speed": "maximize"}, "space": {}}')
     assert report(ReportConfig(str(tmp_path), None, 24)) == 0
     assert [line["val_dice"] for line in read_csv(tmp_path / "report.csv")] == ["0.4", "0.8"]
 
 
-def test_a_configuration_of_very_many_keys_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_of_very_many_keys_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "0", {"seed": "1"}, 0.9)
-    (tmp_path / "0" / "config.yaml").write_text("\n".join(f"key{number}: {number}" for number in range(MAX_KEYS + 1)))
+    (tmp_path / "0" / "config.yaml").write_text(
+        "\n".join(f"key{number}: {number}" for number in range(MAX_KEYS + 1))
+    )
     assert not read_run(tmp_path / "0", tmp_path).has_config
     assert "expected at most 1000 keys" in capsys.readouterr().err
 
@@ -145,5 +169,10 @@ def test_scores_of_older_runs_have_no_patient_and_others_are_shares(tmp_path: Pa
         "step,case,label,dice,picture\n5,a,lung,0.5,x.png\n5,b,lung,1.01,\n5,c,lung,-0.01,\n5,,lung,0.5,\n5,d,,0.5,\n"
     )
     assert read_scores(path) == [CaseScore(5, "a", "lung", 0.5, "x.png", "")]
-    path.write_text("step,case,label,dice,picture,patient\n5,a,lung,1,,p\n5,b,lung,0,,\nnone,c,lung,0,,\n")
-    assert read_scores(path) == [CaseScore(5, "a", "lung", 1.0, "", "p"), CaseScore(5, "b", "lung", 0.0, "", "")]
+    path.write_text(
+        "step,case,label,dice,picture,patient\n5,a,lung,1,,p\n5,b,lung,0,,\nnone,c,lung,0,,\n"
+    )
+    assert read_scores(path) == [
+        CaseScore(5, "a", "lung", 1.0, "", "p"),
+        CaseScore(5, "b", "lung", 0.0, "", ""),
+    ]

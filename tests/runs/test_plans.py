@@ -22,16 +22,31 @@ def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compose(command: str, schema: type, *overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config: TrainConfig = to_config(hydra.compose(command, [*overrides, f"run_dir={command}"]), schema)
+        config: TrainConfig = to_config(
+            hydra.compose(command, [*overrides, f"run_dir={command}"]), schema
+        )
     return config
 
 
 def test_a_run_finds_the_plan_of_the_same_memory_and_seconds() -> None:
-    write_plan(compose("plan", PlanConfig, "stage=fine", "memory=lean"), {"peak_resident_mib": 900.0, "seconds_per_step": 2.0})
-    run = compose("train", TrainConfig, "stage=fine", "memory=lean", "seed=5", "memory.budget_gib=3")
+    write_plan(
+        compose("plan", PlanConfig, "stage=fine", "memory=lean"),
+        {"peak_resident_mib": 900.0, "seconds_per_step": 2.0},
+    )
+    run = compose(
+        "train", TrainConfig, "stage=fine", "memory=lean", "seed=5", "memory.budget_gib=3"
+    )
     measured = {"peak_resident_mib": 1000.0, "seconds_per_step": 0.0}
-    assert compare_with_plan(run, measured) == {"peak_resident_mib": {"predicted": 900.0, "measured": 1000.0, "ratio": 0.9}}
-    assert compare_with_plan(compose("train", TrainConfig, "stage=fine", "memory=lean", "data.num_workers=3"), measured) == {}
+    assert compare_with_plan(run, measured) == {
+        "peak_resident_mib": {"predicted": 900.0, "measured": 1000.0, "ratio": 0.9}
+    }
+    assert (
+        compare_with_plan(
+            compose("train", TrainConfig, "stage=fine", "memory=lean", "data.num_workers=3"),
+            measured,
+        )
+        == {}
+    )
 
 
 def test_only_a_history_that_is_off_is_told() -> None:

@@ -22,15 +22,29 @@ from medseg.training.preemption import STOP
 @pytest.mark.parametrize(
     ("code", "oom_kills", "expected", "status", "words"),
     [
-        pytest.param(-9, 5, 1, "failed", "rank 1 was killed by signal 9 (Killed)", id="killed by someone"),
-        pytest.param(-9, 6, 3, "out_of_memory", "out of memory", id="killed by the kernel, which counted it"),
-        pytest.param(-11, 6, 1, "failed", "signal 11", id="a crash while another process was killed"),
-        pytest.param(-15, 5, 75, "interrupted", "signal 15", id="asked to stop before it could listen"),
+        pytest.param(
+            -9, 5, 1, "failed", "rank 1 was killed by signal 9 (Killed)", id="killed by someone"
+        ),
+        pytest.param(
+            -9, 6, 3, "out_of_memory", "out of memory", id="killed by the kernel, which counted it"
+        ),
+        pytest.param(
+            -11, 6, 1, "failed", "signal 11", id="a crash while another process was killed"
+        ),
+        pytest.param(
+            -15, 5, 75, "interrupted", "signal 15", id="asked to stop before it could listen"
+        ),
         pytest.param(4, 5, 4, "not_finite", "exit code 4", id="an exit code"),
     ],
 )
 def test_the_end_of_a_process_that_could_not_tell_it(
-    code: int, oom_kills: int, expected: int, status: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int,
+    oom_kills: int,
+    expected: int,
+    status: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processes, "num_oom_kills", lambda: oom_kills)
     assert processes._note_end(tmp_path, code, "rank 1", 5) == expected
@@ -47,7 +61,9 @@ def test_a_killed_rank_counts_more_than_what_the_others_said_of_it(tmp_path: Pat
     assert "rank 1 was killed by signal 9" in read_summary(tmp_path)["message"]
 
 
-def test_no_job_begins_after_a_request_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_begins_after_a_request_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(STOP, "is_asked", True)
     monkeypatch.setattr(STOP, "install", lambda: None)
     (tmp_path / SUMMARY_FILE).write_text("{}")
@@ -56,7 +72,9 @@ def test_no_job_begins_after_a_request_to_stop(tmp_path: Path, monkeypatch: pyte
     assert end.value.code == 75
 
 
-def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
     class Process:
@@ -70,7 +88,9 @@ def test_a_request_to_stop_that_comes_as_the_job_starts_reaches_the_job(tmp_path
             self.exitcode = EXIT_RESUME
 
     def spawn(*_: Any, **__: Any) -> Any:
-        STOP.is_asked = True  # the signal comes after `exit_if_asked` and before the first look at the job
+        STOP.is_asked = (
+            True  # the signal comes after `exit_if_asked` and before the first look at the job
+        )
         return SimpleNamespace(processes=[Process()])
 
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
@@ -98,7 +118,10 @@ def failed(**exits: tuple[int, float]) -> Any:
     """What the elastic agent raises: rank to its exit code and the time of its end."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    failures = {int(name[1:]): SimpleNamespace(exitcode=code, timestamp=time) for name, (code, time) in exits.items()}
+    failures = {
+        int(name[1:]): SimpleNamespace(exitcode=code, timestamp=time)
+        for name, (code, time) in exits.items()
+    }
     error = ChildFailedError.__new__(ChildFailedError)
     error.failures = failures  # type: ignore[assignment]
     return error
@@ -113,11 +136,17 @@ class Launch:
         self.settings: Any = None
         self.end = end
         monkeypatch.setattr(api, "elastic_launch", self)
-        monkeypatch.setattr(processes.signal, "signal", lambda number, handler: self.handlers.update({number: handler}))
+        monkeypatch.setattr(
+            processes.signal,
+            "signal",
+            lambda number, handler: self.handlers.update({number: handler}),
+        )
         self.handlers: dict[int, Any] = {}
         monkeypatch.setattr(STOP, "is_asked", False)
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so that it is put back, also where it was absent
+        monkeypatch.setenv(
+            "OMP_NUM_THREADS", "1"
+        )  # so that it is put back, also where it was absent
         monkeypatch.delenv("OMP_NUM_THREADS")
         monkeypatch.setattr(processes.os, "cpu_count", lambda: 7)
 
@@ -133,7 +162,9 @@ class Launch:
         return run
 
 
-def test_one_rank_trains_in_this_process_and_several_by_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_trains_in_this_process_and_several_by_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch = Launch(monkeypatch)
     monkeypatch.setattr(processes, "run_rank", lambda config: 17)
     assert processes.start_ranks(of_ranks(tmp_path, 1)) == 17
@@ -142,8 +173,17 @@ def test_one_rank_trains_in_this_process_and_several_by_the_agent(tmp_path: Path
     assert processes.start_ranks(of_ranks(tmp_path, 3)) == 0
     assert not (tmp_path / SUMMARY_FILE).exists(), "of an earlier attempt"
     settings = launch.settings
-    assert (settings.min_nodes, settings.max_nodes, settings.nproc_per_node, settings.max_restarts) == (1, 1, 3, 0)
-    assert (settings.rdzv_backend, settings.rdzv_endpoint, settings.local_addr) == ("c10d", "127.0.0.1:0", "127.0.0.1")
+    assert (
+        settings.min_nodes,
+        settings.max_nodes,
+        settings.nproc_per_node,
+        settings.max_restarts,
+    ) == (1, 1, 3, 0)
+    assert (settings.rdzv_backend, settings.rdzv_endpoint, settings.local_addr) == (
+        "c10d",
+        "127.0.0.1:0",
+        "127.0.0.1",
+    )
     assert (settings.start_method, settings.shutdown_timeout) == ("spawn", 600)
     assert settings.signals_to_handle == "SIGINT,SIGTERM,SIGUSR1,SIGUSR2"
     assert launch.num_threads == "2", "of seven processors"
@@ -163,7 +203,11 @@ def test_one_rank_trains_in_this_process_and_several_by_the_agent(tmp_path: Path
     ],
 )
 def test_the_rank_that_failed_first_gives_the_code_and_a_killed_one_before_all(
-    exits: dict[str, tuple[int, float]], expected: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exits: dict[str, tuple[int, float]],
+    expected: int,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Launch(monkeypatch, failed(**exits))
     assert processes.start_ranks(of_ranks(tmp_path, 2)) == expected
@@ -185,9 +229,15 @@ def test_ranks_that_were_stopped_have_saved_or_were_interrupted(
 
 
 @pytest.mark.parametrize("code", [0, 4])
-def test_the_exit_code_of_a_rank_is_that_of_its_run(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_of_a_rank_is_that_of_its_run(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     methods: list[Any] = []
-    monkeypatch.setattr(processes.multiprocessing, "set_start_method", lambda name, force: methods.append((name, force)))
+    monkeypatch.setattr(
+        processes.multiprocessing,
+        "set_start_method",
+        lambda name, force: methods.append((name, force)),
+    )
     monkeypatch.setattr(processes, "run_rank", lambda config: code)
     if code:
         with pytest.raises(SystemExit) as end:
@@ -212,7 +262,11 @@ def test_the_exit_code_of_a_rank_is_that_of_its_run(code: int, monkeypatch: pyte
     ],
 )
 def test_several_machines_need_torchrun_and_a_folder_to_resume(
-    num_nodes: int, is_torchrun: bool, resume: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
+    num_nodes: int,
+    is_torchrun: bool,
+    resume: str | None,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(processes, "is_under_torchrun", lambda: is_torchrun)
     trainer: Any = SimpleNamespace(num_nodes=num_nodes)
@@ -253,4 +307,13 @@ def test_a_job_of_which_there_is_enough_is_asked_once_and_never_left_behind(
     answers = iter([False, True, True])
     assert processes.run_in_process(config, lambda: next(answers)) == 0
     look = ("join", 0.5)
-    assert asked == [(processes._job, (config,), 1, False), look, look, "terminate", look, look, "terminate", ("join", None)]
+    assert asked == [
+        (processes._job, (config,), 1, False),
+        look,
+        look,
+        "terminate",
+        look,
+        look,
+        "terminate",
+        ("join", None),
+    ]

@@ -17,7 +17,9 @@ from medseg.runs import ranks
 from medseg.training.options import Strategy
 
 
-@pytest.mark.parametrize(("num_gpus", "expected"), [(4, ["device 2", "group"]), (2, ["group"]), (0, ["group"])])
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"), [(4, ["device 2", "group"]), (2, ["group"]), (0, ["group"])]
+)
 def test_a_rank_chooses_its_gpu_before_its_group_begins(
     num_gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,10 +44,18 @@ def test_a_rank_chooses_its_gpu_before_its_group_begins(
     [((2, 2, 1), (4, 2), 1), ((2, 2, 3), (4, 2), 3), ((2, 2, 1), (2, 2), 2), ((1, 2, 2), (4, 4), 1), ((2, 1, 2), (1, 1), 4), ((2, 2, 1), (3, 3), None)],
 )  # fmt: skip
 def test_the_ranks_that_were_started_share_the_micro_batches_of_all_machines(
-    planned: tuple[int, int, int], started: tuple[int, int], accumulate: int | None, monkeypatch: pytest.MonkeyPatch
+    planned: tuple[int, int, int],
+    started: tuple[int, int],
+    accumulate: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planned: devices, machines, accumulation; started: ranks, and those of this machine."""
-    settings = {"TORCHELASTIC_RUN_ID": "run", "RANK": "0", "WORLD_SIZE": f"{started[0]}", "LOCAL_WORLD_SIZE": f"{started[1]}"}
+    settings = {
+        "TORCHELASTIC_RUN_ID": "run",
+        "RANK": "0",
+        "WORLD_SIZE": f"{started[0]}",
+        "LOCAL_WORLD_SIZE": f"{started[1]}",
+    }
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
     trainer: Any = SimpleNamespace(devices=planned[0], num_nodes=planned[1], strategy=Strategy.auto)
@@ -55,7 +65,11 @@ def test_the_ranks_that_were_started_share_the_micro_batches_of_all_machines(
             ranks.share_among_ranks(trainer, memory)
         return
     ranks.share_among_ranks(trainer, memory)
-    assert (memory.accumulate, trainer.devices, trainer.num_nodes) == (accumulate, started[1], started[0] // started[1])
+    assert (memory.accumulate, trainer.devices, trainer.num_nodes) == (
+        accumulate,
+        started[1],
+        started[0] // started[1],
+    )
     assert trainer.strategy is (Strategy.auto if started[0] == 1 else Strategy.ddp)
 
 
@@ -64,14 +78,21 @@ def test_the_first_rank_decides_and_the_others_write_to_files_of_their_own(
 ) -> None:
     redirected: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        ranks.os, "dup2", lambda source, target: redirected.append((os.readlink(f"/proc/self/fd/{source}"), target))
+        ranks.os,
+        "dup2",
+        lambda source, target: redirected.append((os.readlink(f"/proc/self/fd/{source}"), target)),
     )
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert (ranks.rank(), ranks.num_ranks(), ranks.num_restarts()) == (0, 1, 0)
     assert ranks.from_first_rank("own") == "own"
     ranks.redirect_output(tmp_path)
     assert redirected == []
-    for key, value in {"TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "TORCHELASTIC_RESTART_COUNT": "4"}.items():
+    for key, value in {
+        "TORCHELASTIC_RUN_ID": "run",
+        "RANK": "2",
+        "WORLD_SIZE": "3",
+        "TORCHELASTIC_RESTART_COUNT": "4",
+    }.items():
         monkeypatch.setenv(key, value)
     assert (ranks.rank(), ranks.num_ranks(), ranks.num_restarts()) == (2, 3, 4)
     ranks.redirect_output(tmp_path)
@@ -90,7 +111,9 @@ def test_the_first_rank_decides_and_the_others_write_to_files_of_their_own(
 
 
 @pytest.mark.parametrize("num_local", ["3", "2"])
-def test_the_group_has_the_store_of_this_start(num_local: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_group_has_the_store_of_this_start(
+    num_local: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = {
         "TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": num_local,
         "TORCHELASTIC_RESTART_COUNT": "5",
@@ -112,7 +135,10 @@ def test_the_group_has_the_store_of_this_start(num_local: str, monkeypatch: pyte
     ranks.join_ranks()
     store = ("5", "store") if num_local == "3" else "store"
     wait = timedelta(minutes=30)
-    assert calls == [("env://", wait), {"store": store, "rank": 2, "world_size": 3, "timeout": wait}]
+    assert calls == [
+        ("env://", wait),
+        {"store": store, "rank": 2, "world_size": 3, "timeout": wait},
+    ]
     destroyed: list[bool] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))
     for is_there in (False, True):

@@ -19,7 +19,14 @@ def composed(*overrides: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "override",
-    ["name=other", "run_dir=elsewhere", "logger=none", "data.num_workers=7", "data.cache=elsewhere", "trainer.threads=3"],
+    [
+        "name=other",
+        "run_dir=elsewhere",
+        "logger=none",
+        "data.num_workers=7",
+        "data.cache=elsewhere",
+        "trainer.threads=3",
+    ],
 )
 def test_places_and_means_leave_it(override: str) -> None:
     assert signature(composed(override)) == signature(composed())
@@ -27,7 +34,14 @@ def test_places_and_means_leave_it(override: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=2", "steps=7", "optimizer.lr=0.5", "memory.precision=bf16", "stage.batch_size=2", "task.window_hu=[-900,100]"],
+    [
+        "seed=2",
+        "steps=7",
+        "optimizer.lr=0.5",
+        "memory.precision=bf16",
+        "stage.batch_size=2",
+        "task.window_hu=[-900,100]",
+    ],
 )
 def test_what_counts_changes_it(override: str) -> None:
     assert signature(composed(override)) != signature(composed())
@@ -47,13 +61,17 @@ def test_norms_that_look_at_all_ranks_tell_ranks_from_accumulation() -> None:
     """They see the samples of all ranks, but not those of other micro-batches."""
     batch = ["stage.batch_size=4", "model.norm=batch", "trainer=ddp", "trainer.sync_batchnorm=true"]
     two_ranks = signature(composed(*batch))
-    in_two_parts = signature(composed(*batch, "trainer.devices=1", "trainer.num_nodes=1", "memory.accumulate=2"))
+    in_two_parts = signature(
+        composed(*batch, "trainer.devices=1", "trainer.num_nodes=1", "memory.accumulate=2")
+    )
     assert in_two_parts != two_ranks
 
 
 def test_it_survives_the_file_of_the_run_folder() -> None:
     config = composed("optimizer.lr=1e-5")
-    assert signature(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))) == signature(config)  # type: ignore[arg-type]
+    assert signature(
+        OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))
+    ) == signature(config)  # type: ignore[arg-type]
 
 
 def test_a_filter_of_the_resampling_makes_another_run() -> None:
@@ -62,13 +80,24 @@ def test_a_filter_of_the_resampling_makes_another_run() -> None:
 
 def test_norms_that_look_at_all_ranks_make_the_number_of_ranks_count() -> None:
     batch = ["stage.batch_size=4", "model.norm=batch", "trainer=ddp"]
-    two_ranks, accumulated = [*batch, "memory.accumulate=1"], [*batch, "trainer.devices=1", "memory.accumulate=2"]
+    two_ranks, accumulated = (
+        [*batch, "memory.accumulate=1"],
+        [*batch, "trainer.devices=1", "memory.accumulate=2"],
+    )
     assert signature(composed(*two_ranks)) == signature(composed(*accumulated))
     synchronised = "trainer.sync_batchnorm=true"
-    assert signature(composed(*two_ranks, synchronised)) != signature(composed(*accumulated, synchronised))
+    assert signature(composed(*two_ranks, synchronised)) != signature(
+        composed(*accumulated, synchronised)
+    )
 
 
 def test_every_neutral_key_exists() -> None:
     keys = [f"{key}." for key in flat(composed())]
-    assert {"data.cache", "logger", "memory.accumulate", "trainer.devices"} <= neutral_keys(TrainConfig)
-    assert not [key for key in neutral_keys(TrainConfig) if not any(known.startswith(f"{key}.") for known in keys)]
+    assert {"data.cache", "logger", "memory.accumulate", "trainer.devices"} <= neutral_keys(
+        TrainConfig
+    )
+    assert not [
+        key
+        for key in neutral_keys(TrainConfig)
+        if not any(known.startswith(f"{key}.") for known in keys)
+    ]

@@ -27,7 +27,9 @@ def uncompiled(_: torch.fx.GraphModule, __: list[torch.Tensor]) -> NoReturn:
 
 
 WORKER = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
-CODE_3 = RuntimeError("DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost due to multiprocessing.")
+CODE_3 = RuntimeError(
+    "DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost due to multiprocessing."
+)
 UNTOLD = RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")
 UNTOLD.__cause__ = CODE_3
 IN_WORKER = UserError(
@@ -68,7 +70,9 @@ IN_WORKER = UserError(
         pytest.param(Preempted(), Status.interrupted, "stopped on request", id="signal"),
     ],
 )  # fmt: skip
-def test_an_end_has_its_status_and_one_sentence(error: BaseException, status: Status, words: str) -> None:
+def test_an_end_has_its_status_and_one_sentence(
+    error: BaseException, status: Status, words: str
+) -> None:
     code, message, is_defect = end_of(error)
     assert status_of(code) is status
     assert words in message
@@ -77,7 +81,9 @@ def test_an_end_has_its_status_and_one_sentence(error: BaseException, status: St
 
 
 def test_a_network_that_torch_cannot_compile_is_one_sentence() -> None:
-    code, message, is_defect = end_of(raised(lambda: torch.compile(torch.sin, backend=uncompiled)(torch.zeros(1))))
+    code, message, is_defect = end_of(
+        raised(lambda: torch.compile(torch.sin, backend=uncompiled)(torch.zeros(1)))
+    )
     assert (status_of(code), is_defect) == (Status.refused, False)
     assert "give memory.compile=false" in message
 
@@ -106,8 +112,14 @@ def test_a_checkpoint_is_named_only_where_there_is_one(error: BaseException) -> 
 def test_exit_codes_carry_each_end() -> None:
     ends = set(Status) - {Status.running, Status.pruned}  # with these no process ends by itself
     assert {status_of(exit_code_of(status)) for status in ends} == ends
-    assert [status_of(code) for code in (-9, -15, -11)] == [Status.failed, Status.interrupted, Status.failed]
+    assert [status_of(code) for code in (-9, -15, -11)] == [
+        Status.failed,
+        Status.interrupted,
+        Status.failed,
+    ]
 
 
 def test_a_damaged_status_is_an_interruption() -> None:
-    assert [Status(value) for value in (None, "fin", 3, ["finished"], {})] == [Status.interrupted] * 5
+    assert [Status(value) for value in (None, "fin", 3, ["finished"], {})] == [
+        Status.interrupted
+    ] * 5

@@ -31,11 +31,18 @@ def job(number: int, signature: str, **overrides: str) -> Job:
 
 
 def test_a_job_is_found_by_its_signature_and_what_is_swept(tmp_path: Path) -> None:
-    (tmp_path / SWEEP_FILE).write_text(json.dumps({"overrides": [], "swept": ["seed", "memory.accumulate"]}))
+    (tmp_path / SWEEP_FILE).write_text(
+        json.dumps({"overrides": [], "swept": ["seed", "memory.accumulate"]})
+    )
     first = job(0, "a", seed="1", steps="2", **{"memory.accumulate": "1"})
     first.write(tmp_path / "0")
     assert read_jobs(tmp_path) == {tmp_path / "0": first}
-    assert find_job(tmp_path, job(5, "a", seed="1", **{"memory.accumulate": "1", "data.num_workers": "4"})) == tmp_path / "0"
+    assert (
+        find_job(
+            tmp_path, job(5, "a", seed="1", **{"memory.accumulate": "1", "data.num_workers": "4"})
+        )
+        == tmp_path / "0"
+    )
     assert find_job(tmp_path, job(0, "a", seed="1", **{"memory.accumulate": "2"})) is None, (
         "compared, though it changes no result"
     )
@@ -47,11 +54,23 @@ def test_the_table_has_a_line_per_job_in_order(tmp_path: Path) -> None:
         job(number, "a", seed=str(number), steps="2").write(tmp_path / str(number))
     (tmp_path / "9" / "summary.json").write_text(json.dumps({"val_dice_best": 0.5, "versions": {}}))
     lines = compare(tmp_path).read_text().splitlines()
-    assert lines == ["run,seed,val_dice_best,status,message", "9,9,0.5,finished,", "10,10,,finished,"]
+    assert lines == [
+        "run,seed,val_dice_best,status,message",
+        "9,9,0.5,finished,",
+        "10,10,,finished,",
+    ]
 
 
 def test_a_sweep_over_what_names_its_folder_stays_in_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "medseg.commands.cli", "train", "-m", "stage=coarse,fine", "data.cases=none.csv"]
+    command = [
+        sys.executable,
+        "-m",
+        "medseg.commands.cli",
+        "train",
+        "-m",
+        "stage=coarse,fine",
+        "data.cases=none.csv",
+    ]
     result = forked.run(command, cwd=tmp_path)
     assert result.returncode == 1
     (sweep_dir,) = (tmp_path / "runs").glob("*/*")
@@ -105,9 +124,16 @@ def test_a_request_to_stop_that_comes_as_a_job_ends_begins_no_other(
 ) -> None:
     folder = tmp_path / "sweep"
     given = [f"data.cases='{tiny_table}'", "seed=1"]
-    own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir='{folder}'", f"hydra.runtime.output_dir='{folder / '0'}'", "hydra.job.num=0"]
+    own = [
+        "hydra.mode=MULTIRUN",
+        f"hydra.sweep.dir='{folder}'",
+        f"hydra.runtime.output_dir='{folder / '0'}'",
+        "hydra.job.num=0",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("train", [*given, *own, f"run_dir='{folder / '0'}'"], return_hydra_config=True)
+        composed = hydra.compose(
+            "train", [*given, *own, f"run_dir='{folder / '0'}'"], return_hydra_config=True
+        )
     monkeypatch.setattr(HydraConfig, "get", lambda: composed.hydra)
 
     def run(config: TrainConfig, _: Callable[[], bool]) -> int:
@@ -127,19 +153,38 @@ def test_a_request_to_stop_that_comes_as_a_job_ends_begins_no_other(
 class SweepJob:
     """A job of a multirun whose training is replaced by an exit code."""
 
-    def __init__(self, folder: Path, table: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, number: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        table: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *overrides: str,
+        number: int = 0,
+    ) -> None:
         self.folder, self.code, self.message = folder, 0, ""
         self.resumed: list[str | None] = []
         given = [f"data.cases='{table}'", *overrides]
-        own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir='{folder}'", f"hydra.runtime.output_dir='{folder / str(number)}'"]
+        own = [
+            "hydra.mode=MULTIRUN",
+            f"hydra.sweep.dir='{folder}'",
+            f"hydra.runtime.output_dir='{folder / str(number)}'",
+        ]
         own.append(f"hydra.job.num={number}")
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            composed = hydra.compose("train", [*given, *own, f"run_dir='{folder / str(number)}'"], return_hydra_config=True)
+            composed = hydra.compose(
+                "train",
+                [*given, *own, f"run_dir='{folder / str(number)}'"],
+                return_hydra_config=True,
+            )
         monkeypatch.setattr(HydraConfig, "get", lambda: composed.hydra)
         monkeypatch.setattr(STOP, "is_asked", False)
         monkeypatch.setattr(sweeps, "run_in_process", self.train)
         open_run = sweeps.open_run
-        monkeypatch.setattr(sweeps, "open_run", lambda config: (self.resumed.append(config.resume), open_run(config)))
+        monkeypatch.setattr(
+            sweeps,
+            "open_run",
+            lambda config: (self.resumed.append(config.resume), open_run(config)),
+        )
         self.composed = OmegaConf.masked_copy(composed, [key for key in composed if key != "hydra"])
 
     def train(self, config: TrainConfig, _: Callable[[], bool]) -> int:
@@ -151,7 +196,10 @@ class SweepJob:
 
 
 def test_a_job_that_has_ended_is_skipped_with_its_code_and_an_interrupted_one_goes_on(
-    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
     job.code, job.message = EXIT_RESUME, "asked to stop"
@@ -192,11 +240,15 @@ def test_a_refused_job_is_recorded_and_another_job_in_its_folder_gets_one_of_its
     sweeps.note_refusal("no such key")
     assert read_jobs(tmp_path)[tmp_path / "3"].message == "no such key"
     third.composed.resume = str(tmp_path)
-    with pytest.raises(UserError, match=r"to resume a multirun, leave resume out and give hydra\.sweep\.dir"):
+    with pytest.raises(
+        UserError, match=r"to resume a multirun, leave resume out and give hydra\.sweep\.dir"
+    ):
         third.run()
 
 
-def test_a_job_that_runs_elsewhere_is_left_alone(tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_runs_elsewhere_is_left_alone(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
     job.code = EXIT_RESUME
     job.run()

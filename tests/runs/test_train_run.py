@@ -22,9 +22,13 @@ from medseg.runs.train_run import remove_parts, run_rank
 from medseg.training.options import TrainConfig
 
 
-def test_while_a_run_trains_nothing_says_how_its_last_attempt_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_run_trains_nothing_says_how_its_last_attempt_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("train", [f"run_dir='{tmp_path}'", "logger=none"]), TrainConfig)
+        config = to_config(
+            hydra.compose("train", [f"run_dir='{tmp_path}'", "logger=none"]), TrainConfig
+        )
     open_run(config)
     (tmp_path / SUMMARY_FILE).write_text(json.dumps({"status": "refused"}))
     seen: list[object] = []
@@ -36,7 +40,10 @@ def test_while_a_run_trains_nothing_says_how_its_last_attempt_ended(tmp_path: Pa
     monkeypatch.setattr(train_run, "train_run", train)
     assert run_rank(config) == 2
     assert seen == [Status.running, False], "a kill now would leave the old status"
-    assert json.loads((tmp_path / SUMMARY_FILE).read_text()) == {"status": "refused", "message": "no room"}
+    assert json.loads((tmp_path / SUMMARY_FILE).read_text()) == {
+        "status": "refused",
+        "message": "no room",
+    }
 
 
 def test_half_written_files_are_removed_and_files_of_the_user_stay(tmp_path: Path) -> None:
@@ -92,15 +99,25 @@ class Parts:
 
 def compose(tmp_path: Path, *overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("train", [f"run_dir='{tmp_path}'", "logger=none", "stage=fine", *overrides])
+        composed = hydra.compose(
+            "train", [f"run_dir='{tmp_path}'", "logger=none", "stage=fine", *overrides]
+        )
     config = to_config(composed, TrainConfig)
     open_run(config)
     return config
 
 
-def test_a_run_is_made_of_the_parts_of_its_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_made_of_the_parts_of_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = Parts(monkeypatch)
-    settings = ["seed=11", "steps=400", "checkpoint_every=30", "stage.validate_every=50", "stage.patience=3"]
+    settings = [
+        "seed=11",
+        "steps=400",
+        "checkpoint_every=30",
+        "stage.validate_every=50",
+        "stage.patience=3",
+    ]
     config = compose(tmp_path, *settings)
     seeds: list[int] = []
     monkeypatch.setattr("torch.manual_seed", seeds.append)
@@ -110,12 +127,24 @@ def test_a_run_is_made_of_the_parts_of_its_configuration(tmp_path: Path, monkeyp
     assert start_step == 0
     history, pictures, scores, checkpoints, own = callbacks
     assert own == "own callback"
-    assert (history.path, history.history_every, history.steps) == (tmp_path / "history.csv", 20, 400)
+    assert (history.path, history.history_every, history.steps) == (
+        tmp_path / "history.csv",
+        20,
+        400,
+    )
     assert pictures.folder == tmp_path / "pictures"
     assert [view.is_mirrored for view in pictures.views] == [False, True]
-    assert (scores.path, scores.pictures, scores.patients) == (tmp_path / "validation.csv", pictures, {"a": "p"})
+    assert (scores.path, scores.pictures, scores.patients) == (
+        tmp_path / "validation.csv",
+        pictures,
+        {"a": "p"},
+    )
     assert checkpoints.folder == tmp_path / "checkpoints"
-    assert (checkpoints.validate_every, checkpoints.checkpoint_every, checkpoints.patience) == (50, 30, 3)
+    assert (checkpoints.validate_every, checkpoints.checkpoint_every, checkpoints.patience) == (
+        50,
+        30,
+        3,
+    )
     assert parts.made["fit"] == (
         ("module",),
         {"datamodule": parts.data, "ckpt_path": None, "weights_only": True},
@@ -129,7 +158,9 @@ def test_a_run_is_made_of_the_parts_of_its_configuration(tmp_path: Path, monkeyp
     assert written == json.loads(json.dumps(summary))
 
 
-def test_a_run_goes_on_from_its_last_checkpoint_and_ends_with_its_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_from_its_last_checkpoint_and_ends_with_its_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = Parts(monkeypatch, step=120)
     settings = ["spacing=fixed_size", "spacing.size=[64,64,64]", "history_every=9"]
     config = compose(tmp_path, *settings)
@@ -151,7 +182,9 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_ends_with_its_best(tmp_path:
     assert "_note_start" not in parts.made
 
 
-def test_an_interruption_is_not_taken_for_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_is_not_taken_for_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = Parts(monkeypatch)
     config = compose(tmp_path)
 

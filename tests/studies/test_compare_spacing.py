@@ -24,7 +24,9 @@ from medseg.studies.recipes import failure_of
 
 
 def compose(*overrides: str) -> CompareSpacingConfig:
-    return to_config(hydra.compose("compare_spacing", [*overrides, "run_dir=x"]), CompareSpacingConfig)
+    return to_config(
+        hydra.compose("compare_spacing", [*overrides, "run_dir=x"]), CompareSpacingConfig
+    )
 
 
 def stages_of(config: CompareSpacingConfig, row: str, given: list[str]) -> list[app.Stage]:
@@ -51,7 +53,10 @@ def test_every_row_composes_and_rows_share_the_stages_that_are_the_same(tiny_tab
 def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
     with (
         hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"),
-        pytest.raises(UserError, match=r"rows\.anisotropic\.fine: stage\.patch_size: expected multiples of \[8, 16, 16\]"),
+        pytest.raises(
+            UserError,
+            match=r"rows\.anisotropic\.fine: stage\.patch_size: expected multiples of \[8, 16, 16\]",
+        ),
     ):
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
 
@@ -70,14 +75,23 @@ def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
     assert app.whole_shape(scaled.config, grid) == (64, 64, 64), "4 mm along z, 2 mm in plane"
     assert app.whole_shape(sized.config, grid) == (128, 128, 128)
     assert app.whole_shape(cubes.config, grid) == (112, 112, 112)
-    boxes = {name: {"voxels": {"start": [0, 0, 0], "stop": stop}} for name, stop in (("a", [30, 50, 33]), ("b", [17, 16, 16]))}
+    boxes = {
+        name: {"voxels": {"start": [0, 0, 0], "stop": stop}}
+        for name, stop in (("a", [30, 50, 33]), ("b", [17, 16, 16]))
+    }
     assert app.crop_shape(fine.config, {"boxes": boxes}) == (32, 64, 48)
     assert app.crop_shape(fine.config, {"boxes": {}}) is None
 
 
 def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
     cost = dict(zip(app.COSTS, ("1×1×1", 300.0, 900.0, 2000.0, 0.5, 60.0), strict=True))
-    score = dict(zip(app.SCORES, ("a", 0.8, "left_lung", "reference", 0.9, 0.8, 0.9, float("inf"), 3.0, 1.0), strict=True))
+    score = dict(
+        zip(
+            app.SCORES,
+            ("a", 0.8, "left_lung", "reference", 0.9, 0.8, 0.9, float("inf"), 3.0, 1.0),
+            strict=True,
+        )
+    )
     failed = Strategy("native", {}, [], {}, "out of memory")
     app.write([failed], tmp_path)
     assert not (tmp_path / "comparison.png").exists()
@@ -95,7 +109,9 @@ def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept(tiny_table: Path, tmp_path: Path) -> None:
+def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     command = [
         sys.executable, "-m", "medseg.commands.cli", "compare_spacing", f"output={tmp_path / 'out'}", "steps=2", "model.width=4",
         f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "logger=none", "data.num_workers=0",
@@ -108,7 +124,9 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
         assert result.returncode == 1, result.stderr
         assert "row 2 of 2: native" in result.stdout
         assert result.stdout.count("finished before, skipped") == attempt
-        assert result.stdout.count("$ medseg train") == (1 if attempt else 3), "the coarse stage once, and the failed one again"
+        assert result.stdout.count("$ medseg train") == (1 if attempt else 3), (
+            "the coarse stage once, and the failed one again"
+        )
     with (tmp_path / "out" / "comparison.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["row"], row["case"], row["region"]) for row in rows] == [
@@ -135,7 +153,9 @@ class Commands:
         monkeypatch.setattr(app, "train", lambda stage, failed: None)
 
     def run(self, step: Sequence[str]) -> str:
-        folder = Path(next(one for one in step if one.startswith("output=")).removeprefix("output="))
+        folder = Path(
+            next(one for one in step if one.startswith("output=")).removeprefix("output=")
+        )
         folder.mkdir(parents=True, exist_ok=True)
         write = self.predict if step[0] == "predict" else self.evaluate
         write(folder)
@@ -145,14 +165,21 @@ class Commands:
         for case, boxes in self.boxes.items():
             report = {"boxes": boxes, "durations_s": {"total": 1.0}, "peak_resident_bytes": 1e9}
             (folder / f"{case}.json").write_text(json.dumps(report))
-        rows = [{"case": case, "status": "failed", "warnings": why} for case, why in self.failed.items()]
+        rows = [
+            {"case": case, "status": "failed", "warnings": why} for case, why in self.failed.items()
+        ]
         write_csv(folder / "summary.csv", rows, ("case", "status", "warnings"))
 
     def evaluate(self, folder: Path) -> None:
         dices = {"dice": 0.0, "nsd_1mm": 0.0, "nsd_2mm": 0.0, "hd95_mm": float("inf")}
-        write_csv(folder / "metrics.csv", [{"case": case, "region": "left_lung", "trust": "", **dices} for case in self.boxes])
+        write_csv(
+            folder / "metrics.csv",
+            [{"case": case, "region": "left_lung", "trust": "", **dices} for case in self.boxes],
+        )
         without = [case for case in "ab" if case not in self.boxes]
-        (folder / "summary.json").write_text(json.dumps({"without_prediction": without, "failed": {}}))
+        (folder / "summary.json").write_text(
+            json.dumps({"without_prediction": without, "failed": {}})
+        )
 
 
 @pytest.fixture
@@ -165,7 +192,9 @@ def row(tmp_path: Path) -> Callable[[], Strategy]:
         (stage.run_dir / "history.csv").write_text("step,seconds_per_step\n1,0.5\n")
         (stage.run_dir / "summary.json").write_text('{"train_s": 3.0}')
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
-    return lambda: app.run_row("x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, [], {})
+    return lambda: app.run_row(
+        "x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, [], {}
+    )
 
 
 def test_a_row_that_finds_no_region_has_its_scores(
@@ -196,21 +225,30 @@ def test_a_step_that_cannot_be_counted_leaves_its_cells_empty(
     strategy = row()
     assert len(strategy.scores) == 2
     assert strategy.costs["fine"]["whole_peak_mib"] is None
-    assert "a step of 32×32×32 voxels was not counted, its cells stay empty (plan: Expected" in capsys.readouterr().err
+    assert (
+        "a step of 32×32×32 voxels was not counted, its cells stay empty (plan: Expected"
+        in capsys.readouterr().err
+    )
 
 
-def test_a_failed_row_says_the_cause_of_its_case(row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_row_says_the_cause_of_its_case(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = Commands(monkeypatch, predict="predict ended with exit code 3: 1 of 1 cases failed")
     commands.boxes.clear()
     commands.failed["a"] = "out of memory; free some"
     with pytest.raises(UserError, match="no case could be predicted: a: out of memory; free some"):
         row()
     commands.failed.clear()
-    with pytest.raises(UserError, match="no case could be predicted: predict ended with exit code 3: 1 of 1"):
+    with pytest.raises(
+        UserError, match="no case could be predicted: predict ended with exit code 3: 1 of 1"
+    ):
         row()
 
 
-def test_a_case_without_a_prediction_says_why(row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_without_a_prediction_says_why(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "_counted", lambda stage, shape: None)
     commands = Commands(monkeypatch)
     del commands.boxes["b"]
@@ -236,7 +274,9 @@ def test_the_last_message_of_a_command_is_its_failure(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\nexit {code}\n")
+    program.write_text(
+        f"#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\nexit {code}\n"
+    )
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert failure_of([command, "input=x"]) == failure

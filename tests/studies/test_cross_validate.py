@@ -23,7 +23,9 @@ from medseg.studies.cross_validate import check_folds, share_in_crop, write_boun
 from medseg.studies.recipes import BOUND, read_bound
 
 # Stored from the patient's left to right and from back to front.
-GRID = VoxelGrid((8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1)))
+GRID = VoxelGrid(
+    (8, 20, 30), (4.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((-1, 0, 0), (0, -1, 0), (0, 0, 1))
+)
 
 
 def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
@@ -62,28 +64,54 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
         Case("b", Path("dicom"), None, "q", series="2", hu=HuScale(1.0, -1024.0)),
     ]
     first, second = read_case_table(write_case_table(tmp_path / "fold_0" / "held_out.csv", given))
-    assert first == replace(given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute())
+    assert first == replace(
+        given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute()
+    )
     assert second == replace(given[1], image=Path("dicom").absolute())
-    scores = {"dice": 0.5, "nsd_1mm": 0.25, "nsd_2mm": 0.3, "hd95_mm": np.inf, "volume_pred_ml": 1.0, "volume_ref_ml": 2.0}
+    scores = {
+        "dice": 0.5,
+        "nsd_1mm": 0.25,
+        "nsd_2mm": 0.3,
+        "hd95_mm": np.inf,
+        "volume_pred_ml": 1.0,
+        "volume_ref_ml": 2.0,
+    }
     rows = [{"case": c, "fold": 0, "region": "left_lung", "trust": t, **scores, "share_in_crop": 0.999, "total_s": 1.0}
             for c, t in (("a", "reference"), ("b", "reference"), ("c", "absent"))]  # fmt: skip
     rows[1]["dice"] = 0.9
     rows[2] |= {"volume_pred_ml": 7.0, "volume_ref_ml": 0.0}
-    write_rows(rows, tmp_path, {"": {"a", "b"}, "Pieces cut out of these scans:": {"c"}, "Diseased:": set()})
+    write_rows(
+        rows,
+        tmp_path,
+        {"": {"a", "b"}, "Pieces cut out of these scans:": {"c"}, "Diseased:": set()},
+    )
     with (tmp_path / "folds.csv").open() as file:
         assert [row["dice"] for row in csv.DictReader(file)] == ["0.5", "0.9", "0.5"]
     text = (tmp_path / "folds.md").read_text()
-    assert "Mean Dice, reference (2): 0.7000, worst 0.5000: a left_lung (scores/overlays/a.png)" in text
+    assert (
+        "Mean Dice, reference (2): 0.7000, worst 0.5000: a left_lung (scores/overlays/a.png)"
+        in text
+    )
     assert "Mean Dice, absent" not in text, "where nothing is, millilitres say more"
-    assert "Largest false-positive volume where the region is absent (1): 7.0 ml: c left_lung (scores/overlays/c.png)" in text
+    assert (
+        "Largest false-positive volume where the region is absent (1): 7.0 ml: c left_lung (scores/overlays/c.png)"
+        in text
+    )
     assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 2 | 99.90 % |" in text
     assert "Diseased" not in text, "no such scan"
     scans, pieces = text.split("Pieces cut out of these scans:")
-    assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (True, False, False, True)
+    assert ("| b |" in scans, "| b |" in pieces, "| c |" in scans, "| c |" in pieces) == (
+        True,
+        False,
+        False,
+        True,
+    )
 
 
 def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace(output=str(tmp_path), coarse="a", fine="b", pretrain_coarse=None, pretrain_fine=None)
+    config: Any = SimpleNamespace(
+        output=str(tmp_path), coarse="a", fine="b", pretrain_coarse=None, pretrain_fine=None
+    )
     (tmp_path / "folds.md").write_text("table\n")
     cases = {f"c{n}": Case(f"c{n}", Path("i"), Path("l"), f"p{n // 2}") for n in range(24)}
     rows = [{"case": name, "fold": n // 2 % 3, "agreement": 0.98, "dice": 0.98 - 0.001 * n, "trust": "reference"}
@@ -91,7 +119,8 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
     rows += [{"case": "c0", "fold": 0, "agreement": agreement, "dice": 0.0, "trust": trust}
              for agreement, trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
     write_bound(rows, cases, config)
-    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the last.
+    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the
+    # last.
     assert read_bound(tmp_path / BOUND, config) == {
         "factor": pytest.approx((1 - 0.957) / 0.04),
         "level": 0.9,
@@ -107,16 +136,29 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
     with pytest.raises(UserError, match="start cross_validate again"):
         read_bound(tmp_path / BOUND, config)
     write_bound(rows[:6], cases, config)
-    assert read_bound(tmp_path / BOUND, config) is None, "too few patients, and the old file is gone"
+    assert read_bound(tmp_path / BOUND, config) is None, (
+        "too few patients, and the old file is gone"
+    )
 
 
-def test_regions_with_additions_and_pieces_do_not_calibrate_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_with_additions_and_pieces_do_not_calibrate_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(3)]
     data = SimpleNamespace(labels_column="labels", label_values={"left_lung": 1})
     config: Any = SimpleNamespace(
-        output=str(tmp_path), cases="cases.csv", num_folds=3, task=None, pieces=False, diseased=False, data=data
+        output=str(tmp_path),
+        cases="cases.csv",
+        num_folds=3,
+        task=None,
+        pieces=False,
+        diseased=False,
+        data=data,
     )
-    rows = [{"case": case, "added_ml": added_ml} for case, added_ml in (("c0", 0.0), ("c1", 2.5), ("c2_lower", 0.0))]
+    rows = [
+        {"case": case, "added_ml": added_ml}
+        for case, added_ml in (("c0", 0.0), ("c1", 2.5), ("c2_lower", 0.0))
+    ]
     arguments = SimpleNamespace(overrides=SimpleNamespace(task=[]))
     calibrated: list[dict[str, Any]] = []
     replaced: dict[str, Any] = {
@@ -140,9 +182,14 @@ def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
     file = Path("x")
     plain = [Case(f"c{n}", file, file, f"p{n}", fold=n) for n in range(3)]
     check_folds(plain, 3)
-    with pytest.raises(UserError, match="num_folds=2: the case table has 3 folds; give num_folds=3"):
+    with pytest.raises(
+        UserError, match="num_folds=2: the case table has 3 folds; give num_folds=3"
+    ):
         check_folds(plain, 2)
-    twice = [Case("a", file, file, "a", fold_sides=("val", "val")), Case("b", file, file, "b", fold_sides=("train", "train"))]
+    twice = [
+        Case("a", file, file, "a", fold_sides=("val", "val")),
+        Case("b", file, file, "b", fold_sides=("train", "train")),
+    ]
     with pytest.raises(UserError, match="the case table validates 'a' in several folds"):
         check_folds(twice, 2)
     with pytest.raises(UserError, match="has one fold, which is no cross-validation"):
@@ -150,10 +197,16 @@ def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
     check_folds([replace(case, fold=None) for case in plain], 5)
     gap = [replace(case, fold=2 * number) for number, case in enumerate(plain[:2])]
     with pytest.raises(
-        UserError, match=r"fold 1 of the case table validates no case.*number the folds in its column fold from 0"
+        UserError,
+        match=r"fold 1 of the case table validates no case.*number the folds in its column fold from 0",
     ):
         check_folds(gap, 3)
     check_folds([replace(case, fold=number) for number, case in enumerate(gap)], 2)
-    no_val = [replace(case, fold=None, fold_sides=(side, "train")) for side, case in zip(("val", "train"), plain, strict=False)]
-    with pytest.raises(UserError, match=r"fold 1 of the case table validates no case.*column fold_1"):
+    no_val = [
+        replace(case, fold=None, fold_sides=(side, "train"))
+        for side, case in zip(("val", "train"), plain, strict=False)
+    ]
+    with pytest.raises(
+        UserError, match=r"fold 1 of the case table validates no case.*column fold_1"
+    ):
         check_folds(no_val, 2)

@@ -31,25 +31,40 @@ def ladder_config(*overrides: str) -> LadderConfig:
 
 
 def test_rows_add_up_to_the_lean_experiment() -> None:
-    rows = list(ladder_app.ladder_rows(ladder_config("peers=true"), ["seed=3", "data.num_workers=0"]))
+    rows = list(
+        ladder_app.ladder_rows(ladder_config("peers=true"), ["seed=3", "data.num_workers=0"])
+    )
     assert [row.baseline for row in rows[:4]] == ["nnunet", "nnunet", "monai", None]
-    assert rows[0].arguments == rows[3].arguments, "baselines run with the switches of the first row"
+    assert rows[0].arguments == rows[3].arguments, (
+        "baselines run with the switches of the first row"
+    )
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         first, last = (plain(ladder_app.compose(row)) for row in (rows[3], rows[-1]))
-        composed = hydra.compose("train", ["experiment=fine_lean", "seed=3", "data.num_workers=0", "run_dir=ladder"])
+        composed = hydra.compose(
+            "train", ["experiment=fine_lean", "seed=3", "data.num_workers=0", "run_dir=ladder"]
+        )
     lean = plain(to_config(composed, TrainConfig))
     differing = {key for key in lean if last[key] != lean[key]} - {"name", "data", "logger"}
     assert not differing
     assert first["memory"] != lean["memory"]
-    assert all(config["seed"] == 3 and config["data"]["num_workers"] == 0 for config in (first, last))
+    assert all(
+        config["seed"] == 3 and config["data"]["num_workers"] == 0 for config in (first, last)
+    )
 
 
 def small_network(_: str, num_classes: int) -> nn.Module:
     """Network in place of a baseline, whose package is not installed."""
-    return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8), nn.LeakyReLU(), nn.Conv3d(8, num_classes, 1))
+    return nn.Sequential(
+        nn.Conv3d(1, 8, 3, padding=1),
+        nn.InstanceNorm3d(8),
+        nn.LeakyReLU(),
+        nn.Conv3d(8, num_classes, 1),
+    )
 
 
-def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rows = [row for row in ladder_app.ladder_rows(ladder_config("peers=true"), []) if row.baseline]
     # nnU-Net trains in autocast of CUDA, which is fp16; MONAI's tutorial of the network in fp32.
     assert [(row.name, row.precision, row.folder) for row in rows] == [
@@ -58,7 +73,9 @@ def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(
         ("MONAI's UNet, fp32 as it trains", "fp32", "monai_fp32"),
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = ladder_app.compose(rows[1]._replace(arguments=(*rows[1].arguments, "trainer.accelerator=cpu")))
+        config = ladder_app.compose(
+            rows[1]._replace(arguments=(*rows[1].arguments, "trainer.accelerator=cpu"))
+        )
     full, half = (ladder_app.with_precision(config, row.precision) for row in rows[:2])
     monkeypatch.setattr(ladder_app, "make_baseline", small_network)
     in_fp32 = ladder_app.measure_row(full, (16, 16, 16), timed_steps=0, baseline="nnunet")
@@ -82,16 +99,28 @@ def test_rows_that_train_would_refuse_are_named() -> None:
 
 
 def test_a_row_is_counted_and_timed() -> None:
-    rows = list(ladder_app.ladder_rows(ladder_config("trainer.accelerator=cpu"), ["trainer.accelerator=cpu"]))
+    rows = list(
+        ladder_app.ladder_rows(
+            ladder_config("trainer.accelerator=cpu"), ["trainer.accelerator=cpu"]
+        )
+    )
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = ladder_app.compose(rows[-1]._replace(arguments=(*rows[-1].arguments, "model.width=4")))
+        config = ladder_app.compose(
+            rows[-1]._replace(arguments=(*rows[-1].arguments, "model.width=4"))
+        )
     measured = ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)
     assert measured["peak_bytes"] > 16 * 32 * 32 * (4 + 1 + measured["saved_per_voxel"])
     assert 0 < measured["seconds_per_step"] < 60
 
 
 def test_a_task_of_one_stage_is_counted() -> None:
-    given = ["stage=coarse", "task.regions=null", "model.width=4", "trainer.accelerator=cpu", "run_dir=none"]
+    given = [
+        "stage=coarse",
+        "task.regions=null",
+        "model.width=4",
+        "trainer.accelerator=cpu",
+        "run_dir=none",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = ladder_app.compose(ladder_app.Row("one", tuple(given)))
     assert ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)["peak_bytes"] > 0
@@ -102,7 +131,9 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
         ladder_app.Row("MONAI's UNet", (), baseline="monai", precision="fp32"),
         ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",)),
     ]
-    memory = replace(ladder_config().memory, precision=Precision.bf16, checkpointing=["stem", "head"])
+    memory = replace(
+        ladder_config().memory, precision=Precision.bf16, checkpointing=["stem", "head"]
+    )
     assert [ladder_app.picture_name(row, {"precision": "bf16", "checkpointing": "stem"}) for row in rows] == [
         "MONAI's UNet", "plain, bf16, checkpointing stem"
     ]  # fmt: skip
@@ -127,13 +158,18 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
 def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = list(ladder_app.ladder_rows(ladder_config(), ["trainer.accelerator=cpu", "model.width=4"]))
+    rows = list(
+        ladder_app.ladder_rows(ladder_config(), ["trainer.accelerator=cpu", "model.width=4"])
+    )
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config, other = (ladder_app.compose(rows[0]._replace(arguments=(*rows[0].arguments, *added))) for added in ((), ("memory.checkpointing=all",)))  # fmt: skip
     first = ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
     assert first["peak_bytes"] > 0
     monkeypatch.setattr(ladder_app, "Worker", None)
-    assert ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)["peak_bytes"] == first["peak_bytes"]
+    assert (
+        ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)["peak_bytes"]
+        == first["peak_bytes"]
+    )
     with pytest.raises(TypeError):
         ladder_app.measure(tmp_path, other, (16, 16, 16), 0, None, None)
 
@@ -141,11 +177,16 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
 @pytest.mark.parametrize(
     ("exit_code", "said"),
     [
-        (-signal.SIGKILL, "its process was killed, as the system does when memory is full; choose a smaller shape"),
+        (
+            -signal.SIGKILL,
+            "its process was killed, as the system does when memory is full; choose a smaller shape",
+        ),
         (1, "its process ended with exit code 1; start it again"),
     ],
 )
-def test_a_row_whose_process_ends_says_how(exit_code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_whose_process_ends_says_how(
+    exit_code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def call(*_: object) -> None:
         raise WorkerDiedError(exit_code)
 
@@ -173,5 +214,7 @@ def test_climbs_trains_and_keeps_what_is_done(tiny_table: Path, tmp_path: Path) 
     with (tmp_path / "l" / "ladder.csv").open(encoding="utf-8", newline="") as file:
         first, half = csv.DictReader(file)
     assert float(half["saved_bytes_per_voxel"]) < 0.7 * float(first["saved_bytes_per_voxel"])
-    assert all(0 <= float(row["dice"]) <= 1 and float(row["seconds_per_step"]) > 0 for row in (first, half))
+    assert all(
+        0 <= float(row["dice"]) <= 1 and float(row["seconds_per_step"]) > 0 for row in (first, half)
+    )
     assert (tmp_path / "l" / "ladder.png").is_file()

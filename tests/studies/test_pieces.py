@@ -12,7 +12,9 @@ from medseg.io.write import write_image, write_labels
 from medseg.studies.pieces import cut_partial_scans, halves, paint_scan, slice_ranges
 
 # Stored from head to feet: slice 0 is the highest.
-HEAD_FIRST_GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1)))
+HEAD_FIRST_GRID = VoxelGrid(
+    (60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1, 0, 0), (0, 1, 0), (0, 0, -1))
+)
 
 
 @pytest.mark.parametrize(
@@ -20,13 +22,28 @@ HEAD_FIRST_GRID = VoxelGrid((60, 4, 5), (5.0, 2.0, 1.0), (10.0, -5.0, 30.0), ((1
     [
         (0, 40, 0, {"middle": (13, 27)}),
         (1, 40, 1, {"bases": (0, 11), "middle": (14, 28), "apices": (31, 42)}),
-        (9, 40, 5, {"below": (0, 8), "bases": (0, 19), "middle": (22, 36), "apices": (39, 54), "above": (50, 54)}),
+        (
+            9,
+            40,
+            5,
+            {
+                "below": (0, 8),
+                "bases": (0, 19),
+                "middle": (22, 36),
+                "apices": (39, 54),
+                "above": (50, 54),
+            },
+        ),
         (9, 10, 0, {"below": (0, 8)}),
         (9, 0, 9, {}),
     ],
 )
-def test_the_slices_of_each_part(below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]) -> None:
-    assert dict(slice_ranges(np.repeat([False, True, False], [below, organ, above]), 5.0)) == expected
+def test_the_slices_of_each_part(
+    below: int, organ: int, above: int, expected: dict[str, tuple[int, int]]
+) -> None:
+    assert (
+        dict(slice_ranges(np.repeat([False, True, False], [below, organ, above]), 5.0)) == expected
+    )
 
 
 def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) -> None:
@@ -36,7 +53,9 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
     write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
     write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust={"lung": "reference"})
-    parts = {part.name: part for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")}
+    parts = {
+        part.name: part for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")
+    }
     assert set(parts) == {"c_below", "c_bases", "c_middle", "c_apices", "c_above"}
     for name, part in parts.items():
         assert (part.patient, part.trust) == ("p", {"lung": "reference"})
@@ -45,11 +64,17 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
         assert cut.grid.is_close(cut_labels.grid)
         assert bool((cut_labels.array == 7).any()) == (name not in {"c_below", "c_above"})
         # Each voxel at its own world point.
-        place = np.round(HEAD_FIRST_GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))).astype(int)
+        place = np.round(
+            HEAD_FIRST_GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))
+        ).astype(int)
         assert cut.array[1, 2, 3] == image[tuple(place)]
-    assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[0] == pytest.approx(19)
+    assert read_image(parts["c_apices"].image).grid.world_to_index_zyx([0, 0, 30.0])[
+        0
+    ] == pytest.approx(19)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
-    assert [part.name for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")] == list(parts)
+    assert [
+        part.name for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")
+    ] == list(parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
 
 
@@ -66,15 +91,22 @@ def test_halves_lie_between_two_organs_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(("across", "trust"), [(0, "reference"), (1, "sliver"), (3, "reference")])
-def test_what_a_half_shows_of_the_other_organ_has_no_trust_unless_it_is_much(across: int, trust: str, tmp_path: Path) -> None:
-    grid = VoxelGrid((3, 4, 24), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0), ((1, 0, 0), (0, 1, 0), (0, 0, 1)))
+def test_what_a_half_shows_of_the_other_organ_has_no_trust_unless_it_is_much(
+    across: int, trust: str, tmp_path: Path
+) -> None:
+    grid = VoxelGrid(
+        (3, 4, 24), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0), ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    )
     labels = np.zeros(grid.shape, dtype=np.uint8)
     labels[:, :, 12 - across : 22], labels[:, :2, 2:11] = 1, 2
     write_image(tmp_path / "i.nii.gz", labels.astype(np.int16), grid)
     write_labels(tmp_path / "l.nii.gz", labels, grid)
     given = {"left": "reference", "right": "reference"}
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust=given)
-    parts = {part.name: part.trust for part in cut_partial_scans(case, {"left": [1], "right": [2]}, tmp_path / "pieces")}
+    parts = {
+        part.name: part.trust
+        for part in cut_partial_scans(case, {"left": [1], "right": [2]}, tmp_path / "pieces")
+    }
     assert parts == {"c_right_half": given | {"left": trust}, "c_left_half": given}
 
 

@@ -19,7 +19,13 @@ from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
 
 def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
     config = MakeWeightsConfig(
-        cases="t.csv", output="out", runs="runs", coarse=["a"], fine=["b"], pretrain_coarse="p", pretrain_fine=None
+        cases="t.csv",
+        output="out",
+        runs="runs",
+        coarse=["a"],
+        fine=["b"],
+        pretrain_coarse="p",
+        pretrain_fine=None,
     )
 
     def steps(folder: str) -> list[recipes.Step]:
@@ -44,24 +50,45 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
 
 def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) -> None:
     config = MakeWeightsConfig(
-        cases="t.csv", output="out", runs="r", coarse=["a", "b", "c"], fine=["d"], pretrain_coarse=None, pretrain_fine=None
+        cases="t.csv",
+        output="out",
+        runs="r",
+        coarse=["a", "b", "c"],
+        fine=["d"],
+        pretrain_coarse=None,
+        pretrain_fine=None,
     )
     steps = recipes.cascade_steps(config, tmp_path, ["data.cases=t.csv"], tmp_path)
     folders = [tmp_path / name for name in ("coarse_1", "coarse_2", "coarse", "fine")]
     assert [step[1] for step in steps] == [f"experiment={name}" for name in "abcd"]
     assert all(
-        f"hydra.run.dir={folder}" in step and "data.cases=t.csv" in step for folder, step in zip(folders, steps, strict=True)
+        f"hydra.run.dir={folder}" in step and "data.cases=t.csv" in step
+        for folder, step in zip(folders, steps, strict=True)
     )
     begins = [[argument for argument in step if argument.startswith("init_from")] for step in steps]
-    assert begins == [[], *([f"init_from={recipes.last_checkpoint(folder)}"] for folder in folders[:2]), []]
+    assert begins == [
+        [],
+        *([f"init_from={recipes.last_checkpoint(folder)}"] for folder in folders[:2]),
+        [],
+    ]
 
 
 def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -> None:
     good = {"coarse": ["lungs_coarse_4mm", "lungs_coarse_4mm_both"], "fine": ["finetune_fine"]}
-    common = {"cases": "t.csv", "output": "out", "runs": "r", "pretrain_coarse": None, "pretrain_fine": "phantom_fine"}
+    common = {
+        "cases": "t.csv",
+        "output": "out",
+        "runs": "r",
+        "pretrain_coarse": None,
+        "pretrain_fine": "phantom_fine",
+    }
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         recipes.check_experiments(MakeWeightsConfig(**{**common, **good}))
-        for key, value in (("coarse", ["lungs_coarse_4mm", "typo"]), ("pretrain_fine", "typo"), ("fine", ["3"])):
+        for key, value in (
+            ("coarse", ["lungs_coarse_4mm", "typo"]),
+            ("pretrain_fine", "typo"),
+            ("fine", ["3"]),
+        ):
             with pytest.raises(UserError, match=f"^{key}: .*experiment/"):
                 recipes.check_experiments(MakeWeightsConfig(**{**common, **good, key: value}))
 
@@ -69,19 +96,27 @@ def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -
 def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
     def plan(coarse: str) -> list[recipes.Step]:
         config = MakeWeightsConfig(
-            cases="t.csv", output="out", runs="r", coarse=[coarse], fine=["b"], pretrain_coarse=None, pretrain_fine=None
+            cases="t.csv",
+            output="out",
+            runs="r",
+            coarse=[coarse],
+            fine=["b"],
+            pretrain_coarse=None,
+            pretrain_fine=None,
         )
         return recipes.cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
 
     assert plan("a") == plan("a")
     with pytest.raises(
-        UserError, match=r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": \["c"\],'
+        UserError,
+        match=r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": \["c"\],',
     ):
         plan("c")
 
 
 @pytest.mark.parametrize(
-    ("codes", "expected", "num_run"), [((0, 0, 0), 0, 3), ((1, 0, 0), 1, 1), ((0, 1, 0), 0, 3), ((0, 2, 0), 2, 2)]
+    ("codes", "expected", "num_run"),
+    [((0, 0, 0), 0, 3), ((1, 0, 0), 1, 1), ((0, 1, 0), 0, 3), ((0, 2, 0), 2, 2)],
 )
 def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
     codes: tuple[int, ...], expected: int, num_run: int, monkeypatch: pytest.MonkeyPatch
@@ -101,7 +136,11 @@ def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
 
 def test_published_metadata_names_no_folder() -> None:
     metadata = {
-        "config": {"run_dir": "/home/x/run", "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"}, "logger": {}}
+        "config": {
+            "run_dir": "/home/x/run",
+            "data": {"cases": "/data/table.csv", "cache": "c", "fold": "all"},
+            "logger": {},
+        }
     }
     cleaned = recipes.without_folders(metadata)
     assert cleaned["config"]["run_dir"] == "run"
@@ -109,18 +148,41 @@ def test_published_metadata_names_no_folder() -> None:
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"
 
 
-def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_written_in_half_precision_with_their_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n")
-    trained = {"head.weight": torch.randn(3, 8, 1, 1, 1), "large": torch.tensor([1e6]), "steps": torch.tensor(7)}
+    trained = {
+        "head.weight": torch.randn(3, 8, 1, 1, 1),
+        "large": torch.tensor([1e6]),
+        "steps": torch.tensor(7),
+    }
     for stage in ("coarse", "fine"):
-        metadata = {"format": METADATA_FORMAT, "stage": stage, "task": {"name": "lungs"}, "config": {"run_dir": "/home/x/run"}}
+        metadata = {
+            "format": METADATA_FORMAT,
+            "stage": stage,
+            "task": {"name": "lungs"},
+            "config": {"run_dir": "/home/x/run"},
+        }
         path = recipes.last_checkpoint(tmp_path / "runs" / "all" / stage)
         path.parent.mkdir(parents=True)
-        torch.save({"medseg": metadata, "state_dict": {PREFIX + name: value for name, value in trained.items()}}, path)
+        torch.save(
+            {
+                "medseg": metadata,
+                "state_dict": {PREFIX + name: value for name, value in trained.items()},
+            },
+            path,
+        )
     monkeypatch.setattr(recipes, "run_steps", lambda steps: None)
     monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
-    folders = {"cases": str(tmp_path / "t.csv"), "output": str(tmp_path), "runs": str(tmp_path / "runs")}
-    config = MakeWeightsConfig(**folders, coarse=["a"], fine=["b"], pretrain_coarse=None, pretrain_fine=None)
+    folders = {
+        "cases": str(tmp_path / "t.csv"),
+        "output": str(tmp_path),
+        "runs": str(tmp_path / "runs"),
+    }
+    config = MakeWeightsConfig(
+        **folders, coarse=["a"], fine=["b"], pretrain_coarse=None, pretrain_fine=None
+    )
     assert recipes.make_weights(config) == 0
     sums = dict(line.split()[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
     for stage in ("coarse", "fine"):
@@ -129,7 +191,9 @@ def test_weights_are_written_in_half_precision_with_their_checksums(tmp_path: Pa
         metadata, weights = read_weights(path, stage, stage)
         assert metadata["config"]["run_dir"] == "run"
         assert weights["head.weight"].dtype == torch.float16
-        torch.testing.assert_close(weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7)
+        torch.testing.assert_close(
+            weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7
+        )
         assert all(torch.equal(weights[name], trained[name]) for name in ("large", "steps"))
 
 

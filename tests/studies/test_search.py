@@ -43,7 +43,8 @@ SPACE = {
     "model.width": {"type": "choice", "choices": [8, 16]},
 }
 
-# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is slow.
+# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is
+# slow.
 JOB = """
 import json, time
 from pathlib import Path
@@ -79,12 +80,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.setattr(processes, "_job", importlib.import_module("fake_job").entry)
     monkeypatch.setattr(processes, "LOOK_S", 0.05)
     # Jobs without the imports of a new process.
-    monkeypatch.setattr(torch.multiprocessing, "spawn", partial(start_processes, start_method="forkserver"))
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", partial(start_processes, start_method="forkserver")
+    )
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> int:
         given = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
-        monkeypatch.setattr(sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given])
+        monkeypatch.setattr(
+            sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given]
+        )
         with forked.served(), pytest.raises(SystemExit) as end:
             run_command("search")
         return int(end.value.code or 0)
@@ -107,8 +112,13 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
     assert run("sweep.num_trials=2") == 0
     jobs = records(folder)
     assert [job["status"] for job in jobs] == ["finished"] * 2
-    assert jobs[0]["overrides"] == {"optimizer.lr": "0.005", "model.width": "16"}, "first the experiment as it stands"
-    assert [load_config(folder / "0").optimizer["lr"], load_config(folder / "0").model["width"]] == [0.005, 16]
+    assert jobs[0]["overrides"] == {"optimizer.lr": "0.005", "model.width": "16"}, (
+        "first the experiment as it stands"
+    )
+    assert [
+        load_config(folder / "0").optimizer["lr"],
+        load_config(folder / "0").model["width"],
+    ] == [0.005, 16]
     nearest = min(jobs, key=lambda job: abs(float(job["overrides"]["optimizer.lr"]) - 0.003))
     assert study_of(folder)["best"] == [nearest["number"]]
     assert ">Search</h2>" in (folder / "report.html").read_text(encoding="utf-8")
@@ -124,7 +134,11 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
     ],
 )  # fmt: skip
 def test_a_refused_search_leaves_nothing(
-    arguments: list[str], said: str, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    run: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err
@@ -157,7 +171,10 @@ def test_a_search_that_is_asked_to_stop_before_its_first_trial_draws_none(
 @pytest.fixture(scope="module")
 def base() -> DictConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra.compose("search", ["sweep=coarse_basics", "run_dir=none", "sweep.sampler=random", "sweep.pruner=none"])
+        return hydra.compose(
+            "search",
+            ["sweep=coarse_basics", "run_dir=none", "sweep.sampler=random", "sweep.pruner=none"],
+        )
 
 
 class Trials:
@@ -173,9 +190,13 @@ class Trials:
         asked.sweep.space, asked.sweep.num_trials = parameters or SPACE, num_trials
         return to_config(asked, SearchConfig)
 
-    def go_on(self, work: Callable[[Path], int], num_trials: int, **parameters: Any) -> list[dict[str, Any]]:
+    def go_on(
+        self, work: Callable[[Path], int], num_trials: int, **parameters: Any
+    ) -> list[dict[str, Any]]:
         """Run the trials that are left, until one is interrupted; returns all records."""
-        plain = {key: value for key, value in OmegaConf.to_container(self.base).items() if key != "sweep"}
+        plain = {
+            key: value for key, value in OmegaConf.to_container(self.base).items() if key != "sweep"
+        }
         study = SearchJournal(self.folder, self.config(num_trials, **parameters).sweep)
 
         def compose(values: Any) -> DictConfig:
@@ -198,7 +219,10 @@ class Trials:
 
     def states(self) -> list[str]:
         """What Optuna remembers."""
-        return [trial.state.name for trial in SearchJournal(self.folder, self.config(1).sweep).study.trials]
+        return [
+            trial.state.name
+            for trial in SearchJournal(self.folder, self.config(1).sweep).study.trials
+        ]
 
 
 @pytest.fixture
@@ -216,14 +240,22 @@ def test_what_ends_a_trial_is_recorded_and_the_search_goes_on(trials: Trials) ->
     def work(run_dir: Path) -> int:
         width = load_config(run_dir).model["width"]
         if width == 24:
-            (run_dir / "summary.json").write_text(json.dumps({"status": "out_of_memory", "message": "too wide"}))
+            (run_dir / "summary.json").write_text(
+                json.dumps({"status": "out_of_memory", "message": "too wide"})
+            )
         return {8: 0, 12: -signal.SIGSEGV, 24: EXIT_OUT_OF_MEMORY}[width] or finish(run_dir)
 
     widths = {"type": "choice", "choices": [8, 12, 24]}
-    jobs = trials.go_on(work, 12, **{"model.width": widths, "memory.accumulate": {"type": "int", "low": 1, "high": 2}})
+    jobs = trials.go_on(
+        work,
+        12,
+        **{"model.width": widths, "memory.accumulate": {"type": "int", "low": 1, "high": 2}},
+    )
     of_width = {8: "finished", 12: "failed", 24: "out_of_memory"}
     wanted = [
-        "refused" if job["overrides"]["memory.accumulate"] == "2" else of_width[int(job["overrides"]["model.width"])]
+        "refused"
+        if job["overrides"]["memory.accumulate"] == "2"
+        else of_width[int(job["overrides"]["model.width"])]
         for job in jobs
     ]
     assert [job["status"] for job in jobs] == wanted
@@ -231,7 +263,12 @@ def test_what_ends_a_trial_is_recorded_and_the_search_goes_on(trials: Trials) ->
     assert messages.keys() == {"refused", "finished", "failed", "out_of_memory"}
     assert "choose a multiple of 2" in messages["refused"]
     assert messages["out_of_memory"] == "too wide"
-    of_status = {"refused": "PRUNED", "finished": "COMPLETE", "failed": "FAIL", "out_of_memory": "PRUNED"}
+    of_status = {
+        "refused": "PRUNED",
+        "finished": "COMPLETE",
+        "failed": "FAIL",
+        "out_of_memory": "PRUNED",
+    }
     assert trials.states() == [of_status[job["status"]] for job in jobs]
     assert len(trials.started) == len(set(trials.started)) == 12 - wanted.count("refused")
 
@@ -272,8 +309,13 @@ def test_without_validation_there_is_nothing_to_search_by(trials: Trials) -> Non
 def test_a_folder_is_of_one_search(trials: Trials) -> None:
     search.open_folder(trials.folder, trials.config(3))
     search.open_folder(trials.folder, trials.config(9))
-    with pytest.raises(UserError, match=r"another search, .* sweep\.space\.model\.width\.type: choice then, None now"):
-        search.open_folder(trials.folder, trials.config(3, **{"optimizer.lr": SPACE["optimizer.lr"]}))
+    with pytest.raises(
+        UserError,
+        match=r"another search, .* sweep\.space\.model\.width\.type: choice then, None now",
+    ):
+        search.open_folder(
+            trials.folder, trials.config(3, **{"optimizer.lr": SPACE["optimizer.lr"]})
+        )
     other = trials.config(3)
     other.model["depth"] = 2
     with pytest.raises(UserError, match=r"model\.depth: 3 then, 2 now"):
@@ -288,7 +330,10 @@ def test_of_two_searches_that_begin_at_the_same_moment_one_has_the_folder(
     configs = [trials.config(3), trials.config(3)]
     configs[1].model["depth"] = 2
     with ThreadPoolExecutor(2) as pool:
-        ends = [future.exception() for future in [pool.submit(search.open_folder, trials.folder, one) for one in configs]]
+        ends = [
+            future.exception()
+            for future in [pool.submit(search.open_folder, trials.folder, one) for one in configs]
+        ]
     assert sorted(isinstance(end, UserError) for end in ends) == [False, True]
     assert ends.count(None) == 1
 
@@ -297,13 +342,22 @@ def test_of_two_searches_that_begin_at_the_same_moment_one_has_the_folder(
 def composed() -> Iterator[Callable[[SearchConfig], Compose]]:
     """Hydra's own composition of trials."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        yield lambda config: composer(["optimizer.lr=0.5", "+sweep.seed=1", "steps=7"], config.sweep)
+        yield lambda config: composer(
+            ["optimizer.lr=0.5", "+sweep.seed=1", "steps=7"], config.sweep
+        )
 
 
-def test_trials_say_the_searched_keys_and_the_command_line_the_others(trials: Trials, composed: Any) -> None:
+def test_trials_say_the_searched_keys_and_the_command_line_the_others(
+    trials: Trials, composed: Any
+) -> None:
     config = trials.config(1, memory={"type": "choice", "choices": ["plain", "amp"]}, **SPACE)
     made = composed(config)({"memory": "amp", "optimizer.lr": "0.25"})
-    assert (made.memory.precision, made.optimizer.lr, made.schedule.max_lr, made.steps) == ("bf16", 0.25, 0.25, 7)
+    assert (made.memory.precision, made.optimizer.lr, made.schedule.max_lr, made.steps) == (
+        "bf16",
+        0.25,
+        0.25,
+        7,
+    )
     assert "sweep" not in made
 
 
@@ -316,7 +370,9 @@ def test_trials_say_the_searched_keys_and_the_command_line_the_others(trials: Tr
         ("memory", {"type": "choice", "choices": ["plain", "tiny"]}, "'memory/tiny'; there are: amp,"),
     ],
 )  # fmt: skip
-def test_a_value_that_no_run_could_have_is_refused(key: str, parameter: Any, said: str, trials: Trials, composed: Any) -> None:
+def test_a_value_that_no_run_could_have_is_refused(
+    key: str, parameter: Any, said: str, trials: Trials, composed: Any
+) -> None:
     config = trials.config(1, **{key: parameter})
     with pytest.raises(UserError) as caught:
         check_space(config.sweep, composed(config))
@@ -327,7 +383,10 @@ def test_a_value_that_no_run_could_have_is_refused(key: str, parameter: Any, sai
 def test_values_that_only_go_together_are_no_mistake(trials: Trials, composed: Any) -> None:
     config = trials.config(
         1,
-        **{"memory.accumulate": {"type": "choice", "choices": [1, 2]}, "stage.batch_size": {"type": "int", "low": 1, "high": 2}},
+        **{
+            "memory.accumulate": {"type": "choice", "choices": [1, 2]},
+            "stage.batch_size": {"type": "int", "low": 1, "high": 2},
+        },
     )
     check_space(config.sweep, composed(config))
 
@@ -338,7 +397,12 @@ def test_values_that_only_go_together_are_no_mistake(trials: Trials, composed: A
 @pytest.mark.slow
 def test_a_trial_below_the_median_is_ended_early(run: Callable[..., int], tmp_path: Path) -> None:
     folder = tmp_path / "a search (1)"
-    drawn = ("sweep.seed=3", "sweep.sampler=random", "sweep.prune_after_steps=10", "sweep.prune_after_trials=2")
+    drawn = (
+        "sweep.seed=3",
+        "sweep.sampler=random",
+        "sweep.prune_after_steps=10",
+        "sweep.prune_after_trials=2",
+    )
     assert run("sweep.num_trials=4", *drawn) == 0
     (folder / "slow").touch()
     assert run("sweep.num_trials=9", *drawn) == 0
@@ -375,17 +439,26 @@ run_command("search")
 def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int:
     """A seed whose trials after the first draw these learning rates."""
     for seed in range(1000):
-        study = SearchJournal(Path(tempfile.mkdtemp(dir=folder)), replace(config, seed=seed, num_trials=len(wanted) + 1))
+        study = SearchJournal(
+            Path(tempfile.mkdtemp(dir=folder)),
+            replace(config, seed=seed, num_trials=len(wanted) + 1),
+        )
         study.begin_with({"optimizer.lr": 0.01})
-        drawn = [(values["optimizer.lr"], study.close(trial.number, [0.0]))[0] for trial, values in study.trials()]
+        drawn = [
+            (values["optimizer.lr"], study.close(trial.number, [0.0]))[0]
+            for trial, values in study.trials()
+        ]
         if drawn[1:] == wanted:
             return seed
     raise AssertionError(f"no seed draws {wanted}")
 
 
 @pytest.mark.slow
-def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(trials: Trials, tiny_table: Path, tmp_path: Path) -> None:
-    # At 1e30 the loss is not finite; at 1e-9 nothing is learned, so that the trial lies below the median.
+def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(
+    trials: Trials, tiny_table: Path, tmp_path: Path
+) -> None:
+    # At 1e30 the loss is not finite; at 1e-9 nothing is learned, so that the trial lies below the
+    # median.
     drawn = {"optimizer.lr": {"type": "choice", "choices": [0.01, 1e30, 1e-9]}}
     conf, folder = tmp_path / "conf" / "sweep", tmp_path / "search"
     conf.mkdir(parents=True)
@@ -405,16 +478,22 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(trials: Trial
     forked.run(command, cwd=tmp_path, check=True)
     jobs = records(folder)
     assert [job["status"] for job in jobs] == ["finished", "not_finite", "finished", "pruned"]
-    starts = [len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs]
+    starts = [
+        len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs
+    ]
     assert starts == [1, 1, 2, 1]
     assert study_of(folder)["best"] == [0, 2], "the same values end alike, killed or not"
     assert len((folder / "report.csv").read_text().splitlines()) == 5
     forked.run(command, cwd=tmp_path, check=True)
-    assert [len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs] == starts
+    assert [
+        len(json.loads((folder / str(job["number"]) / "versions.json").read_text())) for job in jobs
+    ] == starts
 
 
 @pytest.mark.slow
-def test_two_searches_in_one_folder_share_its_trials(run: Callable[..., int], tmp_path: Path) -> None:
+def test_two_searches_in_one_folder_share_its_trials(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
     folder = tmp_path / "a search (1)"
     code = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_job; from medseg.runs import processes; "

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from medseg.config.search import Objective, ParameterConfig, ParameterType, Pruner, Sampler, SweepConfig
+from medseg.config.search import (
+    Objective,
+    ParameterConfig,
+    ParameterType,
+    Pruner,
+    Sampler,
+    SweepConfig,
+)
 
 pytest.importorskip("optuna", reason="the extra medseg[search] is not installed")
 from optuna.trial import Trial
@@ -24,7 +31,9 @@ SPACE = {
 }
 
 
-def sweep(num_trials: int, *objectives: Objective, pruner: Pruner = Pruner.none, **space: ParameterConfig) -> SweepConfig:
+def sweep(
+    num_trials: int, *objectives: Objective, pruner: Pruner = Pruner.none, **space: ParameterConfig
+) -> SweepConfig:
     return SweepConfig(
         "test", num_trials, list(objectives) or [Objective.val_dice], Sampler.tpe, 4, 0, pruner,
         prune_after_trials=1, prune_after_steps=0, space=space or SPACE,
@@ -35,7 +44,9 @@ def dice_of(overrides: dict[str, str]) -> float:
     return 0.9 - abs(float(overrides["optimizer.lr"]) - 0.01) + (overrides["memory"] == "amp") / 10
 
 
-def go_on(folder: Path, config: SweepConfig, value: Callable[[dict[str, str]], float] = dice_of) -> list[dict[str, str]]:
+def go_on(
+    folder: Path, config: SweepConfig, value: Callable[[dict[str, str]], float] = dice_of
+) -> list[dict[str, str]]:
     study = SearchJournal(folder, config)
     tried = []
     for trial, overrides in study.trials():
@@ -66,7 +77,14 @@ def test_values_are_arguments_of_the_command_line(tmp_path: Path) -> None:
         assert overrides["memory"] in ("plain", "amp")
     stepped = sweep(6, x=ParameterConfig(ParameterType.float, low=0.0, high=1.0, step=0.2))
     (tmp_path / "stepped").mkdir()
-    assert {one["x"] for one in go_on(tmp_path / "stepped", stepped, lambda _: 0.0)} <= {"0", "0.2", "0.4", "0.6", "0.8", "1"}
+    assert {one["x"] for one in go_on(tmp_path / "stepped", stepped, lambda _: 0.0)} <= {
+        "0",
+        "0.2",
+        "0.4",
+        "0.6",
+        "0.8",
+        "1",
+    }
 
 
 def test_the_first_trial_is_the_experiment_as_far_as_it_lies_in_the_space(tmp_path: Path) -> None:
@@ -95,19 +113,33 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None
         assert numbers == [1, 2]
         process.kill()
     assert [
-        other.number for other, _ in SearchJournal(tmp_path, sweep(3)).trials() if study.close(other.number, [0.5]) is None
+        other.number
+        for other, _ in SearchJournal(tmp_path, sweep(3)).trials()
+        if study.close(other.number, [0.5]) is None
     ] == [0]
 
 
 def report(trial: Trial, history: Path, *dices: float) -> str:
     """Report validations every ten steps."""
-    history.write_text("".join(["step,val_dice\n", *(f"{10 * (number + 1)},{dice}\n" for number, dice in enumerate(dices))]))
+    history.write_text(
+        "".join(
+            [
+                "step,val_dice\n",
+                *(f"{10 * (number + 1)},{dice}\n" for number, dice in enumerate(dices)),
+            ]
+        )
+    )
     return report_validations(trial, history)
 
 
 def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None:
     study = SearchJournal(tmp_path, sweep(4, pruner=Pruner.median))
-    for dices, why in (([0.5, 0.8], ""), ([0.6, 0.9], ""), ([0.7, 0.95], ""), ([0.1, 0.2], "0.1000, lies below the median")):
+    for dices, why in (
+        ([0.5, 0.8], ""),
+        ([0.6, 0.9], ""),
+        ([0.7, 0.95], ""),
+        ([0.1, 0.2], "0.1000, lies below the median"),
+    ):
         trial, _ = next(study.trials())
         told = report(trial, tmp_path / "history.csv", dices[0])
         assert (why in told) if why else not told
@@ -115,7 +147,9 @@ def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None
             study.close(trial.number, None)
             continue
         assert not report(trial, tmp_path / "history.csv", *dices)
-        assert not report(trial, tmp_path / "history.csv", *dices), "what was told once is not told again"
+        assert not report(trial, tmp_path / "history.csv", *dices), (
+            "what was told once is not told again"
+        )
         study.close(trial.number, [max(dices)])
     assert [trial.state.name for trial in study.study.trials] == ["COMPLETE"] * 3 + ["PRUNED"]
 

@@ -41,7 +41,9 @@ def compose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compose]:
         yield make
 
 
-def test_baselines_are_installed_once_in_these_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_are_installed_once_in_these_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
     result = SimpleNamespace(returncode=0, stderr="")
 
@@ -50,7 +52,12 @@ def test_baselines_are_installed_once_in_these_versions(tmp_path: Path, monkeypa
         return result
 
     monkeypatch.setattr(baselines.subprocess, "run", run)
-    packages = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    packages = (
+        tmp_path
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     assert baselines.install_baselines(tmp_path) == packages
     assert commands[0][:4] == [sys.executable, "-m", "pip", "install"]
     assert commands[0][commands[0].index("--target") + 1] == str(packages)
@@ -63,7 +70,9 @@ def test_baselines_are_installed_once_in_these_versions(tmp_path: Path, monkeypa
     assert len(commands) == 2
     (tmp_path / "medseg-peers").write_text("other==1")
     result.returncode, result.stderr = 1, "first\nno such version\n"
-    with pytest.raises(UserError, match=r"cannot be installed \(no such version\); choose peers=false"):
+    with pytest.raises(
+        UserError, match=r"cannot be installed \(no such version\); choose peers=false"
+    ):
         baselines.install_baselines(tmp_path)
     result.stderr = ""
     with pytest.raises(UserError, match=r"cannot be installed \(pip failed\)"):
@@ -73,7 +82,8 @@ def test_baselines_are_installed_once_in_these_versions(tmp_path: Path, monkeypa
 def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Any] = {}
     module = SimpleNamespace(
-        PlainConvUNet=lambda **arguments: made.update(arguments), UNet=lambda **arguments: made.update(arguments)
+        PlainConvUNet=lambda **arguments: made.update(arguments),
+        UNet=lambda **arguments: made.update(arguments),
     )
     monkeypatch.setitem(sys.modules, "monai.networks.nets", module)  # type: ignore[arg-type]
     baselines.make_baseline("monai", 4)
@@ -86,32 +96,67 @@ def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.Mo
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "dynamic_network_architectures.architectures.unet", module)  # type: ignore[arg-type]
     baselines.make_baseline("nnunet", 4)
-    expected = {"input_channels": 1, "num_classes": 4, "n_stages": 6, "features_per_stage": (32, 64, 128, 256, 320, 320)}
+    expected = {
+        "input_channels": 1,
+        "num_classes": 4,
+        "n_stages": 6,
+        "features_per_stage": (32, 64, 128, 256, 320, 320),
+    }
     assert expected.items() <= made.items()
-    assert (made["strides"], made["n_conv_per_stage"], made["n_conv_per_stage_decoder"]) == ((1, 2, 2, 2, 2, 2), 2, 2)
+    assert (made["strides"], made["n_conv_per_stage"], made["n_conv_per_stage_decoder"]) == (
+        (1, 2, 2, 2, 2, 2),
+        2,
+        2,
+    )
     assert (made["conv_bias"], made["kernel_sizes"]) == (True, 3)
 
 
 def test_each_row_of_the_ladder_is_measured_and_trained_in_its_precision(
-    tmp_path: Path, compose: Compose, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    compose: Compose,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = ["shape=[32,32,48]", "timed_steps=3", "train=true", "peers=true"]
     config = compose("ladder", LadderConfig, f"output='{tmp_path}'", *settings)
-    config.networks, config.rows = {}, {"start": ["model.width=8"], "half": ["memory.precision=bf16"]}
+    config.networks, config.rows = (
+        {},
+        {"start": ["model.width=8"], "half": ["memory.precision=bf16"]},
+    )
     measured: list[Any] = []
     trained: list[Any] = []
 
-    def measure(folder: Path, row: Any, shape: Any, timed_steps: int, baseline: str | None, packages: Any) -> dict[str, Any]:
-        measured.append((folder.name, row.memory.precision.value, row.model.get("width"), shape, timed_steps, baseline, packages))
+    def measure(
+        folder: Path, row: Any, shape: Any, timed_steps: int, baseline: str | None, packages: Any
+    ) -> dict[str, Any]:
+        measured.append(
+            (
+                folder.name,
+                row.memory.precision.value,
+                row.model.get("width"),
+                shape,
+                timed_steps,
+                baseline,
+                packages,
+            )
+        )
         return {"device": "CPU"}
 
     monkeypatch.setattr(ladder, "measure", measure)
     monkeypatch.setattr(ladder, "install_baselines", lambda folder: folder.name)
     monkeypatch.setattr(ladder, "run_steps", trained.append)
     monkeypatch.setattr(ladder, "read_summary", lambda folder: {"run": folder.parent.name})
-    monkeypatch.setattr(ladder, "table_row", lambda row, memory, facts, summary: {"row": row.name, **facts, **summary})
+    monkeypatch.setattr(
+        ladder,
+        "table_row",
+        lambda row, memory, facts, summary: {"row": row.name, **facts, **summary},
+    )
     written: list[Any] = []
-    monkeypatch.setattr(ladder, "write", lambda table, rows, output, title: written.append((len(table), output, title)))
+    monkeypatch.setattr(
+        ladder,
+        "write",
+        lambda table, rows, output, title: written.append((len(table), output, title)),
+    )
     monkeypatch.setattr(ladder, "print_table", lambda *_: None)
     assert ladder.ladder(config) == 0
     own = [row for row in measured if row[5] is None]
@@ -126,7 +171,9 @@ def test_each_row_of_the_ladder_is_measured_and_trained_in_its_precision(
     assert precisions["monai"] == {"fp32"}
     assert len(trained) == 2, "baselines are not trained"
     assert written[-1] == (len(measured), tmp_path, "A training step on 32×32×48 voxels, CPU")
-    assert [number for number, *_ in written] == list(range(1, len(measured) + 1)), "the table is written after each row"
+    assert [number for number, *_ in written] == list(range(1, len(measured) + 1)), (
+        "the table is written after each row"
+    )
     assert "ladder.csv" in capsys.readouterr().out
     assert ladder.with_precision(config, "") is config
     assert ladder.with_precision(config, "fp16").memory.precision is Precision.fp16
@@ -160,7 +207,11 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
     assert calls == [(ladder.measure_row, config, (8, 16, 24), 5, "monai", tmp_path)]
     assert ladder.measure(folder, config, (8, 16, 24), 5, "monai", tmp_path)["bytes"] == 1
     assert json.loads((folder / "measured.json").read_text())["request"]["shape"] == [8, 16, 24]
-    for shape, steps, baseline in (((8, 16, 32), 5, "monai"), ((8, 16, 24), 6, "monai"), ((8, 16, 24), 5, None)):
+    for shape, steps, baseline in (
+        ((8, 16, 32), 5, "monai"),
+        ((8, 16, 24), 6, "monai"),
+        ((8, 16, 24), 5, None),
+    ):
         before = len(calls)
         ladder.measure(folder, config, shape, steps, baseline, None)  # type: ignore[arg-type]
         assert len(calls) == before + 1
@@ -176,19 +227,25 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
 @pytest.fixture
 def spacing_study(compose: Compose, tiny_table: Path, tmp_path: Path) -> CompareSpacingConfig:
     held_out = ["data.test_patients=[p0]", f"data.cases='{tiny_table}'"]
-    config: CompareSpacingConfig = compose("compare_spacing", CompareSpacingConfig, f"output='{tmp_path / 'study'}'", *held_out)
+    config: CompareSpacingConfig = compose(
+        "compare_spacing", CompareSpacingConfig, f"output='{tmp_path / 'study'}'", *held_out
+    )
     config.rows = {"thin": ["spacing=isotropic_1mm"], "thick": ["spacing=isotropic_2mm"]}
     return config
 
 
 def test_a_failed_spacing_does_not_end_the_others(
-    spacing_study: CompareSpacingConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    spacing_study: CompareSpacingConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = Path(spacing_study.output)
     asked: list[Any] = []
     written: list[Any] = []
     cases = [
-        SimpleNamespace(name=name, patient=f"of {name}", labels=labels, image=Path(name), series=None)
+        SimpleNamespace(
+            name=name, patient=f"of {name}", labels=labels, image=Path(name), series=None
+        )
         for name, labels in (("a", 1), ("b", None))
     ]
     source = SimpleNamespace(split=SimpleNamespace(test=cases))
@@ -196,11 +253,19 @@ def test_a_failed_spacing_does_not_end_the_others(
     monkeypatch.setattr(compare_spacing, "read_grid", lambda image, series: f"grid of {image}")
     monkeypatch.setattr(compare_spacing, "oriented_grid", lambda grid: grid)
     monkeypatch.setattr(
-        compare_spacing, "write_case_table", lambda path, given: (asked.append([case.name for case in given]), path)[1]
+        compare_spacing,
+        "write_case_table",
+        lambda path, given: (asked.append([case.name for case in given]), path)[1],
     )
-    monkeypatch.setattr(compare_spacing, "stages_of", lambda name, config, given, runs: f"stages of {name}, {runs.name}")
+    monkeypatch.setattr(
+        compare_spacing,
+        "stages_of",
+        lambda name, config, given, runs: f"stages of {name}, {runs.name}",
+    )
 
-    def run_row(name: str, stages: Any, folder: Path, table: Path, grids: Any, reference: Any, failed: Any) -> Strategy:
+    def run_row(
+        name: str, stages: Any, folder: Path, table: Path, grids: Any, reference: Any, failed: Any
+    ) -> Strategy:
         asked.append((name, stages, folder.name, table.name, grids))
         if name == "thin":
             raise UserError("no room")
@@ -259,13 +324,18 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
     def train(row: Any, study: Any, limit_minutes: float) -> Any:
         asked.append((row.seed, row.steps, limit_minutes))
         own = [{"step": 10.0, "cpu_minutes": 1.0, "val_dice": 0.4}]
-        own += [{"step": 20.0 * step, "cpu_minutes": 2.0 * step, "val_dice": 0.5 + step / 100} for step in (1, 2)]
+        own += [
+            {"step": 20.0 * step, "cpu_minutes": 2.0 * step, "val_dice": 0.5 + step / 100}
+            for step in (1, 2)
+        ]
         own.append({"cpu_minutes": 5.0})
         outcome = next(answers)
         return (own if outcome == "reached" else [own[0], own[3]]), outcome
 
     monkeypatch.setattr(time_to_dice, "train_row", train)
-    monkeypatch.setattr(time_to_dice, "make_data_module", lambda _: SimpleNamespace(prepare_data=lambda: None))
+    monkeypatch.setattr(
+        time_to_dice, "make_data_module", lambda _: SimpleNamespace(prepare_data=lambda: None)
+    )
     assert time_to_dice.time_to_dice(config) == code
     assert [seed for seed, *_ in asked] == [1, 2, 3][:num_rows]
     assert {steps for _, steps, _ in asked} == {config.steps}
@@ -275,7 +345,11 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
     first_minutes = 2.0 if outcomes[0] == "reached" else 5.0
     for row in table:
         minutes, step, dice = (2.0, 20.0, 0.52) if row["outcome"] == "reached" else (5.0, 10.0, 0.4)
-        assert (float(row["cpu_minutes"]), float(row["step"]), float(row["dice"])) == (minutes, step, dice)
+        assert (float(row["cpu_minutes"]), float(row["step"]), float(row["dice"])) == (
+            minutes,
+            step,
+            dice,
+        )
         assert float(row["ratio"]) == pytest.approx(minutes / first_minutes, abs=0.01)
 
 
@@ -283,7 +357,9 @@ def test_the_demo_is_commands_that_a_user_would_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[Any] = []
-    monkeypatch.setattr(recipes, "train_steps", lambda folder, *arguments: [["train", folder.name, *arguments]])
+    monkeypatch.setattr(
+        recipes, "train_steps", lambda folder, *arguments: [["train", folder.name, *arguments]]
+    )
     monkeypatch.setattr(recipes, "last_checkpoint", lambda folder: f"{folder.name}.ckpt")
     monkeypatch.setattr(recipes, "run_steps", done.extend)
     statistics = [
@@ -300,8 +376,23 @@ def test_the_demo_is_commands_that_a_user_would_type(
     assert done == [
         ["train", "coarse", "experiment=demo_coarse", *data],
         ["train", "fine", "experiment=demo_fine", *data],
-        ["predict", f"input={table}", "split=test", f"output={tmp_path / 'predictions'}", "coarse=coarse.ckpt", "fine=fine.ckpt"],
-        ["evaluate", f"pred={tmp_path / 'predictions'}", f"ref={table}", "split=test", f"output={tmp_path / 'scores'}"],
+        [
+            "predict",
+            f"input={table}",
+            "split=test",
+            f"output={tmp_path / 'predictions'}",
+            "coarse=coarse.ckpt",
+            "fine=fine.ckpt",
+        ],
+        [
+            "evaluate",
+            f"pred={tmp_path / 'predictions'}",
+            f"ref={table}",
+            "split=test",
+            f"output={tmp_path / 'scores'}",
+        ],
     ]
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("Mean")] == ["Mean Dice of left_lung: 0.9100"]
+    assert [line for line in said.splitlines() if line.startswith("Mean")] == [
+        "Mean Dice of left_lung: 0.9100"
+    ]

@@ -25,21 +25,33 @@ from medseg.training.options import TrainConfig
 
 @pytest.fixture
 def study(tiny_table: Path, tmp_path: Path) -> Iterator[TimeToDiceConfig]:
-    arguments = ["target_dice=0.8", "metric=val_dice", "max_minutes=10", "run_dir=none", f"data.cases='{tiny_table}'"]
+    arguments = [
+        "target_dice=0.8",
+        "metric=val_dice",
+        "max_minutes=10",
+        "run_dir=none",
+        f"data.cases='{tiny_table}'",
+    ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         yield to_config(hydra.compose("time_to_dice", arguments), TimeToDiceConfig)
 
 
 @pytest.fixture
 def row(tiny_table: Path, tmp_path: Path, study: TimeToDiceConfig) -> TrainConfig:
-    arguments = [f"data.cases='{tiny_table}'", "logger=none", f"run_dir='{tmp_path / 'row' / 'run'}'"]
+    arguments = [
+        f"data.cases='{tiny_table}'",
+        "logger=none",
+        f"run_dir='{tmp_path / 'row' / 'run'}'",
+    ]
     return to_config(hydra.compose("train", arguments), TrainConfig)
 
 
 class Training:
     """A training that takes a CPU minute between two validations, ten steps apart; its Dice rises by 0.1."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, last_step: int = 1000, code: int = 0) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, last_step: int = 1000, code: int = 0
+    ) -> None:
         self.minutes, self.step, self.last_step, self.code, self.starts = 0.0, 0, last_step, code, 0
         monkeypatch.setattr(app, "cpu_s", lambda: 60 * self.minutes)
         monkeypatch.setattr(app, "run_in_process", self.run)
@@ -49,7 +61,9 @@ class Training:
         while self.step < self.last_step:
             self.minutes, self.step = self.minutes + 1, self.step + 10
             lines = [f"{step},{step / 100},{step / 200}" for step in range(10, self.step + 1, 10)]
-            (run_dir / "history.csv").write_text("\n".join(["step,val_dice,val_dice_worst", *lines]))
+            (run_dir / "history.csv").write_text(
+                "\n".join(["step,val_dice,val_dice_worst", *lines])
+            )
             if is_enough():
                 write_end(run_dir, Status.interrupted, "stopped on request")
                 return EXIT_RESUME
@@ -57,7 +71,9 @@ class Training:
         return self.code
 
 
-def test_a_row_ends_at_its_target(row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_ends_at_its_target(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = Training(monkeypatch)
     points, outcome = app.train_row(row, study, 100.0)
     assert outcome == "reached"
@@ -76,12 +92,21 @@ def test_a_row_is_stopped_at_its_limit_and_continues_under_a_higher_one(
     assert training.starts == 1, "its time is used up"
     points, outcome = app.train_row(row, study, 100.0)
     assert (outcome, training.starts, points[-1]["cpu_minutes"]) == ("reached", 2, 8.0)
-    assert [point["step"] for point in points if "step" in point] == list(range(10, 90, 10)), "no validation counts twice"
+    assert [point["step"] for point in points if "step" in point] == list(range(10, 90, 10)), (
+        "no validation counts twice"
+    )
 
 
-@pytest.mark.parametrize(("code", "outcome"), [(0, "ended"), (EXIT_OUT_OF_MEMORY, "no memory"), (EXIT_RESUME, "interrupted")])
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [(0, "ended"), (EXIT_OUT_OF_MEMORY, "no memory"), (EXIT_RESUME, "interrupted")],
+)
 def test_a_training_that_ends_by_itself_says_how(
-    code: int, outcome: str, row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+    code: int,
+    outcome: str,
+    row: TrainConfig,
+    study: TimeToDiceConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Training(monkeypatch, last_step=20, code=code)
     points, found = app.train_row(row, study, 100.0)
@@ -120,7 +145,10 @@ def test_a_study_reaches_stops_and_continues(tiny_table: Path, tmp_path: Path) -
     assert (learns["outcome"], idle["outcome"]) == ("reached", "stopped")
     assert float(learns["dice"]) >= 0.3 > float(idle["dice"])
     assert float(idle["cpu_minutes"]) >= 0.5 * float(learns["cpu_minutes"]) > 0
-    assert "| learns | model.width=16 optimizer.lr=0.01 | reached |" in (tmp_path / "t" / "time_to_dice.md").read_text()
+    assert (
+        "| learns | model.width=16 optimizer.lr=0.01 | reached |"
+        in (tmp_path / "t" / "time_to_dice.md").read_text()
+    )
     again = forked.run(arguments, cwd=tmp_path)
     assert "step " not in again.stdout, "nothing is repeated"
 

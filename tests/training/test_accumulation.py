@@ -35,7 +35,12 @@ def make_batch(numbers: range) -> dict[str, Any]:
         images.append(torch.randn(1, 12, 16, 20, generator=generator, dtype=torch.float64))
         targets.append(torch.randint(2, (12, 16, 20), generator=generator))
     regions = torch.tensor([n % 2 for n in numbers])
-    return {"image": torch.stack(images), "target": torch.stack(targets), "region": regions, "number": list(numbers)}
+    return {
+        "image": torch.stack(images),
+        "target": torch.stack(targets),
+        "region": regions,
+        "number": list(numbers),
+    }
 
 
 class Rates(pl.Callback):
@@ -48,11 +53,18 @@ class Rates(pl.Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def train(fit: Callable[..., Any], accumulate: int, *overrides: str) -> tuple[dict[str, Tensor], list[float]]:
+def train(
+    fit: Callable[..., Any], accumulate: int, *overrides: str
+) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after two steps, and the rate of each micro-batch."""
     size, rates = 4 // accumulate, Rates()
     batches = [make_batch(range(start, start + size)) for start in range(0, 8, size)]
-    module = fit([*SMALL, f"memory.accumulate={accumulate}", *overrides], batches, [rates], lambda module: module.double())
+    module = fit(
+        [*SMALL, f"memory.accumulate={accumulate}", *overrides],
+        batches,
+        [rates],
+        lambda module: module.double(),
+    )
     return dict(module.network.named_parameters()), rates.rates
 
 
@@ -65,17 +77,24 @@ SETTINGS = [
 
 @pytest.mark.parametrize("overrides", SETTINGS, ids="-".join)
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_micro_batches_make_the_step_of_the_whole_batch(accumulate: int, overrides: list[str], fit: Callable[..., Any]) -> None:
+def test_micro_batches_make_the_step_of_the_whole_batch(
+    accumulate: int, overrides: list[str], fit: Callable[..., Any]
+) -> None:
     whole, whole_rates = train(fit, 1, *overrides)
     parts, rates = train(fit, accumulate, *overrides)
     for name, weight in whole.items():
-        torch.testing.assert_close(parts[name], weight, rtol=1e-9, atol=1e-9 * weight.abs().max().item(), msg=name)
-    assert rates == [rate for rate in whole_rates for _ in range(accumulate)], "the schedule counts optimiser steps"
+        torch.testing.assert_close(
+            parts[name], weight, rtol=1e-9, atol=1e-9 * weight.abs().max().item(), msg=name
+        )
+    assert rates == [rate for rate in whole_rates for _ in range(accumulate)], (
+        "the schedule counts optimiser steps"
+    )
     assert whole_rates[1] < whole_rates[0]
 
 
 @pytest.mark.parametrize(
-    ("override", "said"), [("model.norm=batch", "model.norm=batch"), ("loss=batch_dice_ce", "loss.batch_dice=true")]
+    ("override", "said"),
+    [("model.norm=batch", "model.norm=batch"), ("loss=batch_dice_ce", "loss.batch_dice=true")],
 )
 def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     override: str, said: str, fit: Callable[..., Any]
@@ -104,7 +123,10 @@ def test_norms_that_look_at_all_ranks_see_the_whole_batch_and_that_is_not_noted(
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", [*SMALL, "run_dir=none", "trainer.accelerator=cpu", *overrides]), TrainConfig)
+        return to_config(
+            hydra.compose("train", [*SMALL, "run_dir=none", "trainer.accelerator=cpu", *overrides]),
+            TrainConfig,
+        )
 
 
 class Live(pl.Callback):
@@ -115,7 +137,9 @@ class Live(pl.Callback):
         self.bytes: list[int] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.bytes.append(sum(size for owner, size in self.tracker.live.items() if owner.kind == "step"))
+        self.bytes.append(
+            sum(size for owner, size in self.tracker.live.items() if owner.kind == "step")
+        )
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.tracker.now = self.tracker.now._replace(kind="step")
@@ -127,7 +151,12 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
     live = Live(tracker)
     batches = [make_batch(range(n, n + 1)) for n in range(6)]
     with tracker:
-        module = fit([*SMALL, "stage.batch_size=1", "steps=6"], batches, [live], lambda module: module.double())
+        module = fit(
+            [*SMALL, "stage.batch_size=1", "steps=6"],
+            batches,
+            [live],
+            lambda module: module.double(),
+        )
     kept = sum(weight.nbytes for weight in module.parameters())  # momentum
     deepest = 8 * 3 * 4 * 5 * 8  # bytes of the smallest features of the network
     assert len(live.bytes) == 6
@@ -135,7 +164,9 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
     assert live.bytes[2:] == [live.bytes[2]] * 4
 
 
-def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(tiny_table: Path, tmp_path: Path) -> None:
+def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     """The crops of a step are padded to no common shape, so neither norms nor the loss see other voxels."""
     losses = {}
     for accumulate in (1, 2):
@@ -150,6 +181,8 @@ def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(tiny_
             config = to_config(hydra.compose("train", overrides), TrainConfig)
         open_run(config)
         train_run(config)
-        losses[accumulate] = [float(row["loss"]) for row in read_csv(run_dir / "history.csv") if row["loss"]]
+        losses[accumulate] = [
+            float(row["loss"]) for row in read_csv(run_dir / "history.csv") if row["loss"]
+        ]
     assert len(losses[1]) == 2
     assert losses[2] == pytest.approx(losses[1], rel=1e-5)

@@ -18,7 +18,13 @@ from medseg.training.device_map_strategy import DeviceMapStrategy
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
 
-SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "logger=none", "trainer.accelerator=cpu"]
+SMALL = [
+    "model.width=4",
+    "model.depth=1",
+    "model.blocks_per_level=[1,1]",
+    "logger=none",
+    "trainer.accelerator=cpu",
+]
 
 
 @pytest.fixture
@@ -34,9 +40,15 @@ def compose(tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "poly"])
-@pytest.mark.parametrize(("optimizer", "lr_scaling", "factor"), [("sgd", "linear", 4.0), ("adamw", "sqrt", 2.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "lr_scaling", "factor"), [("sgd", "linear", 4.0), ("adamw", "sqrt", 2.0)]
+)
 def test_the_rates_of_a_run_grow_with_its_batch(
-    schedule: str, optimizer: str, lr_scaling: str, factor: float, compose: Callable[..., TrainConfig]
+    schedule: str,
+    optimizer: str,
+    lr_scaling: str,
+    factor: float,
+    compose: Callable[..., TrainConfig],
 ) -> None:
     def rates(*overrides: str) -> list[float]:
         config = compose(f"optimizer={optimizer}", f"schedule={schedule}", "steps=6", *overrides)
@@ -82,7 +94,9 @@ def test_unused_parameters_are_searched_only_where_a_step_may_leave_some_out(
     assert strategy._ddp_kwargs.get("find_unused_parameters", False) is is_searched
 
 
-def test_a_device_map_of_the_configuration_reaches_the_trainer(compose: Callable[..., TrainConfig]) -> None:
+def test_a_device_map_of_the_configuration_reaches_the_trainer(
+    compose: Callable[..., TrainConfig],
+) -> None:
     strategy = make_trainer(compose("model.device_map={encoder: cpu}"), []).strategy
     assert isinstance(strategy, DeviceMapStrategy)
     assert strategy.root_device == torch.device("cpu")
@@ -93,7 +107,9 @@ def test_a_device_map_of_the_configuration_reaches_the_trainer(compose: Callable
 def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., TrainConfig]) -> None:
     """Lightning counts validations in micro-batches, the configuration in optimiser steps."""
     settings = ["steps=40", "stage.batch_size=6", "memory.accumulate=3", "stage.validate_every=10"]
-    trainer = make_trainer(compose(*settings, "trainer.gradient_clip=0.5", "trainer.clip_by=value"), [pl.Callback()])
+    trainer = make_trainer(
+        compose(*settings, "trainer.gradient_clip=0.5", "trainer.clip_by=value"), [pl.Callback()]
+    )
     assert trainer.max_steps == 40
     assert trainer.accumulate_grad_batches == 3
     assert trainer.val_check_interval == 30

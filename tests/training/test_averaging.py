@@ -25,7 +25,8 @@ def formula(weights: list[Tensor], decay: float = DECAY) -> Tensor:
     first, *later = (weight.double() for weight in weights)
     num_later = len(later)
     return decay**num_later * first + (1 - decay) * sum(
-        (decay ** (num_later - k) * weight for k, weight in enumerate(later, start=1)), torch.zeros_like(first)
+        (decay ** (num_later - k) * weight for k, weight in enumerate(later, start=1)),
+        torch.zeros_like(first),
     )
 
 
@@ -37,11 +38,20 @@ def test_the_average_follows_its_formula() -> None:
     assert average.values() == {}
     for step in range(6):
         for weight in network.state_dict().values():
-            weight.copy_(torch.randn(weight.shape, generator=generator) if weight.is_floating_point() else torch.tensor(step))
+            weight.copy_(
+                torch.randn(weight.shape, generator=generator)
+                if weight.is_floating_point()
+                else torch.tensor(step)
+            )
         average.update()
         history.append({name: weight.clone() for name, weight in network.state_dict().items()})
         for name, value in average.values().items():
-            torch.testing.assert_close(value.double(), formula([weights[name] for weights in history]), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                value.double(),
+                formula([weights[name] for weights in history]),
+                rtol=1e-6,
+                atol=1e-6,
+            )
     counter = "1.num_batches_tracked"
     assert set(average.values()) == set(history[0]) - {counter}, "a counter has no average"
     averaged = {name: value.clone() for name, value in average.values().items()}
@@ -49,7 +59,9 @@ def test_the_average_follows_its_formula() -> None:
     assert all(torch.equal(network.state_dict()[name], value) for name, value in averaged.items())
     assert network.state_dict()[counter] == 5
     average.exchange()
-    assert all(torch.equal(network.state_dict()[name], weight) for name, weight in history[-1].items())
+    assert all(
+        torch.equal(network.state_dict()[name], weight) for name, weight in history[-1].items()
+    )
     assert all(torch.equal(average.values()[name], value) for name, value in averaged.items())
 
 
@@ -70,7 +82,9 @@ class Killed(BaseException):
 class Line(SegmentationModule):
     """One weight that each sample moves; its score is the weight that is validated, so that every validation is the best."""
 
-    def __init__(self, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2) -> None:
+    def __init__(
+        self, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2
+    ) -> None:
         network = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(network.weight)
         super().__init__(
@@ -110,13 +124,17 @@ class Line(SegmentationModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         sampler = StepBatchSampler(STEPS, 2, self.accumulate, start_step=self.trainer.global_step)
-        return DataLoader([torch.tensor([float(n)]) for n in range(2 * STEPS)], batch_sampler=sampler)  # type: ignore[arg-type]
+        return DataLoader(
+            [torch.tensor([float(n)]) for n in range(2 * STEPS)], batch_sampler=sampler
+        )  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader([torch.ones(1)])  # type: ignore[arg-type]
 
 
-def fit(folder: Path, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2) -> Line:
+def fit(
+    folder: Path, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2
+) -> Line:
     """Train, from `last.ckpt` where there is one."""
     module = Line(ema_decay, kill_at, accumulate)
     trainer = pl.Trainer(
@@ -139,7 +157,9 @@ def loaded(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def test_the_average_is_validated_and_saved_while_training_goes_on_from_the_weights(tmp_path: Path) -> None:
+def test_the_average_is_validated_and_saved_while_training_goes_on_from_the_weights(
+    tmp_path: Path,
+) -> None:
     plain, averaged = fit(tmp_path / "plain", None), fit(tmp_path / "averaged", DECAY)
     assert len(plain.steps) == STEPS
     assert torch.equal(torch.stack(plain.steps), torch.stack(averaged.steps)), "no step is another"
@@ -160,13 +180,18 @@ def test_a_killed_run_goes_on_with_its_average(kill_at: int, tmp_path: Path) -> 
     assert loaded(tmp_path / "killed" / "last.ckpt")["global_step"] == {4: 4, 5: 4, 7: 6}[kill_at]
     fit(tmp_path / "killed", DECAY)
     for key in ("state_dict", RAW_WEIGHTS):
-        one, other = (loaded(tmp_path / name / "last.ckpt")[key]["network.weight"] for name in ("whole", "killed"))
+        one, other = (
+            loaded(tmp_path / name / "last.ckpt")[key]["network.weight"]
+            for name in ("whole", "killed")
+        )
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kill_at", [3, 4, 5, 7])
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_another_number_of_micro_batches(before: int, after: int, kill_at: int, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_micro_batches(
+    before: int, after: int, kill_at: int, tmp_path: Path
+) -> None:
     whole = fit(tmp_path / "whole", None)
     first = fit(tmp_path / "run", None, kill_at, before)
     saved = loaded(tmp_path / "run" / "last.ckpt")["global_step"]

@@ -12,16 +12,29 @@ import torch
 
 from medseg.io.tables import read_csv
 from medseg.training import callbacks
-from medseg.training.callbacks import Distortions, MemorySnapshot, ValidationPictures, ValidationScores, View
+from medseg.training.callbacks import (
+    Distortions,
+    MemorySnapshot,
+    ValidationPictures,
+    ValidationScores,
+    View,
+)
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=7, loggers=[])
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=7, loggers=[]
+    )
     labels = torch.zeros(6, 7, 8, dtype=torch.uint8)
     labels[2:4, 2:5, 3:6] = 1
-    batch = {"image": torch.zeros(1, 1, 6, 7, 8), "target": labels[None], "region": torch.tensor([0]), "case": ["Doe, John"]}
+    batch = {
+        "image": torch.zeros(1, 1, 6, 7, 8),
+        "target": labels[None],
+        "region": torch.tensor([0]),
+        "case": ["Doe, John"],
+    }
     batch["spacing_mm"] = [(2.0, 1.0, 1.5)]
     pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
     pictures.on_validation_batch_end(trainer, None, labels, [batch], 0)  # type: ignore[arg-type]
@@ -36,7 +49,9 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     assert capsys.readouterr().err == said
 
 
-def test_a_picture_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_leaves_nothing_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parts of a figure refer to each other; the collector would find 7 MiB a picture only some validations later."""
     alive = []
 
@@ -51,9 +66,16 @@ def test_a_picture_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.
             raise OSError("disk full")
 
     monkeypatch.setattr(callbacks, "overlay_montage", draw)
-    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=7, loggers=[])
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=7, loggers=[]
+    )
     labels = torch.zeros(2, 2, 2, dtype=torch.uint8)
-    batch = {"image": labels[None, None], "target": labels[None], "region": torch.tensor([0]), "case": ["a"]}
+    batch = {
+        "image": labels[None, None],
+        "target": labels[None],
+        "region": torch.tensor([0]),
+        "case": ["a"],
+    }
     batch["spacing_mm"] = [(1.0, 1.0, 1.0)]
     pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
     for number in range(2):
@@ -64,15 +86,27 @@ def test_a_picture_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.
 def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
 
-    def validate(scores: ValidationScores, step: int, left: float, right: float) -> list[tuple[str, ...]]:
+    def validate(
+        scores: ValidationScores, step: int, left: float, right: float
+    ) -> list[tuple[str, ...]]:
         trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=step)
-        dices = {("Doe, John", 0, 1): left, ("Doe, John", 1, 1): right, ("Doe, John", 0, "hd95"): 3.0, ("b", 0, 2): 0.1}
+        dices = {
+            ("Doe, John", 0, 1): left,
+            ("Doe, John", 1, 1): right,
+            ("Doe, John", 0, "hd95"): 3.0,
+            ("b", 0, 2): 0.1,
+        }
         module: Any = SimpleNamespace(case_scores=dices)
         scores.on_validation_end(trainer, module)
-        return [(row["step"], row["case"], row["label"], row["dice"], row["picture"]) for row in read_csv(path)]
+        return [
+            (row["step"], row["case"], row["label"], row["dice"], row["picture"])
+            for row in read_csv(path)
+        ]
 
     def started(step: int) -> ValidationScores:
-        pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False), View({1: "right_lung"}, True)])
+        pictures = ValidationPictures(
+            tmp_path, [View({1: "left_lung"}, False), View({1: "right_lung"}, True)]
+        )
         pictures.drawn["Doe, John", 0] = "step_000020_0.png"
         scores = ValidationScores(path, pictures)
         trainer: Any = SimpleNamespace(is_global_zero=True, global_step=step)
@@ -111,7 +145,11 @@ def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path)
 
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = Distortions(["left_lung", "right_lung"])
-    batch = {"case": ["a", "b"], "region": torch.tensor([0, 1]), "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)]}
+    batch = {
+        "case": ["a", "b"],
+        "region": torch.tensor([0, 1]),
+        "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)],
+    }
     said.on_train_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
     said.on_validation_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
     assert capsys.readouterr().out.splitlines() == [
@@ -120,15 +158,24 @@ def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[
     ]
     said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)  # type: ignore[arg-type]
     assert capsys.readouterr().out.count("distortion") == 2
-    known: Any = [batch | {"region": None}]  # reading this would fail: printed regions are not read again
+    known: Any = [
+        batch | {"region": None}
+    ]  # reading this would fail: printed regions are not read again
     said.on_train_batch_end(None, None, None, known, 0)  # type: ignore[arg-type]
 
 
-def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda: called.append("record"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda: called.append("record")
+    )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", called.append)
-    snapshot, trainer = MemorySnapshot(tmp_path / "memory_snapshot.pickle"), SimpleNamespace(global_rank=2)
+    snapshot, trainer = (
+        MemorySnapshot(tmp_path / "memory_snapshot.pickle"),
+        SimpleNamespace(global_rank=2),
+    )
     snapshot.on_train_start(trainer, None)  # type: ignore[arg-type]
     snapshot.on_exception(trainer, None, MemoryError())  # type: ignore[arg-type]
     assert called == ["record", str(tmp_path / "memory_snapshot_2.pickle")]
@@ -139,7 +186,15 @@ def case_batch(name: str, region: int = 0) -> list[dict[str, Any]]:
     image = torch.arange(2 * 3 * 4, dtype=torch.float32).reshape(1, 1, 2, 3, 4)
     target = (torch.arange(24).reshape(1, 2, 3, 4) % 3).to(torch.uint8)
     spacing_mm = [(2.0, 1.0, 1.5)]
-    return [{"image": image, "target": target, "region": torch.tensor([region]), "case": [name], "spacing_mm": spacing_mm}]
+    return [
+        {
+            "image": image,
+            "target": target,
+            "region": torch.tensor([region]),
+            "case": [name],
+            "spacing_mm": spacing_mm,
+        }
+    ]
 
 
 @pytest.mark.parametrize("is_mirrored", [False, True])
@@ -147,11 +202,15 @@ def test_a_picture_gets_the_arrays_of_the_case_and_its_names(
     is_mirrored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(callbacks, "overlay_montage", lambda *arrays, **options: drawn.append((arrays, options)))
+    monkeypatch.setattr(
+        callbacks, "overlay_montage", lambda *arrays, **options: drawn.append((arrays, options))
+    )
     views = [View({1: "left_lung"}, False), View({2: "right_lung"}, is_mirrored)]
     pictures = ValidationPictures(tmp_path / "pictures", views)
     labels = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
-    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=70, loggers=[])
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=70, loggers=[]
+    )
     batch = case_batch("b", region=1)
     pictures.on_validation_batch_end(trainer, None, labels, batch, 1)  # type: ignore[arg-type]
     ((image, pred, target, spacing_mm, path), options) = drawn[0]
@@ -161,7 +220,11 @@ def test_a_picture_gets_the_arrays_of_the_case_and_its_names(
     assert (target == batch[0]["target"][0].numpy()[..., ::way]).all()
     assert spacing_mm == (2.0, 1.0, 1.5)
     assert path == tmp_path / "pictures" / "step_000070_1.png"
-    assert options == {"title": "b, step 70", "label_names": {2: "right_lung"}, "window_hu": (-1.0, 1.0)}
+    assert options == {
+        "title": "b, step 70",
+        "label_names": {2: "right_lung"},
+        "window_hu": (-1.0, 1.0),
+    }
     assert pictures.drawn == {("b", 1): "step_000070_1.png"}
 
 
@@ -173,17 +236,23 @@ def test_pictures_are_drawn_of_the_first_cases_by_one_rank_and_not_in_a_trial(
     pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
     labels = torch.zeros(2, 3, 4, dtype=torch.uint8)
     for is_trial, is_first_rank in ((True, True), (False, False), (False, True)):
-        trainer: Any = SimpleNamespace(sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5, loggers=[])
+        trainer: Any = SimpleNamespace(
+            sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5, loggers=[]
+        )
         for index, name in enumerate("abc"):
             pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
     assert titles == ["a, step 5", "b, step 5"]
 
 
-def test_a_case_whose_picture_failed_keeps_no_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_whose_picture_failed_keeps_no_older_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(callbacks, "overlay_montage", lambda *_, **__: None)
     pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
     labels = torch.zeros(2, 3, 4, dtype=torch.uint8)
-    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5, loggers=[])
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=5, loggers=[]
+    )
     for name, index in (("a", 0), ("b", 1)):
         pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
 
@@ -204,13 +273,24 @@ def test_a_picture_goes_to_tensorboard_in_colour(tmp_path: Path) -> None:
 
         @property
         def experiment(self) -> Any:
-            return SimpleNamespace(add_image=lambda *args, **options: added.append((*args, options)))
+            return SimpleNamespace(
+                add_image=lambda *args, **options: added.append((*args, options))
+            )
 
     pictures = ValidationPictures(tmp_path, [View({1: "lung"}, False)])
     labels = torch.zeros(6, 7, 8, dtype=torch.uint8)
-    batch = [{"image": torch.zeros(1, 1, 6, 7, 8), "target": labels[None], "region": torch.tensor([0]), "case": ["a"]}]
+    batch = [
+        {
+            "image": torch.zeros(1, 1, 6, 7, 8),
+            "target": labels[None],
+            "region": torch.tensor([0]),
+            "case": ["a"],
+        }
+    ]
     batch[0]["spacing_mm"] = [(2.0, 1.0, 1.5)]
-    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5, loggers=[Board(), object()])
+    trainer: Any = SimpleNamespace(
+        sanity_checking=False, is_global_zero=True, global_step=5, loggers=[Board(), object()]
+    )
     pictures.on_validation_batch_end(trainer, None, labels, batch, 0)  # type: ignore[arg-type]
     ((name, pixels, step, options),) = added
     assert (name, step, options) == ("validation/0", 5, {"dataformats": "HWC"})
@@ -223,7 +303,9 @@ def test_scores_are_written_by_one_rank_and_not_in_a_trial(tmp_path: Path) -> No
     scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "lung"}, False)]))
     module: Any = SimpleNamespace(case_scores={("a", 0, 1): 0.12345678})
     for is_trial, is_first_rank in ((True, True), (False, False)):
-        trainer: Any = SimpleNamespace(sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5)
+        trainer: Any = SimpleNamespace(
+            sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5
+        )
         scores.on_validation_end(trainer, module)
         assert not path.exists()
     trainer = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=5)

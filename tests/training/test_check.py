@@ -17,15 +17,28 @@ from medseg.training.options import TrainConfig
 SEGRESNET = ["model._target_=monai.networks.nets.SegResNet"]
 UNET = ["model._target_=monai.networks.nets.UNet", "model.channels=[8,16,32]"]
 LION = ["optimizer._target_=pytorch_optimizer.Lion", "optimizer.lr=0.01"]
-EPOCHS = ["schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=0.1", "schedule.epochs=1"]
+EPOCHS = [
+    "schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+    "schedule.max_lr=0.1",
+    "schedule.epochs=1",
+]
 MONITOR = ["callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor"]
-UNETR = ["model=unetr", "model.img_size=[32,32,32]", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2"]
+UNETR = [
+    "model=unetr",
+    "model.img_size=[32,32,32]",
+    "model.hidden_size=24",
+    "model.mlp_dim=24",
+    "model.num_heads=2",
+]
 
 
 def check(*overrides: str) -> list[str]:
     """Check the objects of a configuration; returns the notes on it."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("train", targets_first(["stage=fine", "trainer.accelerator=cpu", *overrides, "run_dir=none"]))
+        composed = hydra.compose(
+            "train",
+            targets_first(["stage=fine", "trainer.accelerator=cpu", *overrides, "run_dir=none"]),
+        )
     config = to_config(composed, TrainConfig)
     return notes(config, check_objects(config))
 
@@ -83,7 +96,11 @@ def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said:
         [*UNET, "model.strides=[[1,5,5],[3,3,3]]"],
         ["optimizer=sgd", "lr_scaling=linear", "schedule=poly"],
         ["optimizer=lars", "lr_scaling=linear"],
-        ["optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.01", "optimizer.eps=[null,1e-3]"],
+        [
+            "optimizer._target_=torch.optim.Adafactor",
+            "optimizer.lr=0.01",
+            "optimizer.eps=[null,1e-3]",
+        ],
         ["loss=hausdorff_dt"],
         [*MONITOR, "logger=csv"],
     ],
@@ -92,9 +109,19 @@ def test_what_fits_is_accepted(overrides: list[str]) -> None:
     check(*overrides)
 
 
-@pytest.mark.parametrize("model", [["model._target_=monai.networks.nets.VNet"], ["model=dynunet", "model.norm_name=batch"]])
-def test_batch_norm_over_micro_batches_is_noted_whatever_the_network_calls_it(model: list[str]) -> None:
-    settings = [*model, "stage.batch_size=2", "stage.patch_size=[64,64,64]", "inference.tile_size=[64,64,64]"]
+@pytest.mark.parametrize(
+    "model",
+    [["model._target_=monai.networks.nets.VNet"], ["model=dynunet", "model.norm_name=batch"]],
+)
+def test_batch_norm_over_micro_batches_is_noted_whatever_the_network_calls_it(
+    model: list[str],
+) -> None:
+    settings = [
+        *model,
+        "stage.batch_size=2",
+        "stage.patch_size=[64,64,64]",
+        "inference.tile_size=[64,64,64]",
+    ]
     (note,) = check(*settings, "memory.accumulate=2")
     assert note.startswith("batch norm of monai.networks.nets.")
     assert "computes over 1 sample, not over the batch of 2" in note

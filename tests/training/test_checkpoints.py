@@ -60,7 +60,9 @@ class Line(pl.LightningModule):
         self.validated.append(self.global_step)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        sampler = StepBatchSampler(self.steps, 2, self.accumulate, start_step=self.trainer.global_step)
+        sampler = StepBatchSampler(
+            self.steps, 2, self.accumulate, start_step=self.trainer.global_step
+        )
         return DataLoader(Numbers(), batch_sampler=sampler)
 
     def val_dataloader(self) -> DataLoader[Any]:
@@ -126,12 +128,16 @@ def weight(checkpoint: Path) -> tuple[int, float]:
         pytest.param(16, 5, ("on_train_batch_start", 5), id="5 of 16"),
         pytest.param(16, 9, ("on_train_batch_start", 9), id="9 of 16: in the second half"),
         pytest.param(12, 4, ("on_train_batch_start", 7), id="between two checkpoints"),
-        pytest.param(12, 4, ("on_validation_start", 4), id="in the first validation, which is the best"),
+        pytest.param(
+            12, 4, ("on_validation_start", 4), id="in the first validation, which is the best"
+        ),
         pytest.param(12, 4, ("on_validation_start", 8), id="in a later validation"),
         pytest.param(10, 4, ("on_validation_start", 10), id="in the last validation"),
     ],
 )
-def test_an_interruption_changes_no_file(steps: int, every: int, kill: tuple[str, int], accumulate: int, tmp_path: Path) -> None:
+def test_an_interruption_changes_no_file(
+    steps: int, every: int, kill: tuple[str, int], accumulate: int, tmp_path: Path
+) -> None:
     whole, killed, moved = (tmp_path / name for name in ("whole", "killed", "moved"))
     fit(whole, steps, every, accumulate)
     killed.mkdir()
@@ -158,7 +164,9 @@ def test_a_run_goes_on_with_the_next_sample_and_the_next_validation(tmp_path: Pa
         *((hook, step) for hook in ("on_validation_start", "on_validation_end") for step in (4, 8)),
     ],
 )
-def test_a_run_that_saves_often_loses_little_and_nothing_else(hook: str, step: int, accumulate: int, tmp_path: Path) -> None:
+def test_a_run_that_saves_often_loses_little_and_nothing_else(
+    hook: str, step: int, accumulate: int, tmp_path: Path
+) -> None:
     whole = fit(tmp_path / "whole", 12, 4, accumulate, checkpoint_every=3)
     first = fit(tmp_path / "run", 12, 4, accumulate, checkpoint_every=3, kill=(hook, step))
     saved = weight(tmp_path / "run" / "last.ckpt")[0]
@@ -175,9 +183,13 @@ def test_a_run_that_saves_often_loses_little_and_nothing_else(hook: str, step: i
     ("hook", "step", "saved", "validated"),
     [
         pytest.param("on_before_zero_grad", 6, 7, [4], id="in a step: at its end"),
-        pytest.param("on_before_zero_grad", 3, 4, [], id="in a step before a validation: without it"),
+        pytest.param(
+            "on_before_zero_grad", 3, 4, [], id="in a step before a validation: without it"
+        ),
         pytest.param("on_validation_batch_end", 4, 4, [], id="in a validation: at once"),
-        pytest.param("on_before_zero_grad", 11, 12, [4, 8, 12], id="in the last step: the run ends"),
+        pytest.param(
+            "on_before_zero_grad", 11, 12, [4, 8, 12], id="in the last step: the run ends"
+        ),
         pytest.param("on_fit_start", 0, None, [], id="before the first step: at once"),
     ],
 )
@@ -212,7 +224,9 @@ def test_patience_counts_on_in_a_run_that_goes_on(tmp_path: Path) -> None:
     assert fit(tmp_path, 16, 1, patience=3).validated == [7]
 
 
-def test_a_score_that_is_reached_again_is_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_that_is_reached_again_is_no_better_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in SCORES:
         monkeypatch.setitem(SCORES, step, 0.5)
     assert fit(tmp_path, 16, 1, patience=3).validated == [1, 2, 3, 4]
@@ -221,7 +235,9 @@ def test_a_score_that_is_reached_again_is_no_better_one(tmp_path: Path, monkeypa
 
 def test_only_the_last_checkpoint_holds_what_a_run_resumes_from(tmp_path: Path) -> None:
     fit(tmp_path, 4, 2)
-    last, best = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "best"))
+    last, best = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("last", "best")
+    )
     assert last["optimizer_states"]
     assert "optimizer_states" not in best, "the state of Adam is twice as large as the weights"
 
@@ -233,8 +249,12 @@ def test_a_finished_run_takes_more_steps(tmp_path: Path) -> None:
     assert weight(tmp_path / "run" / "last.ckpt") == weight(tmp_path / "whole" / "last.ckpt")
 
 
-@pytest.mark.parametrize(("steps", "every", "validated"), [(10, 4, [4, 8, 10]), (8, 4, [4, 8]), (3, 5, [3]), (1, 1, [1])])
-def test_the_last_step_is_validated_and_saved(steps: int, every: int, validated: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "every", "validated"), [(10, 4, [4, 8, 10]), (8, 4, [4, 8]), (3, 5, [3]), (1, 1, [1])]
+)
+def test_the_last_step_is_validated_and_saved(
+    steps: int, every: int, validated: list[int], tmp_path: Path
+) -> None:
     assert fit(tmp_path, steps, every, accumulate=2).validated == validated
     assert weight(tmp_path / "last.ckpt")[0] == steps
     assert weight(tmp_path / "best.ckpt")[0] == max(validated, key=lambda step: SCORES[step])
@@ -255,7 +275,9 @@ def test_a_run_without_validation_cases_goes_on_too(tmp_path: Path) -> None:
     assert weight(tmp_path / "whole" / "last.ckpt") == weight(tmp_path / "killed" / "last.ckpt")
 
 
-def test_a_kill_while_writing_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_while_writing_leaves_the_file_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = pl.Trainer.save_checkpoint
 
     def half_written(trainer: pl.Trainer, filepath: Path, weights_only: bool) -> None:
@@ -282,7 +304,9 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
     monkeypatch.setattr(torch.distributed, "all_reduce", join)
     stop = StopRequest()
     stop.is_asked = own
-    checkpoints = Checkpoints(tmp_path, validate_every=100, checkpoint_every=None, patience=None, stop=stop)
+    checkpoints = Checkpoints(
+        tmp_path, validate_every=100, checkpoint_every=None, patience=None, stop=stop
+    )
     saved: list[Path] = []
     trainer: Any = SimpleNamespace(
         global_step=3, max_steps=9, accumulate_grad_batches=1, world_size=2, num_val_batches=[1], should_stop=False,
@@ -310,7 +334,9 @@ def test_loggers_write_their_lines_with_each_checkpoint(tmp_path: Path) -> None:
         global_step=2, max_steps=9, accumulate_grad_batches=1, world_size=1, num_val_batches=[1], should_stop=False,
         is_global_zero=True, loggers=[logger], save_checkpoint=save_checkpoint,
     )  # fmt: skip
-    checkpoints = Checkpoints(tmp_path, validate_every=100, checkpoint_every=2, patience=None, stop=StopRequest())
+    checkpoints = Checkpoints(
+        tmp_path, validate_every=100, checkpoint_every=2, patience=None, stop=StopRequest()
+    )
     for step in (2, 3):
         trainer.global_step = step
         checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, step - 1)

@@ -46,9 +46,17 @@ TASK = Task(
 
 def config_of(name: str = "coarse", **changes: Any) -> TrainConfig:
     """One step of one sample at 6 mm."""
-    overrides = [f"stage={name}", "spacing=isotropic_4mm", "spacing.target_spacing_mm=[6,6,6]", "steps=1", "seed=0"]
+    overrides = [
+        f"stage={name}",
+        "spacing=isotropic_4mm",
+        "spacing.target_spacing_mm=[6,6,6]",
+        "steps=1",
+        "seed=0",
+    ]
     config = train_config(*overrides, "data.num_workers=0")
-    return replace(config, stage=replace(config.stage, slab_share=None, elsewhere_share=None, **changes))
+    return replace(
+        config, stage=replace(config.stage, slab_share=None, elsewhere_share=None, **changes)
+    )
 
 
 LABEL_VALUES = {1: "left_lung", 2: "right_lung"}
@@ -70,15 +78,26 @@ def set_up(
     return data
 
 
-def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Path, tmp_path: Path) -> None:
+def test_one_scan_is_not_trained_on_and_validated_under_two_names(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     first, second, *_ = read_case_table(tiny_table)
     twin = replace(first, name="twin", patient="somebody else")
     said = r"The validation case 'twin' has the same voxels as the training case 'case 0'; remove one of them"
     with pytest.raises(UserError, match=said):
         set_up(first, twin, tmp_path)
-    assert len(set_up(first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path).val_cases) == 1
+    assert (
+        len(
+            set_up(
+                first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path
+            ).val_cases
+        )
+        == 1
+    )
     assert len(set_up(first, second, tmp_path).val_cases) == 1
-    assert len(set_up(first, first, tmp_path).val_cases) == 1, "a case may be watched while it is learnt"
+    assert len(set_up(first, first, tmp_path).val_cases) == 1, (
+        "a case may be watched while it is learnt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +105,12 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(tiny_table: Pa
     [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
 )
 def test_both_loaders_pin_memory_where_a_gpu_reads_it_or_as_they_are_told(
-    pin_memory: bool | None, has_gpu: bool, is_pinned: bool, tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pin_memory: bool | None,
+    has_gpu: bool,
+    is_pinned: bool,
+    tiny_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second, *_ = read_case_table(tiny_table)
     data = set_up(first, second, tmp_path)
@@ -103,18 +127,25 @@ def test_the_ranks_share_the_validation_cases_and_take_equally_many(
 ) -> None:
     first, *_ = read_case_table(tiny_table)
     data = set_up(first, first, tmp_path)
-    data.val_cases = [replace(data.val_cases[0], name=f"case {number}") for number in range(num_cases)]
+    data.val_cases = [
+        replace(data.val_cases[0], name=f"case {number}") for number in range(num_cases)
+    ]
     shares = []
     for rank in range(num_ranks):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)  # type: ignore[assignment]
         shares.append(list(data.val_dataloader().sampler))
-    assert {number for share in shares for number in share} == set(range(num_cases)), "each case is validated"
-    # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is taken twice.
+    assert {number for share in shares for number in share} == set(range(num_cases)), (
+        "each case is validated"
+    )
+    # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is
+    # taken twice.
     assert {len(share) for share in shares} == {-(-num_cases // num_ranks)}
     assert all(len(set(share)) == len(share) for share in shares)
 
 
-def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(tiny_table: Path, tmp_path: Path) -> None:
+def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     first, second, *_ = read_case_table(tiny_table)
     config = config_of(batch_size=4)
     data = set_up(first, second, tmp_path, replace(config, steps=3))
@@ -138,7 +169,9 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("config", "method"), [(config_of(), "forkserver"), (config_of("fine"), "spawn")])
+@pytest.mark.parametrize(
+    ("config", "method"), [(config_of(), "forkserver"), (config_of("fine"), "spawn")]
+)
 def test_loader_workers_make_the_same_batches_however_they_start(
     config: TrainConfig, method: str, tiny_table: Path, tmp_path: Path
 ) -> None:
@@ -166,7 +199,9 @@ class Numbers(Dataset[int]):
         return 4
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"]
+)
 def test_a_loader_worker_outlives_every_stop_signal_from_its_first_moment(method: str) -> None:
     loader = TrainLoader(Numbers(), num_workers=1, multiprocessing_context=method)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -212,8 +247,12 @@ class TooLarge:
 
 
 @pytest.mark.timeout(60)
-def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    loader = DataLoader(Numbers(TooLarge()), num_workers=1, worker_init_fn=init_worker, collate_fn=list)
+def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sentence(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loader = DataLoader(
+        Numbers(TooLarge()), num_workers=1, worker_init_fn=init_worker, collate_fn=list
+    )
     with pytest.raises(RuntimeError) as ended:
         list(loader)
     code, message, is_defect = end_of(ended.value)
@@ -224,7 +263,9 @@ def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sent
     assert "Traceback" not in said
 
 
-def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lies(tiny_table: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lies(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     first, second, third, *_ = read_case_table(tiny_table)
     state = set_up(first, second, tmp_path).state_dict()
     assert json.loads(json.dumps(state)) == state, "plain types"
@@ -232,7 +273,9 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
     def moved(case: Case) -> Case:
         assert case.labels is not None
         (tmp_path / "moved").mkdir(exist_ok=True)
-        image, labels = (Path(shutil.copy(path, tmp_path / "moved")) for path in (case.image, case.labels))
+        image, labels = (
+            Path(shutil.copy(path, tmp_path / "moved")) for path in (case.image, case.labels)
+        )
         return replace(case, image=image, labels=labels)
 
     def changed(case: Case) -> Case:
@@ -245,8 +288,16 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
 
     set_up(moved(first), moved(second), tmp_path).load_state_dict(state)
     for train, val, said in (
-        (third, second, f"training cases are not those that the run began with ({third.name} added; {first.name} removed)"),
-        (first, changed(second), f"validation cases are not those that the run began with ({second.name} changed)"),
+        (
+            third,
+            second,
+            f"training cases are not those that the run began with ({third.name} added; {first.name} removed)",
+        ),
+        (
+            first,
+            changed(second),
+            f"validation cases are not those that the run began with ({second.name} changed)",
+        ),
         (replace(first, hu=HuScale(1.0, 5.0)), second, f"({first.name} changed)"),
     ):
         with pytest.raises(UserError) as refused:
@@ -254,12 +305,17 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
         assert said in str(refused.value)
 
 
-def test_the_coarse_stage_gets_the_intensity_of_its_own_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The cache of a fine stage with `zscore` holds that map, but the coarse stage may have been trained with a window."""
     image = np.linspace(-1000, 400, 64, dtype=np.float32).reshape(4, 4, 4)
     own = zscore(image, "ct")
     case: Any = SimpleNamespace(
-        intensities=(own,), images=[image], grid=None, audit=SimpleNamespace(grid=SimpleNamespace(spacing_mm=None))
+        intensities=(own,),
+        images=[image],
+        grid=None,
+        audit=SimpleNamespace(grid=SimpleNamespace(spacing_mm=None)),
     )
     given: list[list[Intensity]] = []
 
@@ -295,6 +351,8 @@ sharer.stop(timeout=10)
 
 @pytest.mark.parametrize(("kind", "is_said"), [("worker", False), ("plain", True)])
 def test_a_training_that_ends_leaves_no_traceback_of_its_workers(kind: str, is_said: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", PARTED, kind], capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PARTED, kind], capture_output=True, encoding="utf-8", timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert ("Traceback" in done.stderr) == is_said

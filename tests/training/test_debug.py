@@ -48,7 +48,13 @@ class InfiniteSlope(torch.nn.Module):
 
 
 def test_anomaly_detection_stops_at_the_operation_that_made_a_nan(fit: Callable[..., Any]) -> None:
-    settings = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "steps=1", "schedule=constant"]
+    settings = [
+        "model.width=4",
+        "model.depth=1",
+        "model.blocks_per_level=[1,1]",
+        "steps=1",
+        "schedule=constant",
+    ]
     batch = {
         "image": torch.randn(1, 1, 8, 8, 8),
         "target": torch.zeros(1, 8, 8, 8, dtype=torch.uint8),
@@ -75,13 +81,22 @@ def data_settings(table: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", ["none", "overfit"])
 def test_overfitting_sees_the_first_batch_again_and_again(name: str, tiny_table: Path) -> None:
-    config = compose(*data_settings(tiny_table), f"debug={name}", "steps=3", "stage.batch_size=2", "stage.max_voxels=2000")
+    config = compose(
+        *data_settings(tiny_table),
+        f"debug={name}",
+        "steps=3",
+        "stage.batch_size=2",
+        "stage.max_voxels=2000",
+    )
     data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     first, *others = [[stack["image"] for stack in batch] for batch in data.train_batches()]
     assert len(others) == 2
-    is_same = [all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, first, strict=True)) for one in others]
+    is_same = [
+        all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, first, strict=True))
+        for one in others
+    ]
     assert is_same == [name == "overfit"] * 2
 
 
@@ -95,7 +110,13 @@ def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
     with table.open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
     run_dir = tmp_path / "run"
-    settings = ["debug=fast", "debug.profiler=simple", "model.width=4", "stage.validate_every=1", f"run_dir='{run_dir}'"]
+    settings = [
+        "debug=fast",
+        "debug.profiler=simple",
+        "model.width=4",
+        "stage.validate_every=1",
+        f"run_dir='{run_dir}'",
+    ]
     config = compose(*data_settings(tiny_table), f"data.cases='{table}'", *settings)
     runs.open_run(config)
     summary = train_run(config)

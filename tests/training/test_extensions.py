@@ -33,10 +33,14 @@ from medseg.weights.files import load_checkpoint
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", targets_first(["run_dir=none", *overrides])), TrainConfig)
+        return to_config(
+            hydra.compose("train", targets_first(["run_dir=none", *overrides])), TrainConfig
+        )
 
 
-def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     config = compose("loss._target_=monai.losses.DiceCELoss", "loss.include_background=false")
     extensions.check_loss(config)
     assert (
@@ -50,8 +54,12 @@ def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(capsys: pytes
 
 
 def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
-    terms = "[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}, {_target_: monai.losses.TverskyLoss}]"
-    config = compose("loss=sum", f"loss.terms={terms}", "loss.output_weights=[2,1]", "task.ignore_label=9")
+    terms = (
+        "[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}, {_target_: monai.losses.TverskyLoss}]"
+    )
+    config = compose(
+        "loss=sum", f"loss.terms={terms}", "loss.output_weights=[2,1]", "task.ignore_label=9"
+    )
     loss = extensions.make_loss(config)
     assert [term.weight for term in loss.terms] == [0.5, 1.0]
     assert (loss.output_weights, loss.ignore_value) == ([2, 1], 9)
@@ -61,13 +69,22 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
     ("overrides", "said"),
     [
         (["loss._target_=monai.losses.DiceLoss", "loss.softmx=true"], "did you mean softmax"),
-        (["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"], "loss: Incompatible values"),
+        (
+            ["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"],
+            "loss: Incompatible values",
+        ),
         (
             ["loss._target_=monai.losses.SSIMLoss", "loss.spatial_dims=3", "task.ignore_label=255"],
             "SSIMLoss is not a sum over voxels",
         ),
-        (["loss=hausdorff_dt", "task.ignore_label=255"], "HausdorffDTLoss is not a sum over voxels"),
-        (["loss=sum", "loss.terms=[{_target_: os.system}]"], "loss.terms[0]._target_: os.system is not on the white list"),
+        (
+            ["loss=hausdorff_dt", "task.ignore_label=255"],
+            "HausdorffDTLoss is not a sum over voxels",
+        ),
+        (
+            ["loss=sum", "loss.terms=[{_target_: os.system}]"],
+            "loss.terms[0]._target_: os.system is not on the white list",
+        ),
         (["loss=sum", "loss.terms=[3]"], "loss.terms[0]._target_: the name of a class is needed"),
     ],
 )
@@ -97,12 +114,27 @@ def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("transform", "said"),
     [
-        ("{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}", "mirrors left and right"),
-        ("{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axs: 2}", "augment.transforms[0]: "),
-        ("{_target_: monai.transforms.RandAffined, keys: [image, label]}", "mode is missing beside keys"),
-        ("{_target_: builtins.eval}", "augment.transforms[0]._target_: builtins.eval is not on the white list"),
+        (
+            "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}",
+            "mirrors left and right",
+        ),
+        (
+            "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axs: 2}",
+            "augment.transforms[0]: ",
+        ),
+        (
+            "{_target_: monai.transforms.RandAffined, keys: [image, label]}",
+            "mode is missing beside keys",
+        ),
+        (
+            "{_target_: builtins.eval}",
+            "augment.transforms[0]._target_: builtins.eval is not on the white list",
+        ),
         ("effect", "augment.transforms[0]._target_: the name of a class is needed"),
-        ("{_target_: medseg.data.augment.Noise, probability: 0.5}", "missing a required argument: 'sd'"),
+        (
+            "{_target_: medseg.data.augment.Noise, probability: 0.5}",
+            "missing a required argument: 'sd'",
+        ),
     ],
 )
 def test_a_transform_that_cannot_work_is_one_sentence(transform: str, said: str) -> None:
@@ -117,7 +149,9 @@ def test_sides_may_be_mirrored_when_that_is_said() -> None:
     assert extensions.make_transforms(compose(flip, "augment.allow_mirroring=true")) is not None
 
 
-def batches(table: Path, num_workers: int, start_step: int = 0, start_method: str | None = None) -> list[list[dict[str, Any]]]:
+def batches(
+    table: Path, num_workers: int, start_step: int = 0, start_method: str | None = None
+) -> list[list[dict[str, Any]]]:
     """Batches of a run, each a list of stacks of samples of one shape."""
     config = compose(
         MIXED, f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", f"data.num_workers={num_workers}",
@@ -132,14 +166,19 @@ def batches(table: Path, num_workers: int, start_step: int = 0, start_method: st
     return list(loader)
 
 
-@pytest.mark.parametrize("change", [{"labels": {"lung": 1}}, {"channels": (Channel("mr", None, "zscore"),)}])
-def test_a_coarse_stage_of_another_task_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", [{"labels": {"lung": 1}}, {"channels": (Channel("mr", None, "zscore"),)}]
+)
+def test_a_coarse_stage_of_another_task_is_refused(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose("stage=fine", "trainer.accelerator=cpu")
     config.stage.coarse = "c.ckpt"
     stage = SimpleNamespace(task=replace(make_task(config.task), **change))
     monkeypatch.setattr("medseg.training.assemble.load_stage", lambda *_, **__: stage)
     with pytest.raises(
-        UserError, match=r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint of the same task"
+        UserError,
+        match=r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint of the same task",
     ):
         make_data_module(config)
 
@@ -148,10 +187,17 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
     """With 0, 1 and 2 workers, with workers that start by spawn, and after an interruption."""
     whole = batches(tiny_table, 0)
     assert len({float(stack["image"].sum()) for batch in whole for stack in batch}) > 4
-    others = [batches(tiny_table, 1), batches(tiny_table, 2), batches(tiny_table, 2, start_method="spawn")]
+    others = [
+        batches(tiny_table, 1),
+        batches(tiny_table, 2),
+        batches(tiny_table, 2, start_method="spawn"),
+    ]
     for other in others:
         assert len(other) == len(whole)
-    for steps, first in [*((other, 0) for other in others), (batches(tiny_table, 2, start_step=2), 2)]:
+    for steps, first in [
+        *((other, 0) for other in others),
+        (batches(tiny_table, 2, start_step=2), 2),
+    ]:
         for batch, same_batch in zip(steps, whole[first:], strict=True):
             for one, same in zip(batch, same_batch, strict=True):
                 assert torch.equal(one["image"], same["image"])
@@ -169,11 +215,16 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
             ["metrics.words._target_=torchmetrics.text.BLEUScore"],
             "metrics.words: it cannot score label maps",
         ),
-        (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"], "missing a required argument: 'monitor'"),
+        (
+            ["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"],
+            "missing a required argument: 'monitor'",
+        ),
         (["callbacks.mine._target_=mine.Callback"], "trusted_targets=[mine.]"),
     ],
 )
-def test_a_metric_or_callback_that_cannot_work_is_one_sentence(overrides: list[str], said: str) -> None:
+def test_a_metric_or_callback_that_cannot_work_is_one_sentence(
+    overrides: list[str], said: str
+) -> None:
     def make() -> None:
         config = compose(*overrides)
         extensions.make_metrics(config.metrics, 3)
@@ -191,14 +242,25 @@ def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus
         "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "metrics.iou._target_=monai.metrics.MeanIoU",
         "logger=many", "logger.more._target_=lightning.pytorch.loggers.CSVLogger", "logger.more.save_dir=logs",
     )  # fmt: skip
-    assert [type(one).__name__ for one in extensions.make_callbacks(config)] == ["Timer", "LearningRateMonitor"]
+    assert [type(one).__name__ for one in extensions.make_callbacks(config)] == [
+        "Timer",
+        "LearningRateMonitor",
+    ]
     assert list(extensions.make_metrics(config.metrics, 3)) == ["iou"]
-    assert [type(one).__name__ for one in extensions.make_loggers(config)] == ["CSVLogger", "TensorBoardLogger", "CSVLogger"]
+    assert [type(one).__name__ for one in extensions.make_loggers(config)] == [
+        "CSVLogger",
+        "TensorBoardLogger",
+        "CSVLogger",
+    ]
 
 
-def test_a_run_folder_that_is_not_utf_8_needs_the_logger_that_can_write_there(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_not_utf_8_needs_the_logger_that_can_write_there(
+    tmp_path: Path,
+) -> None:
     run_dir = f"run_dir='{tmp_path}/Pat_M\udcfcller'"
-    with pytest.raises(UserError, match=r"expected a run folder whose name is UTF-8, .* or give logger=csv"):
+    with pytest.raises(
+        UserError, match=r"expected a run folder whose name is UTF-8, .* or give logger=csv"
+    ):
         check_objects(compose("logger=tensorboard", run_dir))
     check_objects(compose("logger=csv", run_dir))
 
@@ -216,7 +278,10 @@ def test_the_check_of_the_loggers_leaves_no_file_in_the_run_folder_and_prints_no
 
     monkeypatch.setattr(lightning.pytorch.loggers, "CSVLogger", WritesAtOnce)
     run_dir = tmp_path / "run"
-    logger = ["+logger.mine._target_=lightning.pytorch.loggers.CSVLogger", "+logger.mine.save_dir=${run_dir}/logs"]
+    logger = [
+        "+logger.mine._target_=lightning.pytorch.loggers.CSVLogger",
+        "+logger.mine.save_dir=${run_dir}/logs",
+    ]
     check_objects(compose("logger=none", *logger, f"run_dir={run_dir}"))
     assert len(made) == 1
     assert not run_dir.exists()
@@ -233,11 +298,15 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
             return "Requirement 'wandb' not met"
 
     monkeypatch.setattr(lightning.pytorch.loggers.wandb, "_WANDB_AVAILABLE", Missing())
-    with pytest.raises(UserError, match=r"logger: a package is missing \(Requirement 'wandb' not met\)"):
+    with pytest.raises(
+        UserError, match=r"logger: a package is missing \(Requirement 'wandb' not met\)"
+    ):
         extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
 
 
-def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(tiny_table: Path, tmp_path: Path) -> None:
+def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     settings = [
         "loss._target_=monai.losses.DiceFocalLoss", "metrics.iou._target_=monai.metrics.MeanIoU", "metrics.iou.include_background=false",
         "callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=csv", "schedule=constant", "stage.validate_every=2",
@@ -253,7 +322,9 @@ def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(tiny_
             config.run_dir, config.resume = str(run_dir), str(run_dir) if run_dir.exists() else None
             folder.open_run(config)
             train_run(config)
-        saved: dict[str, torch.Tensor] = load_checkpoint(run_dir / "checkpoints" / "last.ckpt", name)["state_dict"]
+        saved: dict[str, torch.Tensor] = load_checkpoint(
+            run_dir / "checkpoints" / "last.ckpt", name
+        )["state_dict"]
         return saved
 
     whole, resumed = weights("whole", 4), weights("resumed", 2, 4)

@@ -29,7 +29,9 @@ from medseg.training.options import TrainConfig
 from .test_machine_load import SMALL, make_batch
 
 
-def test_lines_of_the_history_are_as_far_apart_as_asked_for(tiny_table: Path, tmp_path: Path) -> None:
+def test_lines_of_the_history_are_as_far_apart_as_asked_for(
+    tiny_table: Path, tmp_path: Path
+) -> None:
     overrides = [
         f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
         "trainer.accelerator=cpu", "trainer.threads=1", "logger=none", "model.width=4", "steps=6", "history_every=3",
@@ -39,11 +41,19 @@ def test_lines_of_the_history_are_as_far_apart_as_asked_for(tiny_table: Path, tm
         config = to_config(hydra.compose("train", overrides), TrainConfig)
     open_run(config)
     train_run(config)
-    assert [row["step"] for row in read_csv(tmp_path / "run" / "history.csv") if row["loss"]] == ["3", "6"]
+    assert [row["step"] for row in read_csv(tmp_path / "run" / "history.csv") if row["loss"]] == [
+        "3",
+        "6",
+    ]
 
 
-# Operations that read a value from the device, for which the host would wait: below autograd, and methods that leave no trace there.
-WAITING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default}
+# Operations that read a value from the device, for which the host would wait: below autograd, and
+# methods that leave no trace there.
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+}
 WAITING_METHODS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 
 
@@ -108,7 +118,9 @@ def test_no_step_waits_for_a_value(
 
 
 @pytest.mark.parametrize(("loss", "waits"), [("dice_ce", 0), ("tversky", 1), ("dice_focal", 1)])
-def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(loss: str, waits: int, fit: Callable[..., Any]) -> None:
+def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(
+    loss: str, waits: int, fit: Callable[..., Any]
+) -> None:
     """One wait for each sample and step. MONAI's losses make lists of tensors on the host, so methods are not watched."""
     watch, batches = Watch(Operations), [make_batch(n) for n in range(2)]
     for batch in batches:
@@ -120,25 +132,44 @@ def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(loss: str, waits
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_callback_that_waits_is_seen_in_any_order(is_last: bool, fit: Callable[..., Any]) -> None:
     watch = Watch()
-    fit([*SMALL, "steps=2"], [make_batch(n) for n in range(2)], [watch, Waits()] if is_last else [Waits(), watch])
+    fit(
+        [*SMALL, "steps=2"],
+        [make_batch(n) for n in range(2)],
+        [watch, Waits()] if is_last else [Waits(), watch],
+    )
     assert set(watch.steps) == {1, 2}
 
 
 def test_the_progress_bar_shows_the_last_figures(tmp_path: Path) -> None:
     history = History(tmp_path / "history.csv", history_every=3, steps=6)
-    history.rows = [{"step": "3", "loss": "0.5", "val_dice": ""}, {"step": 4, "val_dice": 0.8}, {"step": 6, "loss": 0.25}]
+    history.rows = [
+        {"step": "3", "loss": "0.5", "val_dice": ""},
+        {"step": 4, "val_dice": 0.8},
+        {"step": 6, "loss": 0.25},
+    ]
     assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.25, "val_dice": 0.8}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe", bytes(50), b"a,b\n1,2\n", b"step\n1\n", b"x" * 200_000, b'"' + b"x" * 200_000]
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        bytes(50),
+        b"a,b\n1,2\n",
+        b"step\n1\n",
+        b"x" * 200_000,
+        b'"' + b"x" * 200_000,
+    ],
 )
 def test_a_damaged_history_begins_anew(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
     path.write_bytes(content)
     history = History(path, 1, 9)
     history.load_state_dict({"losses": [], "num_rows": 2, "train_s": 0.0})
-    history.on_train_start(SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    history.on_train_start(
+        SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu")
+    )  # type: ignore[arg-type]
     assert path.read_text(encoding="utf-8") == ",".join(HISTORY_COLUMNS) + "\n"
 
 
@@ -148,7 +179,9 @@ class Steps:
     def __init__(self, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
         self.history, self.now_s = history, 100.0
         self.logged: list[Any] = []
-        logger = SimpleNamespace(log_metrics=lambda values, step: self.logged.append((values, step)))
+        logger = SimpleNamespace(
+            log_metrics=lambda values, step: self.logged.append((values, step))
+        )
         self.trainer: Any = SimpleNamespace(
             global_step=0,
             accumulate_grad_batches=2,
@@ -172,20 +205,29 @@ class Steps:
             self.history.on_train_batch_end(self.trainer, self.module, None, None, index)
 
 
-def test_a_line_has_the_mean_of_the_micro_batches_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_has_the_mean_of_the_micro_batches_since_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history = History(tmp_path / "history.csv", 2, 5)
     steps = Steps(history, monkeypatch)
     for first, second in ((1.0, 3.0), (5.0, 7.0), (0.0, 2.0), (4.0, 6.0), (8.0, 10.0)):
         steps.step(first, second)
-    rows = [(row["step"], row["loss"], row["lr"], row["seconds_per_step"], row["peak_gib"]) for row in history.rows]
-    assert rows == [(2, 4.0, 0.25, 3.0, 1.5), (4, 3.0, 0.25, 3.0, 1.5), (5, 9.0, 0.25, 3.0, 1.5)], "and the last step has a line"
+    rows = [
+        (row["step"], row["loss"], row["lr"], row["seconds_per_step"], row["peak_gib"])
+        for row in history.rows
+    ]
+    assert rows == [(2, 4.0, 0.25, 3.0, 1.5), (4, 3.0, 0.25, 3.0, 1.5), (5, 9.0, 0.25, 3.0, 1.5)], (
+        "and the last step has a line"
+    )
     assert [step for _, step in steps.logged] == [1, 3, 4]
     history.steps = 6
     with pytest.raises(NotFiniteError, match="the loss is not finite by step 6"):
         steps.step(1.0, float("nan"))
 
 
-def test_lines_of_other_ranks_are_counted_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_other_ranks_are_counted_and_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history = History(tmp_path / "history.csv", 1, 5)
     steps = Steps(history, monkeypatch)
     steps.trainer.is_global_zero = False
@@ -195,16 +237,25 @@ def test_lines_of_other_ranks_are_counted_and_not_written(tmp_path: Path, monkey
     assert not (tmp_path / "history.csv").exists()
 
 
-def test_a_validation_has_a_line_unless_it_is_a_trial_or_has_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_has_a_line_unless_it_is_a_trial_or_has_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history = History(tmp_path / "history.csv", 1, 5, ["hd95"])
     steps = Steps(history, monkeypatch)
     steps.trainer.global_step = 7
     history.on_validation_end(steps.trainer, steps.module)
-    scores = {"val/dice": torch.tensor(0.123456789), "val/dice_worst": 0.1, "val/hd95": 2.0, "other": 9.0}
+    scores = {
+        "val/dice": torch.tensor(0.123456789),
+        "val/dice_worst": 0.1,
+        "val/hd95": 2.0,
+        "other": 9.0,
+    }
     steps.trainer.callback_metrics = scores
     steps.trainer.sanity_checking = True
     history.on_validation_end(steps.trainer, steps.module)
     assert history.rows == []
     steps.trainer.sanity_checking = False
     history.on_validation_end(steps.trainer, steps.module)
-    assert history.rows == [{"step": 7, "val_dice": 0.12346, "val_dice_worst": 0.1, "val_hd95": 2.0}]
+    assert history.rows == [
+        {"step": 7, "val_dice": 0.12346, "val_dice_worst": 0.1, "val_hd95": 2.0}
+    ]

@@ -82,7 +82,9 @@ def test_each_step_has_its_rate_and_the_mean_loss_of_its_micro_batches() -> None
 
 def test_the_picture_marks_the_rate(tmp_path: Path) -> None:
     losses = valley(0.05).tolist()
-    draw_lr_range(RATES.tolist(), losses, smoothed(losses).tolist(), 1e-3, "coarse, AdamW", tmp_path / "a.png")
+    draw_lr_range(
+        RATES.tolist(), losses, smoothed(losses).tolist(), 1e-3, "coarse, AdamW", tmp_path / "a.png"
+    )
     picture = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     red = np.argwhere((picture[..., 0] - picture[..., 2]) > 100)
     assert len(red)
@@ -107,7 +109,9 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     assert rows[0][0] == pytest.approx(1e-6)
     found = suggest_lr([rate for rate, _ in rows], [loss for _, loss in rows])
     assert found is not None
-    assert given == pytest.approx(found / 2, rel=0.05)  # two digits of what lr_scaling doubles again
+    assert given == pytest.approx(
+        found / 2, rel=0.05
+    )  # two digits of what lr_scaling doubles again
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f", "find_lr.csv", "find_lr.png"]
 
 
@@ -119,5 +123,10 @@ def test_the_ends_of_a_smoothed_loss_are_continued_by_their_last_value() -> None
     ramp = smoothed(np.arange(10.0).tolist())
     assert ramp[0] == pytest.approx(0.0 + ramp[0])
     kernel = np.exp(-0.5 * np.arange(-4, 5) ** 2)
-    expected = sum(weight * max(0, step) for weight, step in zip(kernel, range(-4, 5), strict=True)) / kernel.sum()
-    assert ramp[0] == pytest.approx(expected), "a standard deviation of one, and the first value beyond the end"
+    expected = (
+        sum(weight * max(0, step) for weight, step in zip(kernel, range(-4, 5), strict=True))
+        / kernel.sum()
+    )
+    assert ramp[0] == pytest.approx(expected), (
+        "a standard deviation of one, and the first value beyond the end"
+    )

@@ -18,7 +18,14 @@ import torch
 from medseg.training.history import History
 from medseg.training.machine_load import MachineLoad, peak_bytes
 
-SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "optimizer=sgd", "schedule=constant", "stage=fine"]
+SMALL = [
+    "model.width=4",
+    "model.depth=1",
+    "model.blocks_per_level=[1,1]",
+    "optimizer=sgd",
+    "schedule=constant",
+    "stage=fine",
+]
 
 
 def make_batch(seed: int) -> dict[str, Any]:
@@ -49,7 +56,9 @@ def test_workers_are_counted_with_what_they_do_not_share() -> None:
     load = MachineLoad()
     before = load.read()
     script = "held = b'1' * 2**28; print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
         assert worker.stdout is not None
         worker.stdout.readline()
         during = load.read()
@@ -60,7 +69,9 @@ def test_workers_are_counted_with_what_they_do_not_share() -> None:
     assert abs(after["host_gib"] - before["host_gib"]) < 0.2
 
 
-def test_every_line_of_the_history_has_them_and_so_has_the_logger(fit: Callable[..., Any], tmp_path: Path) -> None:
+def test_every_line_of_the_history_has_them_and_so_has_the_logger(
+    fit: Callable[..., Any], tmp_path: Path
+) -> None:
     history = History(tmp_path / "history.csv", history_every=2, steps=4)
     logger = ["logger=csv", f"logger.save_dir='{tmp_path}'"]
     fit([*SMALL, *logger, "steps=4"], [make_batch(n) for n in range(4)], [history])
@@ -69,14 +80,20 @@ def test_every_line_of_the_history_has_them_and_so_has_the_logger(fit: Callable[
     assert [row["step"] for row in rows] == ["2", "4"]
     assert all(0 < float(row["host_gib"]) < 100 and float(row["cpu_percent"]) >= 0 for row in rows)
     with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
-        logged = {row["step"]: row["watch/host_gib"] for row in csv.DictReader(file) if row["watch/host_gib"]}
+        logged = {
+            row["step"]: row["watch/host_gib"]
+            for row in csv.DictReader(file)
+            if row["watch/host_gib"]
+        }
     assert {step: round(float(value), 3) for step, value in logged.items()} == {
         str(int(row["step"]) - 1): float(row["host_gib"]) for row in rows
     }
 
 
 @pytest.mark.parametrize("answer", ["37", "not supported", "no driver"])
-def test_a_gpu_that_cannot_be_asked_costs_only_its_column(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_asked_costs_only_its_column(
+    answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class NVMLError(Exception):
         pass
 
@@ -104,10 +121,14 @@ def test_peaks_are_those_of_all_gpus_that_the_process_uses(monkeypatch: pytest.M
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)  # as after a training, which gives its memory back
+    monkeypatch.setattr(
+        torch.cuda, "memory_reserved", lambda _: 0
+    )  # as after a training, which gives its memory back
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: (3 * gib, gib, 0)[index])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: (2 * gib, gib, 0)[index])
     # Of 16 GiB each, the contexts take one and two; a process of somebody else has the third GPU.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((15 * gib, 14 * gib, 0)[index], 16 * gib))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda index: ((15 * gib, 14 * gib, 0)[index], 16 * gib)
+    )
     assert peak_bytes() == 3 * gib
     assert MachineLoad().peak_resident_bytes() == (1 + 3 + 2 + 1) * gib

@@ -101,7 +101,9 @@ def test_a_step_neither_empties_the_cache_of_the_gpu_nor_waits_for_it(
 def test_whole_cases_of_a_validation_are_not_compiled() -> None:
     torch.compiler.reset()
     module, graphs = make_module(Threshold()), []
-    module.network.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    module.network.compile(
+        backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False
+    )
     module.network(torch.zeros(1, 1, 6, 7, 8))
     assert len(graphs) == 1
     for depth in (5, 9):
@@ -126,7 +128,9 @@ def test_a_validation_skips_tiles_of_air_only_where_all_channels_have_a_window(
     """Of other channels the lowest value may lie in the body."""
     module = make_module(Always())
     module.tile_size, module.overlap = (4, 4, 4), 0.0
-    module.metadata["task"] = {"channels": [{"window_hu": [-1000, 400]}, {"window_hu": second_window}]}
+    module.metadata["task"] = {
+        "channels": [{"window_hu": [-1000, 400]}, {"window_hu": second_window}]
+    }
     image = torch.full((1, 2, 4, 4, 16), -1.0)
     image[..., :4] = 0.5
     assert int(module.predict_labels(image).sum()) == num_foreground
@@ -136,10 +140,15 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     module = make_module(Threshold())
     image = torch.ones(1, 1, 2, 2, 2)
     batch = {"image": image, "region": torch.tensor([0]), "inside": torch.tensor([[[0, 2]] * 3])}
-    empty, full = torch.zeros(1, 2, 2, 2, dtype=torch.uint8), torch.ones(1, 2, 2, 2, dtype=torch.uint8)
+    empty, full = (
+        torch.zeros(1, 2, 2, 2, dtype=torch.uint8),
+        torch.ones(1, 2, 2, 2, dtype=torch.uint8),
+    )
     for case, target in (("a", full), ("b", empty), ("a", full)):
         module.validation_step([{**batch, "case": [case], "target": target}], 0)
-    module.validation_step([{**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}], 0)
+    module.validation_step(
+        [{**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}], 0
+    )
     logged: dict[str, float] = {}
     module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
     module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
@@ -174,8 +183,13 @@ def test_a_fused_optimizer_leaves_the_loss_scale_to_lightning() -> None:
     assert optimizer._step_supports_amp_scaling is False
 
 
-@pytest.mark.parametrize(("scores", "mean"), [((2.0, 4.0, math.nan), 3.0), ((2.0, math.inf), math.nan), ((math.nan,), math.nan)])
-def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(scores: tuple[float, ...], mean: float) -> None:
+@pytest.mark.parametrize(
+    ("scores", "mean"),
+    [((2.0, 4.0, math.nan), 3.0), ((2.0, math.inf), math.nan), ((math.nan,), math.nan)],
+)
+def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(
+    scores: tuple[float, ...], mean: float
+) -> None:
     module = make_module(Threshold())
     module.metrics = {"hd95": lambda *_: 0.0}  # type: ignore[dict-item]
     module.val_scores = {(str(case), 0, "hd95"): value for case, value in enumerate(scores)}
@@ -215,19 +229,32 @@ def test_dropout_is_a_function_of_seed_step_and_sample(monkeypatch: pytest.Monke
         torch.rand(step + len(numbers))  # whatever was drawn before
         image, target = torch.ones(1, 1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
         module.training_step(
-            [{"image": image, "target": target, "region": torch.tensor([0]), "number": [number]} for number in numbers], 0
+            [
+                {"image": image, "target": target, "region": torch.tensor([0]), "number": [number]}
+                for number in numbers
+            ],
+            0,
         )
         return network.seen
 
     together = dropped(1, 3, 6, 7)
-    assert dropped(1, 3, 7) + dropped(1, 3, 6) == together[::-1], "whichever micro-batch or rank computes a sample"
+    assert dropped(1, 3, 7) + dropped(1, 3, 6) == together[::-1], (
+        "whichever micro-batch or rank computes a sample"
+    )
     assert len({*together, *dropped(1, 4, 6), *dropped(2, 3, 6)}) == 4
 
 
 class Run:
     """What `History` sees of a trainer: one micro-batch per step, a loss and a learning rate that name the step."""
 
-    def __init__(self, path: Path, every: int, steps: int, start: int = 0, state: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        every: int,
+        steps: int,
+        start: int = 0,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         self.history = History(path, every, steps)
         if state is not None:
             self.history.load_state_dict(state)
@@ -269,7 +296,9 @@ def test_the_history_of_a_resumed_run_is_that_of_a_whole_one(tmp_path: Path) -> 
 
 def test_the_history_names_the_learning_rate_that_made_the_step(tmp_path: Path) -> None:
     Run(tmp_path / "history.csv", every=1, steps=4).step_to(4)
-    assert [(step, float(lr)) for step, _, lr in lines(tmp_path / "history.csv")] == [(str(n), n) for n in range(1, 5)]
+    assert [(step, float(lr)) for step, _, lr in lines(tmp_path / "history.csv")] == [
+        (str(n), n) for n in range(1, 5)
+    ]
 
 
 class Clock:
@@ -282,7 +311,9 @@ class Clock:
         return self.now_s
 
 
-def test_the_seconds_of_a_step_are_without_those_of_validations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seconds_of_a_step_are_without_those_of_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock()
     monkeypatch.setattr("medseg.training.history.time", clock)
     run = Run(tmp_path / "history.csv", every=4, steps=8)
@@ -305,7 +336,9 @@ def test_the_seconds_of_a_step_are_without_those_of_validations(tmp_path: Path, 
     assert run.history.train_s() == 116.0, "with validations"
 
 
-def test_a_line_of_the_history_has_the_mean_loss_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_of_the_history_has_the_mean_loss_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def add_the_other_rank(losses: Tensor) -> None:
         losses += 3.0
 

@@ -25,7 +25,9 @@ from medseg.training.options import TrainConfig
 
 def compose(*overrides: str) -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("train", targets_first([*overrides, "run_dir=none"])), TrainConfig)
+        return to_config(
+            hydra.compose("train", targets_first([*overrides, "run_dir=none"])), TrainConfig
+        )
 
 
 class Rates:
@@ -34,8 +36,12 @@ class Rates:
     def __init__(self, *overrides: str) -> None:
         config = compose(*overrides)
         factor = build.find_lr_factor(config.lr_scaling, config.stage.batch_size)
-        self.optimizer = build.make_optimizer(config.optimizer, factor)([nn.Parameter(torch.ones(1))])
-        self.schedule = build.make_schedule(config.schedule, factor, config.warmup_steps)(self.optimizer)
+        self.optimizer = build.make_optimizer(config.optimizer, factor)(
+            [nn.Parameter(torch.ones(1))]
+        )
+        self.schedule = build.make_schedule(config.schedule, factor, config.warmup_steps)(
+            self.optimizer
+        )
 
     def next(self, num_steps: int) -> list[float]:
         rates = []
@@ -67,7 +73,9 @@ def test_a_warm_up_goes_on_where_it_was() -> None:
 def test_cosine_falls_to_zero_at_the_last_step_and_cyclic_comes_back() -> None:
     cosine = Rates("schedule=cosine", "steps=10", "optimizer.lr=1").next(11)
     assert cosine == pytest.approx([(1 + math.cos(math.pi * n / 10)) / 2 for n in range(11)])
-    cyclic = Rates("schedule=cyclic", "optimizer.lr=1", "schedule.base_lr=0.1", "schedule.step_size_up=2").next(9)
+    cyclic = Rates(
+        "schedule=cyclic", "optimizer.lr=1", "schedule.base_lr=0.1", "schedule.step_size_up=2"
+    ).next(9)
     assert cyclic == pytest.approx([0.1, 0.55, 1, 0.55, 0.1, 0.325, 0.55, 0.325, 0.1])
 
 
@@ -95,14 +103,20 @@ def test_a_step_by_trust_ratio_does_not_see_the_scale_of_a_gradient(optimizer: s
         weight = nn.Parameter(torch.arange(1.0, 7).view(2, 3))
         weight.grad = scale * torch.tensor([[1.0, -2, 3], [-4, 5, -6]])
         before = weight.detach().clone()
-        build.make_optimizer(compose(f"optimizer={optimizer}", "optimizer.weight_decay=0").optimizer, 1.0)([weight]).step()
+        build.make_optimizer(
+            compose(f"optimizer={optimizer}", "optimizer.weight_decay=0").optimizer, 1.0
+        )([weight]).step()
         steps.append(weight.detach() - before)
     torch.testing.assert_close(steps[0], steps[1], rtol=1e-4, atol=0)
     assert steps[0].norm() > 0
 
 
-@pytest.mark.parametrize(("overrides", "trust"), [([], 0.02), (["optimizer.trust_coefficient=0.05"], 0.05)])
-def test_the_first_step_of_lars_is_the_trusted_share_of_the_weights(overrides: list[str], trust: float) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "trust"), [([], 0.02), (["optimizer.trust_coefficient=0.05"], 0.05)]
+)
+def test_the_first_step_of_lars_is_the_trusted_share_of_the_weights(
+    overrides: list[str], trust: float
+) -> None:
     weight = nn.Parameter(torch.arange(1.0, 7).view(2, 3))
     weight.grad = torch.tensor([[1.0, -2, 3], [-4, 5, -6]])
     before = weight.detach().clone()
@@ -113,11 +127,16 @@ def test_the_first_step_of_lars_is_the_trusted_share_of_the_weights(overrides: l
 
 
 def test_a_misspelled_argument_of_an_optimizer_is_refused_where_the_class_takes_any() -> None:
-    with pytest.raises(UserError, match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*Its arguments are lr"):
+    with pytest.raises(
+        UserError,
+        match=r"optimizer: Lamb does not take these arguments .*wieght_decay.*Its arguments are lr",
+    ):
         build.make_optimizer(compose("optimizer=lamb", "+optimizer.wieght_decay=1").optimizer, 1.0)
 
 
-def test_an_optimizer_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_whose_package_is_missing_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(UserError, match=r"needs pip install 'medseg\[optimizers\]'"):
         build.make_optimizer(compose("optimizer=lamb").optimizer, 1.0)
@@ -142,7 +161,9 @@ def gradient(fit: Callable[..., Any], *settings: str) -> Tensor:
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        found.append(torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None]))
+        found.append(
+            torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
+        )
 
     hook = register_optimizer_step_post_hook(note)
     fit([*SMALL, "steps=1", "optimizer=sgd", "schedule=constant", *settings], [make_batch(0)])
@@ -151,9 +172,14 @@ def gradient(fit: Callable[..., Any], *settings: str) -> Tensor:
 
 
 def test_clipping_shortens_the_gradient_and_keeps_its_direction(fit: Callable[..., Any]) -> None:
-    grads = {limit: gradient(fit, f"trainer.gradient_clip={limit}") for limit in ("null", "0.001", "1000")}
+    grads = {
+        limit: gradient(fit, f"trainer.gradient_clip={limit}")
+        for limit in ("null", "0.001", "1000")
+    }
     assert grads["null"].norm() > 0.001
-    torch.testing.assert_close(grads["0.001"], grads["null"] * 0.001 / grads["null"].norm(), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(
+        grads["0.001"], grads["null"] * 0.001 / grads["null"].norm(), rtol=1e-3, atol=1e-9
+    )
     assert torch.equal(grads["1000"], grads["null"])
 
 
@@ -166,8 +192,17 @@ def test_clipping_by_value_bounds_each_value(fit: Callable[..., Any]) -> None:
 
 @pytest.mark.gpu
 def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(fit: Callable[..., Any]) -> None:
-    settings = [*SMALL, "steps=2", "memory.precision=fp16", "trainer.gradient_clip=0.1", "trainer.accelerator=gpu"]
-    plain, fused = (fit([*settings, f"optimizer.fused={on}"], [make_batch(0), make_batch(1)]) for on in ("false", "true"))
+    settings = [
+        *SMALL,
+        "steps=2",
+        "memory.precision=fp16",
+        "trainer.gradient_clip=0.1",
+        "trainer.accelerator=gpu",
+    ]
+    plain, fused = (
+        fit([*settings, f"optimizer.fused={on}"], [make_batch(0), make_batch(1)])
+        for on in ("false", "true")
+    )
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
@@ -175,27 +210,53 @@ def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(fit: Callable[..
 @pytest.mark.parametrize("schedule", ["one_cycle", "cyclic"])
 @pytest.mark.parametrize("momentum", [0.0, 0.99])
 def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, momentum: float) -> None:
-    settings = ["optimizer=sgd", "optimizer.nesterov=false", f"optimizer.momentum={momentum}", "steps=400"]
+    settings = [
+        "optimizer=sgd",
+        "optimizer.nesterov=false",
+        f"optimizer.momentum={momentum}",
+        "steps=400",
+    ]
     rates = Rates(*settings, f"schedule={schedule}")
     for _ in range(5):
         rates.next(50)
         assert rates.optimizer.param_groups[0]["momentum"] == momentum
     foreign = Rates(
-        *settings, "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1", "schedule.total_steps=400"
+        *settings,
+        "schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+        "schedule.max_lr=1",
+        "schedule.total_steps=400",
     )
     assert foreign.optimizer.param_groups[0]["momentum"] == momentum
     asked = compose(*settings, "schedule=one_cycle_momentum")
-    assert build.make_scheduled_optimizer(asked)([nn.Parameter(torch.ones(1))]).param_groups[0]["momentum"] == 0.95
+    assert (
+        build.make_scheduled_optimizer(asked)([nn.Parameter(torch.ones(1))]).param_groups[0][
+            "momentum"
+        ]
+        == 0.95
+    )
     assert f"the momentum of the optimizer ({momentum}) is not used" in notes(asked)[0]
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["optimizer._target_=torch.optim.SparseAdam", "optimizer.lr=0.1"], "optimizer: torch.optim.SparseAdam cannot be used"),
-        (["optimizer._target_=torch.optim.Muon", "optimizer.lr=0.1"], "optimizer: torch.optim.Muon cannot be used"),
+        (
+            ["optimizer._target_=torch.optim.SparseAdam", "optimizer.lr=0.1"],
+            "optimizer: torch.optim.SparseAdam cannot be used",
+        ),
+        (
+            ["optimizer._target_=torch.optim.Muon", "optimizer.lr=0.1"],
+            "optimizer: torch.optim.Muon cannot be used",
+        ),
         (["optimizer=sgd", "optimizer.momentum=0"], "Nesterov momentum requires a momentum"),
-        (["optimizer._target_=torch.optim.Adagrad", "optimizer.lr=0.1", "schedule=one_cycle_momentum"], "schedule: "),
+        (
+            [
+                "optimizer._target_=torch.optim.Adagrad",
+                "optimizer.lr=0.1",
+                "schedule=one_cycle_momentum",
+            ],
+            "schedule: ",
+        ),
         (
             ["schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"],
             "schedule: torch.optim.lr_scheduler.ReduceLROnPlateau",
@@ -206,7 +267,9 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
         (["steps=1"], None),
     ],
 )
-def test_an_optimizer_or_schedule_is_tried_before_data_is_read(overrides: list[str], said: str | None) -> None:
+def test_an_optimizer_or_schedule_is_tried_before_data_is_read(
+    overrides: list[str], said: str | None
+) -> None:
     config = compose(*overrides, "logger=none", *SMALL)
     if said is None:
         check_objects(config)
@@ -219,7 +282,11 @@ def test_an_optimizer_or_schedule_is_tried_before_data_is_read(overrides: list[s
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
-    [(["optimizer=adamw"], 2.0), (["optimizer=sgd"], 4.0), (["optimizer=sgd", "lr_scaling=linear"], 1.0)],
+    [
+        (["optimizer=adamw"], 2.0),
+        (["optimizer=sgd"], 4.0),
+        (["optimizer=sgd", "lr_scaling=linear"], 1.0),
+    ],
 )
 def test_the_rate_for_a_larger_batch(overrides: list[str], expected: float) -> None:
     assert build.propose_lr(compose(*overrides, "optimizer.lr=1"), 4) == pytest.approx(expected)

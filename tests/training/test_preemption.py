@@ -28,7 +28,9 @@ def test_a_request_that_came_before_ends_a_process_when_it_becomes_safe() -> Non
         stop.end_at_once()
 
 
-def test_all_signals_of_clusters_are_handled_in_the_main_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_signals_of_clusters_are_handled_in_the_main_thread_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     handled: list[int] = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
     stop = StopRequest()

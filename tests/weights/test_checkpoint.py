@@ -34,7 +34,14 @@ def checkpoint() -> Checkpoint:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(
             hydra.compose(
-                "train", ["stage=coarse", "run_dir=x", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"]
+                "train",
+                [
+                    "stage=coarse",
+                    "run_dir=x",
+                    "model.width=4",
+                    "model.depth=2",
+                    "model.blocks_per_level=[1,1,1]",
+                ],
             ),
             TrainConfig,
         )
@@ -97,7 +104,9 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert told(path) == "coarse=a.ckpt: there is no such checkpoint"
     (path / "checkpoints").mkdir()
     (path / "checkpoints" / "last.ckpt").touch()
-    assert told(path) == "coarse=a.ckpt: a folder; give its checkpoint, a.ckpt/checkpoints/last.ckpt"
+    assert (
+        told(path) == "coarse=a.ckpt: a folder; give its checkpoint, a.ckpt/checkpoints/last.ckpt"
+    )
     shutil.rmtree(path)
     for content in (b"", b"<html>404</html>", bytes(5000), b'{"input": "ct.nii.gz"}'):
         path.write_bytes(content)
@@ -110,9 +119,15 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert told(path).startswith("coarse=a.ckpt: not a whole torch checkpoint (")
     assert told(path).endswith("); give one that medseg wrote")
     torch.save(torch.zeros(3), path)
-    assert told(path) == "coarse=a.ckpt: not a checkpoint of medseg, but a Tensor; give one that medseg wrote"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: not a checkpoint of medseg, but a Tensor; give one that medseg wrote"
+    )
     torch.save({"state_dict": {}}, path)
-    assert told(path) == "coarse=a.ckpt: not a checkpoint of medseg; train one with `python train.py stage=coarse`"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: not a checkpoint of medseg; train one with `python train.py stage=coarse`"
+    )
     torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
     assert (
         told(path)
@@ -126,7 +141,10 @@ def test_a_truncated_one(checkpoint: Checkpoint, tmp_path: Path, part: float) ->
     torch.save(checkpoint, path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(part * len(whole))])
-    assert told(path) == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); copy it again"
+    )
 
 
 def test_a_flipped_bit_among_the_weights_is_found(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -138,12 +156,18 @@ def test_a_flipped_bit_among_the_weights_is_found(checkpoint: Checkpoint, tmp_pa
     assert data.count(threes) == 1
     at = data.index(threes)
     path.write_bytes(data[:at] + b"\1" + data[at + 1 :])
-    assert torch.load(path, weights_only=True)["state_dict"][name][0] != 3.0, "torch takes it for a weight"
-    assert told(path).startswith("coarse=a.ckpt: not a whole torch checkpoint (the checksum of its part 'a/data/")
+    assert torch.load(path, weights_only=True)["state_dict"][name][0] != 3.0, (
+        "torch takes it for a weight"
+    )
+    assert told(path).startswith(
+        "coarse=a.ckpt: not a whole torch checkpoint (the checksum of its part 'a/data/"
+    )
     assert told(path).endswith("' is wrong); copy it again")
 
 
-def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     path = tmp_path / "a.ckpt"
     torch.save(checkpoint, path)
     with zipfile.ZipFile(path) as archive:
@@ -152,31 +176,51 @@ def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(checkpoint: Checkpo
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items():
             archive.writestr(name, content[:-4] if name == largest else content)
-    assert told(path) == "coarse=a.ckpt: the sizes of its weights do not match the parts of the file; take another copy"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: the sizes of its weights do not match the parts of the file; take another copy"
+    )
 
 
 def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save(checkpoint, path)
-    assert told(path, "fine") == "fine=a.ckpt: this is a checkpoint of the coarse stage; a fine one is needed"
+    assert (
+        told(path, "fine")
+        == "fine=a.ckpt: this is a checkpoint of the coarse stage; a fine one is needed"
+    )
     torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "format": 99}}, path)
-    assert told(path) == (f"coarse=a.ckpt: format 99, but medseg {__version__} reads format 1; use the version that wrote it")
+    assert told(path) == (
+        f"coarse=a.ckpt: format 99, but medseg {__version__} reads format 1; use the version that wrote it"
+    )
 
 
 def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path, name = tmp_path / "a.ckpt", "network.networks.0.head.conv.bias"
     state = checkpoint["state_dict"]
-    torch.save({**checkpoint, "state_dict": {**state, name: torch.full_like(state[name], torch.nan)}}, path)
+    torch.save(
+        {**checkpoint, "state_dict": {**state, name: torch.full_like(state[name], torch.nan)}}, path
+    )
     assert told(path) == (
         "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its training went wrong; take an "
         "earlier checkpoint"
     )
     torch.save({**checkpoint, "state_dict": {**state, name: 3}}, path)
-    assert told(path) == "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take another copy"
+    assert (
+        told(path)
+        == "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take another copy"
+    )
     torch.save({**checkpoint, "state_dict": {**state, name: torch.zeros(77)}}, path)
-    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
-    torch.save({**checkpoint, "state_dict": {key: value for key, value in state.items() if key != name}}, path)
-    assert told(path).startswith("coarse=a.ckpt: its weights do not fit the network of its metadata (")
+    assert told(path).startswith(
+        "coarse=a.ckpt: its weights do not fit the network of its metadata ("
+    )
+    torch.save(
+        {**checkpoint, "state_dict": {key: value for key, value in state.items() if key != name}},
+        path,
+    )
+    assert told(path).startswith(
+        "coarse=a.ckpt: its weights do not fit the network of its metadata ("
+    )
 
 
 CARD_KEYS = ("stage", "task", "spacing_mm", "tile_size", "region_margin_mm", "precision", "model")
@@ -192,18 +236,25 @@ def test_damaged_metadata(checkpoint: Checkpoint, tmp_path: Path, key: str, valu
     else:
         damaged["medseg"][key] = value
     torch.save(damaged, path)
-    if (key, value) in [("tile_size", None), ("tile_size", {}), ("region_margin_mm", 5)] or (key, value) == ("model", {}):
+    if (key, value) in [("tile_size", None), ("tile_size", {}), ("region_margin_mm", 5)] or (
+        key,
+        value,
+    ) == ("model", {}):
         return  # those mean something
     sentence = told(path)
     if key == "stage":
         assert sentence.endswith("stage; a coarse or single one is needed")
     else:
-        assert sentence.startswith("coarse=a.ckpt: its metadata are damaged or of another version (")
+        assert sentence.startswith(
+            "coarse=a.ckpt: its metadata are damaged or of another version ("
+        )
         assert sentence.endswith("); take another copy")
 
 
 @pytest.mark.parametrize("value", ["missing", None, "whole", "mirrored"])
-def test_region_modes_of_older_checkpoints_that_are_left(checkpoint: Checkpoint, tmp_path: Path, value: Any) -> None:
+def test_region_modes_of_older_checkpoints_that_are_left(
+    checkpoint: Checkpoint, tmp_path: Path, value: Any
+) -> None:
     path = tmp_path / "a.ckpt"
     metadata = {key: item for key, item in checkpoint["medseg"].items() if key != "region_mode"}
     if value != "missing":
@@ -217,13 +268,28 @@ def test_a_single_stage_is_called_so_also_in_older_checkpoints(stage: str, tmp_p
     """Older metadata call it coarse; a task without regions tells."""
     small = ["model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(hydra.compose("train", ["stage=single", "task=abdomen", "run_dir=x", *small]), TrainConfig)
+        config = to_config(
+            hydra.compose("train", ["stage=single", "task=abdomen", "run_dir=x", *small]),
+            TrainConfig,
+        )
     path = tmp_path / "a.ckpt"
-    weights = {f"network.{name}": value for name, value in make_network(config).state_dict().items()}
-    torch.save({"state_dict": weights, "medseg": {**make_metadata(config, {}), "stage": stage}, "global_step": 1}, path)
+    weights = {
+        f"network.{name}": value for name, value in make_network(config).state_dict().items()
+    }
+    torch.save(
+        {
+            "state_dict": weights,
+            "medseg": {**make_metadata(config, {}), "stage": stage},
+            "global_step": 1,
+        },
+        path,
+    )
     assert make_metadata(config, {})["stage"] == "single"
     assert load(path, "coarse").name == "single"
-    assert told(path, "fine") == f"fine=a.ckpt: this is a checkpoint of the {stage} stage; a fine one is needed"
+    assert (
+        told(path, "fine")
+        == f"fine=a.ckpt: this is a checkpoint of the {stage} stage; a fine one is needed"
+    )
 
 
 @pytest.mark.parametrize("value", ["separate", "side_input", 5, [1], {}])
@@ -242,9 +308,18 @@ def test_damaged_values_of_the_task(checkpoint: Checkpoint, tmp_path: Path, valu
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("size", "x"), ("size", 1.5), ("size", [8, 8]), ("range_mm", []), ("range_mm", [1.0, 2.0, 3.0])]
+    ("key", "value"),
+    [
+        ("size", "x"),
+        ("size", 1.5),
+        ("size", [8, 8]),
+        ("range_mm", []),
+        ("range_mm", [1.0, 2.0, 3.0]),
+    ],
 )
-def test_damaged_values_of_the_rule(checkpoint: Checkpoint, tmp_path: Path, key: str, value: Any) -> None:
+def test_damaged_values_of_the_rule(
+    checkpoint: Checkpoint, tmp_path: Path, key: str, value: Any
+) -> None:
     assert_damaged(checkpoint, "grid_rule", key, value, tmp_path / "a.ckpt")
 
 
@@ -265,7 +340,8 @@ def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:
         data, at, length = bytearray(whole), int(rng.integers(len(whole))), int(rng.integers(1, 60))
         way = int(rng.integers(6))
         if way <= 2:
-            # Often in the directory at the end and in the pickle at the start, which say what all else means.
+            # Often in the directory at the end and in the pickle at the start, which say what all
+            # else means.
             first, last = [(0, len(data)), (0, 6000), (len(data) - 6000, len(data))][way]
             for place in rng.integers(first, last, size=int(rng.integers(1, 4))):
                 data[place] ^= 1 << int(rng.integers(8))
@@ -284,7 +360,10 @@ def fuzz(checkpoint: Checkpoint, folder: Path, count: int, seed: int) -> int:
         else:
             refused = ""
             assert metadata == checkpoint["medseg"]
-            assert all(torch.equal(value, checkpoint["state_dict"][f"network.{name}"]) for name, value in weights.items())
+            assert all(
+                torch.equal(value, checkpoint["state_dict"][f"network.{name}"])
+                for name, value in weights.items()
+            )
             assert len(weights) == len(checkpoint["state_dict"])
         if refused:
             assert refused.startswith(f"coarse={path}: ")

@@ -12,8 +12,16 @@ from medseg.errors import UserError
 from medseg.weights import files
 from medseg.weights.files import METADATA_FORMAT, read_weights, shipped_weights, write_weights
 
-METADATA = {"format": METADATA_FORMAT, "stage": "coarse", "spacing_mm": [2.0, 2.0, 2.0], "task": {"name": "ü"}}
-WEIGHTS = {"stem.weight": torch.randn(4, 1, 3, 3, 3).to(memory_format=torch.channels_last_3d), "head.bias": torch.randn(3)}
+METADATA = {
+    "format": METADATA_FORMAT,
+    "stage": "coarse",
+    "spacing_mm": [2.0, 2.0, 2.0],
+    "task": {"name": "ü"},
+}
+WEIGHTS = {
+    "stem.weight": torch.randn(4, 1, 3, 3, 3).to(memory_format=torch.channels_last_3d),
+    "head.bias": torch.randn(3),
+}
 
 
 def test_metadata_and_weights_come_back(tmp_path: Path) -> None:
@@ -47,19 +55,27 @@ def test_what_is_not_right_is_said_in_one_sentence(damage: str, said: str, tmp_p
     if damage == "missing":
         path.unlink()
     elif damage in ("cut", "header", "empty"):
-        path.write_bytes({"cut": content[:-10], "header": b"\xff" * 8 + content[8:], "empty": b""}[damage])
+        path.write_bytes(
+            {"cut": content[:-10], "header": b"\xff" * 8 + content[8:], "empty": b""}[damage]
+        )
     with pytest.raises(UserError) as error:
         read_weights(path, "fine" if damage == "stage" else "coarse", "init_from")
     assert str(error.value).startswith(f"init_from={path}: ")
     assert said in str(error.value)
 
 
-def test_shipped_weights_are_checked_before_they_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_weights_are_checked_before_they_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "SHIPPED", tmp_path)
     checksum = write_weights(tmp_path / "heart_fine.safetensors", METADATA, WEIGHTS)
-    (tmp_path / files.CHECKSUMS).write_text(f"{checksum}  heart_fine.safetensors\n", encoding="ascii")
+    (tmp_path / files.CHECKSUMS).write_text(
+        f"{checksum}  heart_fine.safetensors\n", encoding="ascii"
+    )
     assert shipped_weights("heart", "fine") == tmp_path / "heart_fine.safetensors"
-    with pytest.raises(UserError, match="includes no weights for the task spleen; give fine=<checkpoint>"):
+    with pytest.raises(
+        UserError, match="includes no weights for the task spleen; give fine=<checkpoint>"
+    ):
         shipped_weights("spleen", "fine")
     (tmp_path / "heart_fine.safetensors").write_bytes(b"something else")
     with pytest.raises(UserError, match="missing or damaged"):

@@ -18,7 +18,9 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 RECORDED = Path(__file__).parent / "recorded_labels.npz"
-SPEC = PhantomSpec(seed=5, index=0, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100)
+SPEC = PhantomSpec(
+    seed=5, index=0, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100
+)
 # Processors with and without bf16, and numbers of threads, differ in single voxels.
 MIN_DICE = 0.999
 
@@ -40,12 +42,16 @@ def labels() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("value", [1, 2])
-def test_the_included_weights_give_the_recorded_labels(value: int, labels: tuple[np.ndarray, np.ndarray]) -> None:
+def test_the_included_weights_give_the_recorded_labels(
+    value: int, labels: tuple[np.ndarray, np.ndarray]
+) -> None:
     pred, reference = labels
     recorded = np.load(RECORDED)["labels"]
     assert pred.shape == recorded.shape
     assert dice(pred == value, recorded == value) >= MIN_DICE
-    assert dice(recorded == value, reference == value) > 0.9, "the recorded labels are lungs, left and right"
+    assert dice(recorded == value, reference == value) > 0.9, (
+        "the recorded labels are lungs, left and right"
+    )
 
 
 if __name__ == "__main__":

@@ -34,13 +34,18 @@ def test_they_are_small_and_name_no_folder() -> None:
         metadata, _ = read_weights(path, stage, stage)
         assert metadata["spacing_mm"] == [spacing_mm] * 3
         assert metadata["config"]["data"]["fold"] == "all"
-        assert not re.search(r'"(/|[A-Za-z]:\\)', json.dumps(metadata["config"])), "an absolute path"
+        assert not re.search(r'"(/|[A-Za-z]:\\)', json.dumps(metadata["config"])), (
+            "an absolute path"
+        )
 
 
 @pytest.mark.slow
 def test_they_segment_a_phantom_that_they_never_saw() -> None:
     phantom = make_phantom(PhantomSpec(seed=4711, index=0, num_vessel_ends=300))
-    stages = [load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu")) for stage in ("coarse", "fine")]
+    stages = [
+        load_stage(shipped_weights("lungs", stage), stage, torch.device("cpu"))
+        for stage in ("coarse", "fine")
+    ]
     result = Cascade(*stages).segment(Volume(phantom.image_hu, phantom.grid))
     assert min(dices(result.labels, phantom.labels)) > 0.96
     assert result.warnings == []
@@ -51,7 +56,11 @@ def test_they_segment_a_phantom_that_they_never_saw() -> None:
     ("case", "source", "least"),
     [
         ("lidc_0001", "ct.nii.gz", [0.95, 0.95]),
-        ("lungdx_a0002_b40f", "dicom", [0.95, 0.92]),  # right: a tenth of the reference is a guess around a tumour
+        (
+            "lungdx_a0002_b40f",
+            "dicom",
+            [0.95, 0.92],
+        ),  # right: a tenth of the reference is a guess around a tumour
     ],
 )
 def test_the_one_line_command_segments_a_scan(
@@ -65,9 +74,15 @@ def test_the_one_line_command_segments_a_scan(
         f"input={shared_ct / case / source}",
         "output=lungs.nii.gz",
     ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300)
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=300
+    )
     assert result.returncode == 0, result.stderr
-    labels, reference = read_labels(tmp_path / "lungs.nii.gz"), read_labels(shared_ct / case / "lungs.nii.gz")
+    labels, reference = (
+        read_labels(tmp_path / "lungs.nii.gz"),
+        read_labels(shared_ct / case / "lungs.nii.gz"),
+    )
     assert labels.grid.is_close(read_image(shared_ct / case / source).grid)
-    # Scans that the weights have seen: this proves the command, the folds (medseg/weights/README.md) judge the weights.
+    # Scans that the weights have seen: this proves the command, the folds
+    # (medseg/weights/README.md) judge the weights.
     assert (np.array(dices(labels.array, reference.array)) > least).all()

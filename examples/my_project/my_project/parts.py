@@ -17,7 +17,9 @@ class TwoScales(nn.Module):
 
     def block(self, in_channels: int, out_channels: int) -> nn.Sequential:
         conv = nn.Conv3d(in_channels, out_channels, kernel_size=3, padding=1, bias=False)
-        return nn.Sequential(conv, nn.InstanceNorm3d(out_channels, affine=True), nn.LeakyReLU(inplace=True))
+        return nn.Sequential(
+            conv, nn.InstanceNorm3d(out_channels, affine=True), nn.LeakyReLU(inplace=True)
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         fine = self.stem(image)

@@ -29,9 +29,7 @@ class Kind(NamedTuple):
 ERROR, WARNING, INFORMATION = Severity
 
 _RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
-_IGNORE_GRID = (
-    "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
-)
+_IGNORE_GRID = "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
 KINDS = {
     # Sentences of the readers.
     "reading": Kind(WARNING, "{sentence}"),
@@ -112,14 +110,18 @@ KINDS = {
         "{share:.1%} of the voxels hold the highest value, {value} HU: the image was clipped there",
         "harmless if task.window_hu ends at {value} HU or below",
     ),
-    "label_shape": Kind(ERROR, "the label map has {shape} voxels, the image {image_shape} (z, y, x)", _RESAMPLE),
+    "label_shape": Kind(
+        ERROR, "the label map has {shape} voxels, the image {image_shape} (z, y, x)", _RESAMPLE
+    ),
     "label_shape:axes": Kind(
         ERROR,
         "the label map is stored in another order of axes than its image and is not on its grid: {difference}",
         _RESAMPLE,
     ),
     "label_grid": Kind(
-        ERROR, "the label map is not on the grid of its image: {difference} (tolerance {tolerance_mm} mm)", _IGNORE_GRID
+        ERROR,
+        "the label map is not on the grid of its image: {difference} (tolerance {tolerance_mm} mm)",
+        _IGNORE_GRID,
     ),
     "misplaced_labels": Kind(
         ERROR,
@@ -207,14 +209,20 @@ KINDS = {
         "{left} and {right} touch over {area:.1f} cm²",
         "look at the picture: the border between them may be an artefact of automatic segmentation",
     ),
-    "cut_region": Kind(WARNING, "the scan cuts {regions}", "expected for a partial scan; volumes are those of the visible part"),
+    "cut_region": Kind(
+        WARNING,
+        "the scan cuts {regions}",
+        "expected for a partial scan; volumes are those of the visible part",
+    ),
     "vanished_region": Kind(
         WARNING,
         "{region} has {volume_ml:.2g} ml, and none of it is left at {spacing} mm",
         "choose a finer spacing for that stage",
     ),
     "spacing_outlier": Kind(
-        WARNING, "{differences}", "expected if the scanner was set so; otherwise the header may use another unit"
+        WARNING,
+        "{differences}",
+        "expected if the scanner was set so; otherwise the header may use another unit",
     ),
     "duplicate_image": Kind(
         WARNING,
@@ -269,8 +277,10 @@ class CaseAudit:
         hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
-        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if it is no CT.
-        profile: Areas of tissues along the body, see `medseg.data.audit.tissue_profile`; empty if it is no CT, or a short one.
+        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
+            it is no CT.
+        profile: Areas of tissues along the body, see `medseg.data.audit.tissue_profile`; empty if
+            it is no CT, or a short one.
         findings: All findings, those that the case ignores included.
     """
 
@@ -284,7 +294,11 @@ class CaseAudit:
 
     def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
-        return [one for one in self.findings if one.severity in severities and one.code not in ignore_findings]
+        return [
+            one
+            for one in self.findings
+            if one.severity in severities and one.code not in ignore_findings
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types for a JSON file."""
@@ -293,9 +307,15 @@ class CaseAudit:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
-        findings = tuple(Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"])
+        findings = tuple(
+            Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"]
+        )
         profile = tuple(map(tuple, data["profile"]))
-        sequences = {"findings": findings, "thumbnail": tuple(data["thumbnail"]), "profile": profile}
+        sequences = {
+            "findings": findings,
+            "thumbnail": tuple(data["thumbnail"]),
+            "profile": profile,
+        }
         return cls(**{**data, "grid": VoxelGrid(**data["grid"]), **sequences})
 
 
@@ -307,7 +327,9 @@ def find(kind: str, **values: Any) -> Finding:
         values: Values of its sentence and its cure.
     """
     severity, message, cure = KINDS[kind]
-    return Finding(kind.partition(":")[0], severity, message.format(**values), cure.format(**values))
+    return Finding(
+        kind.partition(":")[0], severity, message.format(**values), cure.format(**values)
+    )
 
 
 def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
@@ -322,9 +344,13 @@ def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
     """
     for code in codes:
         if code in NEVER_IGNORED:
-            raise UserError(f"{where}: {code} cannot be ignored, since {NEVER_IGNORED[code]}; correct the file.")
+            raise UserError(
+                f"{where}: {code} cannot be ignored, since {NEVER_IGNORED[code]}; correct the file."
+            )
         if code not in CODES:
             close = difflib.get_close_matches(code, CODES, n=2)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CODES)}."
+            hint = (
+                f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CODES)}."
+            )
             raise UserError(f"{where}: there is no finding {code!r}; {hint}")
     return frozenset(codes)

@@ -1,7 +1,7 @@
 """Audit of the values of an image: their scale, padding and clipping.
 
-All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours have few) is
-padding or clipping by software; spikes are excluded before the tissue is examined.
+All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours
+have few) is padding or clipping by software; spikes are excluded before the tissue is examined.
 """
 
 import hashlib
@@ -17,8 +17,9 @@ from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 
-# A value is a spike if it holds this share of the voxels, and this multiple of the average count of the values nearby.
-# Values without voxels are left out of the average: the histogram of 8-bit data is a comb, not a row of spikes.
+# A value is a spike if it holds this share of the voxels, and this multiple of the average count of
+# the values nearby. Values without voxels are left out of the average: the histogram of 8-bit data
+# is a comb, not a row of spikes.
 SPIKE_SHARE = 0.001
 SPIKE_CONTRAST = 10.0
 SPIKE_REACH = 25
@@ -27,7 +28,8 @@ MAX_SPIKES = 4
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
 PADDING_SHARE = 0.001
 FILLED_SHARE = 0.01
-# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it, air and organs full of it.
+# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
+# air and organs full of it.
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
@@ -35,15 +37,18 @@ FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
 TISSUE_SHARE = 0.05  # images in HU hold 8 to 60 % of soft tissue, and 0.1 % at the place to which an offset would move it
 DARK_SHARE = 0.01
-# An inverted image has this many times more voxels at the values of bone, where its air lies, than at those of air.
+# An inverted image has this many times more voxels at the values of bone, where its air lies, than
+# at those of air.
 INVERTED_CONTRAST = 5.0
 AIR_SHARE = 0.001
 BONE_SHARE = 0.001  # denser than soft tissue
 MAX_WINDOWED_RANGE = 256
-# Ends to which programs scale a window, the narrowest first, and the window that the advice takes as an example.
+# Ends to which programs scale a window, the narrowest first, and the window that the advice takes
+# as an example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
 USUAL_WINDOW_HU = (-1250, 250)
-# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value that of the densest implant in 12 bits and more.
+# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value
+# that of the densest implant in 12 bits and more.
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
@@ -51,7 +56,8 @@ DIVIDED_HIGH = 4.1
 FLOOR_HU = -1010
 HARMLESS_CLIP_HU = -1000
 LOW_CEILING_HU = 1500
-# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would outweigh the rest.
+# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would
+# outweigh the rest.
 THUMBNAIL_SIZE = 8
 THUMBNAIL_HU = (-1024, 400)
 
@@ -75,7 +81,10 @@ class ImageFacts:
         below = np.cumsum(self.counts) / self.counts.sum()
         return {
             "min": self.low_hu,
-            **{f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768 for percent in (1, 50, 99)},
+            **{
+                f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768
+                for percent in (1, 50, 99)
+            },
             "max": self.high_hu,
         }
 
@@ -83,18 +92,26 @@ class ImageFacts:
     def measured_hu(self) -> tuple[int, int]:
         """Lowest and highest value above padding, in whole HU; those of the image if all of it is padding."""
         held = np.flatnonzero(self.counts[PADDING_BELOW_HU + 32768 :]) + PADDING_BELOW_HU
-        return (int(held[0]), int(held[-1])) if held.size else (round(self.low_hu), round(self.high_hu))
+        return (
+            (int(held[0]), int(held[-1]))
+            if held.size
+            else (round(self.low_hu), round(self.high_hu))
+        )
 
     @cached_property
     def spikes(self) -> Mapping[int, float]:
         """Value of each spike to its share of the voxels, the largest first."""
         counts, nearby = self.counts, np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
         nearby[SPIKE_REACH] = 0  # the value itself
-        neighbours = np.convolve(counts, nearby, "same") / np.maximum(1, np.convolve(counts > 0, nearby, "same"))
+        neighbours = np.convolve(counts, nearby, "same") / np.maximum(
+            1, np.convolve(counts > 0, nearby, "same")
+        )
         is_spike = (counts >= SPIKE_SHARE * counts.sum()) & (counts >= SPIKE_CONTRAST * neighbours)
         return {
             int(index) - 32768: float(counts[index] / counts.sum())
-            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[:MAX_SPIKES]
+            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[
+                :MAX_SPIKES
+            ]
         }
 
     @cached_property
@@ -115,7 +132,11 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
     """Count the values of an image (D, H, W), plane by plane."""
     counts = np.zeros(65536, dtype=np.int64)
     for plane in image_hu:
-        whole = plane if plane.dtype == np.int16 else np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
+        whole = (
+            plane
+            if plane.dtype == np.int16
+            else np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
+        )
         # As uint16 nothing is negative; the upper half of the bins are the negative values.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=65536)
     return ImageFacts(float(image_hu.min()), float(image_hu.max()), np.roll(counts, 32768))
@@ -135,9 +156,13 @@ def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
         return ()
     # Slab by slab: a clipped copy of the scan would be a second one.
     slabs = np.array_split(image_hu, THUMBNAIL_SIZE)
-    means = np.stack([np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs])
+    means = np.stack(
+        [np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs]
+    )
     for axis in (1, 2):
-        means = np.stack([part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis)
+        means = np.stack(
+            [part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis
+        )
     return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
@@ -145,7 +170,8 @@ class CheckedChannels(NamedTuple):
     """Channels of a case after the check of their values.
 
     Attributes:
-        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled in.
+        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled
+            in.
         facts: Histogram of each.
         findings: What was found and replaced.
     """
@@ -155,7 +181,9 @@ class CheckedChannels(NamedTuple):
     findings: list[Finding]
 
 
-def check_channels(images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True) -> CheckedChannels:
+def check_channels(
+    images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True
+) -> CheckedChannels:
     """Check the values of all channels of a case, and replace what was filled in outside the field of view of a CT by air.
 
     Args:
@@ -171,7 +199,9 @@ def check_channels(images: Sequence[np.ndarray], modalities: Sequence[str], *, i
             continue
         images[number] = image if is_owned else image.copy()
         share = replace_fill(images[number], fill)
-        replaced.append(_of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number))
+        replaced.append(
+            _of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number)
+        )
     facts = [measure_image(image) for image in images]
     return CheckedChannels(images, facts, replaced + audit_channels(facts, modalities))
 
@@ -188,7 +218,9 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     if (scale := _audit_scale(facts)) is not None:
         return [scale]
     found = [*_audit_padding(facts), *_audit_clipping(facts)]
-    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(finding.code == "clipped" for finding in found):
+    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(
+        finding.code == "clipped" for finding in found
+    ):
         found.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
     return found
 
@@ -208,7 +240,11 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
         if modality == "ct":
             ours = audit_image(facts)
         else:
-            ours = [find("hu_range:constant", low=facts.low_hu)] if facts.low_hu == facts.high_hu else []
+            ours = (
+                [find("hu_range:constant", low=facts.low_hu)]
+                if facts.low_hu == facts.high_hu
+                else []
+            )
         found += [_of_channel(finding, number) for finding in ours]
     return found
 
@@ -226,8 +262,13 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
     is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
-    is_too_dark = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
-    for offset_hu, way, is_suspected in ((OFFSET_HU, "high", not is_dark), (-OFFSET_HU, "low", is_too_dark)):
+    is_too_dark = share_of(
+        tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU
+    ) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
+    for offset_hu, way, is_suspected in (
+        (OFFSET_HU, "high", not is_dark),
+        (-OFFSET_HU, "low", is_too_dark),
+    ):
         if is_suspected and _is_soft_at(tissue, offset_hu):
             # An offset moves air to -2048 at the lowest: values far below it were multiplied.
             lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
@@ -255,35 +296,53 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
 def _explain_small_range(facts: ImageFacts) -> Finding:
     """Say which scale a range that is too small for HU suggests."""
     low, high = facts.low_hu, facts.high_hu
-    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image of mean 0 and standard deviation 1.
+    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image
+    # of mean 0 and standard deviation 1.
     num_near_zero, num_near_one = facts.counts[32768], facts.counts[32769]
     is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
     if is_in_range and num_near_zero > num_near_one:
-        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were divided and clipped.
+        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were
+        # divided and clipped.
         kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
         return find(kind, low=low, high=high, slope=DIVISOR)
     # A range that fills less than half of the usual ends was not scaled to them.
-    fitting = ((bottom, top) for bottom, top in USUAL_ENDS if bottom <= low and high <= top and high - low >= (top - bottom) / 2)
+    fitting = (
+        (bottom, top)
+        for bottom, top in USUAL_ENDS
+        if bottom <= low and high <= top and high - low >= (top - bottom) / 2
+    )
     bottom, top = next(fitting, (low, high))
     slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
-    return find("hu_range:window", low=low, high=high, slope=slope, offset=USUAL_WINDOW_HU[0] - slope * bottom)
+    return find(
+        "hu_range:window",
+        low=low,
+        high=high,
+        slope=slope,
+        offset=USUAL_WINDOW_HU[0] - slope * bottom,
+    )
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it: enough voxels, and more than in the gap below."""
-    soft, gap = (share_of(tissue, low_hu + offset_hu, high_hu + offset_hu) for low_hu, high_hu in (SOFT_HU, GAP_HU))
+    soft, gap = (
+        share_of(tissue, low_hu + offset_hu, high_hu + offset_hu)
+        for low_hu, high_hu in (SOFT_HU, GAP_HU)
+    )
     return soft >= max(TISSUE_SHARE, gap)
 
 
 def _is_inverted(tissue: np.ndarray) -> bool:
     """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part.
 
-    Negated bone lies below soft tissue, where values with an offset and images of other modalities have nothing.
+    Negated bone lies below soft tissue, where values with an offset and images of other modalities
+    have nothing.
     """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)
     sparse_bone = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
-    is_bright = bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    is_bright = (
+        bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
+    )
     return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= BONE_SHARE
 
 
@@ -294,7 +353,10 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
         most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + 32768])) - 32768
         is_constant = share_of(facts.counts, most, most + 1) > 0.9 * padded
         yield find(
-            "padding:outside", share=padded, hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}", air=AIR_HU
+            "padding:outside",
+            share=padded,
+            hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}",
+            air=AIR_HU,
         )
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():

@@ -1,6 +1,7 @@
 """Audit of a label map: its grid and values, and the plausibility of its regions.
 
-The side of a region is judged by world coordinates, not by names or the order of storage: x increases towards the patient's left.
+The side of a region is judged by world coordinates, not by names or the order of storage: x
+increases towards the patient's left.
 """
 
 import itertools
@@ -37,7 +38,8 @@ by less, and it is a small part of any voxel."""
 MAX_LISTED = 10
 
 BODY_HU = -500
-# A region is cut by the round field of view if this area of its surface is within this distance of the padding, in plane.
+# A region is cut by the round field of view if this area of its surface is within this distance of
+# the padding, in plane.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
@@ -73,7 +75,9 @@ def audit_extent(grid: VoxelGrid) -> list[Finding]:
     least_mm, most_mm = EXTENT_MM
     if least_mm <= max(extents_mm) <= most_mm:
         return []
-    return [find("implausible_size:scan", extent=times(extents_mm), least_mm=least_mm, most_mm=most_mm)]
+    return [
+        find("implausible_size:scan", extent=times(extents_mm), least_mm=least_mm, most_mm=most_mm)
+    ]
 
 
 def _extents_mm(shape: Sequence[int], grid: VoxelGrid) -> list[float]:
@@ -110,11 +114,13 @@ def map_values(
     Args:
         labels: Label map (D, H, W), integers.
         task: Gives each label name its value.
-        label_values: Value in the file to label name; 0 is background, and so is a name that the task does not know.
+        label_values: Value in the file to label name; 0 is background, and so is a name that the
+            task does not know.
         may_be_empty: Whether a label map of zeros is accepted.
 
     Returns:
-        Label map uint8 with unknown values as background (the input itself if nothing changes), and the findings.
+        Label map uint8 with unknown values as background (the input itself if nothing changes), and
+        the findings.
     """
     present = sorted(set().union(*map(_values_of, labels)) - {0})
     found = []
@@ -141,7 +147,9 @@ def map_values(
 
 def _values_of(plane: np.ndarray) -> list[int]:
     """List the values of a plane; counting bytes is faster than `unique`, which sorts."""
-    return (np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)).tolist()
+    return (
+        np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
+    ).tolist()
 
 
 class RegionFacts(NamedTuple):
@@ -163,7 +171,10 @@ class RegionFacts(NamedTuple):
 def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
     """Measure the volume of each label of the task in ml; labels (D, H, W), uint8."""
     counts = np.asarray(sum(np.bincount(plane.ravel(), minlength=256) for plane in labels))
-    return {name: float(counts[value]) * (math.prod(grid.spacing_mm) / 1000.0) for name, value in task.labels.items()}
+    return {
+        name: float(counts[value]) * (math.prod(grid.spacing_mm) / 1000.0)
+        for name, value in task.labels.items()
+    }
 
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:
@@ -179,9 +190,12 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
             sums = [mask[box.slices()].sum(axis=tuple({0, 1, 2} - {axis})) for axis in range(3)]
             box = box.shifted(around.start)
             centre = [
-                start + float(np.average(np.arange(len(one)), weights=one)) for start, one in zip(box.start, sums, strict=True)
+                start + float(np.average(np.arange(len(one)), weights=one))
+                for start, one in zip(box.start, sums, strict=True)
             ]
-            found[region.name] = RegionFacts(region, box, centre[2], float(grid.index_to_world_xyz_mm(centre)[0]))
+            found[region.name] = RegionFacts(
+                region, box, centre[2], float(grid.index_to_world_xyz_mm(centre)[0])
+            )
     return found
 
 
@@ -191,7 +205,11 @@ def _mask(labels: np.ndarray, region: Region, task: Task) -> np.ndarray:
 
 
 def audit_labels(
-    image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, task: Task, trust: Mapping[str, str]
+    image_hu: np.ndarray | None,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    trust: Mapping[str, str],
 ) -> list[Finding]:
     """Check the regions of a case for plausibility.
 
@@ -203,11 +221,19 @@ def audit_labels(
         trust: Region name to trust; a region that is `absent` may be empty.
     """
     regions = measure_regions(labels, grid, task)
-    missing = [one.name for one in task.regions if one.name not in regions and trust.get(one.name) != ABSENT]
+    missing = [
+        one.name
+        for one in task.regions
+        if one.name not in regions and trust.get(one.name) != ABSENT
+    ]
     found = [find("missing_region", region=name) for name in missing]
-    position, sign = ("", "") if image_hu is None else _position(image_hu, labels, grid, task, regions)
+    position, sign = (
+        ("", "") if image_hu is None else _position(image_hu, labels, grid, task, regions)
+    )
     is_swapped = False
-    lefts, rights = ([one for one in regions.values() if one.region.side == side] for side in ("left", "right"))
+    lefts, rights = (
+        [one for one in regions.values() if one.region.side == side] for side in ("left", "right")
+    )
     for left, right in itertools.product(lefts, rights):
         names = {"left": left.region.name, "right": right.region.name}
         if left.centre_x_mm <= right.centre_x_mm:
@@ -223,23 +249,41 @@ def audit_labels(
         off_mm, width_mm = (0.0, 0.0) if image_hu is None else _off_side_mm(image_hu, grid, one)
         if off_mm > SIDE_SHARE * width_mm:
             found.append(find("doubtful_side", region=one.region.name, off_mm=off_mm))
-    cuts = {one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()}
+    cuts = {
+        one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()
+    }
     if position and not is_swapped:
         found.append(find("body_position", position=position, sign=sign))
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
-            found.append(find("implausible_size:region", name=facts.region.name, extent=times(extents_mm), most_mm=MAX_REGION_MM))
+            found.append(
+                find(
+                    "implausible_size:region",
+                    name=facts.region.name,
+                    extent=times(extents_mm),
+                    most_mm=MAX_REGION_MM,
+                )
+            )
     found += _audit_volumes(labels, grid, task, {name for name, ends in cuts.items() if ends})
     if any(cuts.values()):
         found.append(
-            find("cut_region", regions=" and ".join(f"{name} ({'; '.join(ends)})" for name, ends in cuts.items() if ends))
+            find(
+                "cut_region",
+                regions=" and ".join(
+                    f"{name} ({'; '.join(ends)})" for name, ends in cuts.items() if ends
+                ),
+            )
         )
     return found
 
 
 def _position(
-    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
+    image_hu: np.ndarray,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    regions: Mapping[str, RegionFacts],
 ) -> tuple[str, str]:
     """Describe a position of the body that contradicts the header, and its sign in the image; two empty texts where there is none."""
     boxes = {name: one.box for name, one in regions.items()}
@@ -250,10 +294,14 @@ def _position(
     return "", ""
 
 
-def _audit_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collection[str]) -> list[Finding]:
+def _audit_volumes(
+    labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collection[str]
+) -> list[Finding]:
     """Compare volumes with the plausible ones of the task; a region that is cut, or absent, may be smaller."""
     volumes_ml = measure_volumes(labels, grid, task)
-    volumes_ml |= {region.name: sum(volumes_ml[name] for name in region.labels) for region in task.regions}
+    volumes_ml |= {
+        region.name: sum(volumes_ml[name] for name in region.labels) for region in task.regions
+    }
     regions_of = {label: region.name for region in task.regions for label in region.labels}
     found = []
     for name, (low, high) in task.volume_ml.items():
@@ -286,24 +334,34 @@ def _face_mm2(grid: VoxelGrid, axis: int) -> float:
     return math.prod(grid.spacing_mm) / grid.spacing_mm[axis]
 
 
-def _contact_mm2(labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts) -> float:
+def _contact_mm2(
+    labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
+) -> float:
     """Measure the face that two regions share."""
-    near = left.box.expanded((1, 1, 1)).intersect(right.box.expanded((1, 1, 1))).clipped(labels.shape)
+    near = (
+        left.box.expanded((1, 1, 1)).intersect(right.box.expanded((1, 1, 1))).clipped(labels.shape)
+    )
     inner = labels[near.slices()]
     # With the codes 1 and 4, the sum of two neighbours is 5 only where both regions meet.
-    codes = _mask(inner, left.region, task).astype(np.uint8) + 4 * _mask(inner, right.region, task).astype(np.uint8)
+    codes = _mask(inner, left.region, task).astype(np.uint8) + 4 * _mask(
+        inner, right.region, task
+    ).astype(np.uint8)
     return sum(
         np.count_nonzero(one[1:] + one[:-1] == 5) * _face_mm2(grid, axis)
         for axis, one in enumerate([np.moveaxis(codes, axis, 0) for axis in range(3)])
     )
 
 
-def _cut_ends(image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts) -> list[str]:
+def _cut_ends(
+    image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts
+) -> list[str]:
     """List the ends of the image that a region reaches, with the area of the cut."""
     ends = []
     for axis, names in enumerate(FACES):
         last = labels.shape[axis] - 1
-        for name, index, reached in zip(names, (0, last), (one.box.start[axis], one.box.stop[axis] - 1), strict=True):
+        for name, index, reached in zip(
+            names, (0, last), (one.box.start[axis], one.box.stop[axis] - 1), strict=True
+        ):
             if reached == index:
                 num_voxels = np.count_nonzero(_mask(labels.take(index, axis), one.region, task))
                 ends.append(f"{name} end, {num_voxels * _face_mm2(grid, axis) / 100:.1f} cm²")
@@ -312,7 +370,9 @@ def _cut_ends(image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, 
     return ends
 
 
-def _reaches_padding(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts) -> bool:
+def _reaches_padding(
+    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts
+) -> bool:
     """Whether a region comes near to padding within the slices; a sample of its slices is examined."""
     reach = [0, *(max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:])]
     box = one.box.expanded(reach).clipped(labels.shape).slices()
@@ -323,14 +383,22 @@ def _reaches_padding(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, 
     mask = _mask(labels[box][::step], one.region, task)
     area_mm2 = 0.0
     for axis in (1, 2):
-        inside, outside, voxels = np.moveaxis(mask, axis, 0), np.moveaxis(is_padding, axis, 0), reach[axis]
-        hits = np.count_nonzero(inside[:-voxels] & outside[voxels:]) + np.count_nonzero(inside[voxels:] & outside[:-voxels])
+        inside, outside, voxels = (
+            np.moveaxis(mask, axis, 0),
+            np.moveaxis(is_padding, axis, 0),
+            reach[axis],
+        )
+        hits = np.count_nonzero(inside[:-voxels] & outside[voxels:]) + np.count_nonzero(
+            inside[voxels:] & outside[:-voxels]
+        )
         # Each line of voxels that ends at the padding is hit up to `reach` times.
         area_mm2 += hits / voxels * step * _face_mm2(grid, axis)
     return area_mm2 >= FIELD_CM2 * 100
 
 
-def audit_vanished(volumes_ml: Mapping[str, float], boxes: Mapping[str, VoxelBox], task: Task, spacing: str) -> list[Finding]:
+def audit_vanished(
+    volumes_ml: Mapping[str, float], boxes: Mapping[str, VoxelBox], task: Task, spacing: str
+) -> list[Finding]:
     """Find regions that resampling has removed.
 
     Args:
@@ -339,7 +407,9 @@ def audit_vanished(volumes_ml: Mapping[str, float], boxes: Mapping[str, VoxelBox
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.
     """
-    before_ml = {region.name: sum(volumes_ml[label] for label in region.labels) for region in task.regions}
+    before_ml = {
+        region.name: sum(volumes_ml[label] for label in region.labels) for region in task.regions
+    }
     return [
         find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
         for name, volume_ml in before_ml.items()

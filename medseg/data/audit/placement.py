@@ -1,8 +1,8 @@
 """Audit of the placement of a label map on its image: labels that are mirrored, turned or shifted.
 
-A label map may have the grid of its image and still hold the voxels in another order, because it was written from a flipped or
-transposed array. Headers do not show this, but the image does: its values change more across the boundary of a correct label than
-across the same boundary moved aside.
+A label map may have the grid of its image and still hold the voxels in another order, because it
+was written from a flipped or transposed array. Headers do not show this, but the image does: its
+values change more across the boundary of a correct label than across the same boundary moved aside.
 """
 
 import itertools
@@ -18,17 +18,20 @@ from medseg.task import AIR_HU
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
-# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
+# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft
+# tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
 MIN_FACES = 200
-# Distance in voxels within which edges of the image are searched, and the smallest shift that is reported; real labels are within 1.
+# Distance in voxels within which edges of the image are searched, and the smallest shift that is
+# reported; real labels are within 1.
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all distances by SHIFT_SHARPNESS. Organs full of air shifted by
-# 5 voxels: at least 4.3 and 4.0; edges that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
+# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all
+# distances by SHIFT_SHARPNESS. Organs full of air shifted by 5 voxels: at least 4.3 and 4.0; edges
+# that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
 _AXES = ("head to feet", "back to front", "left to right")
@@ -49,7 +52,10 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     part = tuple(slice(None, None, step) for step in steps)
     coarse = np.ascontiguousarray(labels[part])
     image = np.clip(image_hu[part], AIR_HU, MAX_HU).astype(np.float32)
-    moves = [max(1, round(MOVED_MM / (step * step_mm))) for step, step_mm in zip(steps, grid.spacing_mm, strict=True)]
+    moves = [
+        max(1, round(MOVED_MM / (step * step_mm)))
+        for step, step_mm in zip(steps, grid.spacing_mm, strict=True)
+    ]
     if min(coarse.shape) < 4 or _edge(coarse, image)[1] < MIN_FACES:
         return []
     fit = _fit(coarse, image, moves)
@@ -78,9 +84,9 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
 def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
     """Find labels that lie beside the edges of the image, by whole voxels along an axis.
 
-    The image should change most where a line along the axis enters or leaves the labels. The labels are shifted if the strongest changes
-    lie some voxels away, in the same direction for entering and leaving. If the directions are opposite, the labels are only too
-    large or too small.
+    The image should change most where a line along the axis enters or leaves the labels. The labels
+    are shifted if the strongest changes lie some voxels away, in the same direction for entering
+    and leaving. If the directions are opposite, the labels are only too large or too small.
 
     Args:
         image_hu: Oriented image in HU, (D, H, W).
@@ -89,16 +95,24 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        steps = [1 if other == axis else max(1, round(STEP_MM / step_mm)) for other, step_mm in enumerate(grid.spacing_mm)]
+        steps = [
+            1 if other == axis else max(1, round(STEP_MM / step_mm))
+            for other, step_mm in enumerate(grid.spacing_mm)
+        ]
         part = tuple(slice(None, None, step) for step in steps)
         lines = np.moveaxis(image_hu[part], axis, -1)
         inside = np.moveaxis(labels[part] != 0, axis, -1)
         found = [
-            _edge_shift(lines, faces) for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
+            _edge_shift(lines, faces)
+            for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
         ]
         is_same_way = found[0] * found[1] > 0 and abs(found[0] - found[1]) <= MIN_SHIFT
         voxels = round(sum(found) / 2)
-        if is_same_way and abs(voxels) >= MIN_SHIFT and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM:
+        if (
+            is_same_way
+            and abs(voxels) >= MIN_SHIFT
+            and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM
+        ):
             shifts.append(f"{abs(voxels)} voxels towards the {FACES[axis][voxels > 0]} end")
     return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
 
@@ -111,7 +125,8 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
         faces: Whether the labels change between a voxel and the next one of that axis.
 
     Returns:
-        Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more than elsewhere.
+        Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more
+        than elsewhere.
     """
     *places, index = np.nonzero(faces)
     if len(index) < MIN_FACES:
@@ -119,10 +134,14 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
     change = []
     for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
         around = (np.clip(index + offset + step, 0, lines.shape[-1] - 1) for step in (-1, 2))
-        before, after = (np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around)
+        before, after = (
+            np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around
+        )
         change.append(float(np.abs(after - before).mean()))
     best = int(np.argmax(change))
-    is_sharp = change[best] > max(SHIFT_GAIN * change[SHIFT_REACH], SHIFT_SHARPNESS * float(np.median(change)))
+    is_sharp = change[best] > max(
+        SHIFT_GAIN * change[SHIFT_REACH], SHIFT_SHARPNESS * float(np.median(change))
+    )
     return best - SHIFT_REACH if is_sharp else 0
 
 
@@ -140,6 +159,10 @@ def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
 def _fit(labels: np.ndarray, image: np.ndarray, moves: list[int]) -> float:
     """Mean change across the boundary, relative to that across the boundary moved to either side along each axis."""
     total, num_faces = _edge(labels, image)
-    moved = [_edge(np.roll(labels, way * moves[axis], axis), image) for axis in range(3) for way in (1, -1)]
+    moved = [
+        _edge(np.roll(labels, way * moves[axis], axis), image)
+        for axis in range(3)
+        for way in (1, -1)
+    ]
     beside = sum(one[0] for one in moved) / max(1, sum(one[1] for one in moved))
     return total / max(1, num_faces) / max(1.0, beside)

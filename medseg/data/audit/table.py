@@ -16,12 +16,17 @@ from medseg.io.tables import csv_text
 DUPLICATE = "duplicate_image"
 READY, REFUSED, FAILED = "ready", "refused", "failed"
 # Columns of codes; that of information keeps its first name.
-SEVERITY_COLUMNS = {Severity.error: "errors", Severity.warning: "warnings", Severity.information: "notes"}
+SEVERITY_COLUMNS = {
+    Severity.error: "errors",
+    Severity.warning: "warnings",
+    Severity.information: "notes",
+}
 
 # Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
-# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly cropped copy by less than 10.
+# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly
+# cropped copy by less than 10.
 NEAR_HU = 12.0
 
 
@@ -52,7 +57,11 @@ class AuditedCase:
         """`ready`, `refused` by the audit, or `failed` to be read."""
         if self.failure:
             return FAILED
-        return REFUSED if any(finding.severity is Severity.error for finding in self.findings()) else READY
+        return (
+            REFUSED
+            if any(finding.severity is Severity.error for finding in self.findings())
+            else READY
+        )
 
 
 def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
@@ -60,8 +69,11 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     audits = [one.audit for one in cases if one.audit is not None]
     usual_mm = {}
     if len(audits) >= MIN_CASES:
-        usual_mm = {axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)}
-    # A table without the column `patient` takes each case for another patient, which nobody has claimed.
+        usual_mm = {
+            axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)
+        }
+    # A table without the column `patient` takes each case for another patient, which nobody has
+    # claimed.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
@@ -92,8 +104,11 @@ def _compare(
     """Compare a case with the usual spacing, and with the cases before it in the table."""
     odd = [
         f"its {what} are {spacing_mm:.3g} mm apart where the median of all cases is {usual_mm[axis]:.3g} mm"
-        for axis, what, spacing_mm in zip((0, 1), ("slices", "pixels"), audit.grid.spacing_mm, strict=False)
-        if axis in usual_mm and max(spacing_mm / usual_mm[axis], usual_mm[axis] / spacing_mm) > OUTLIER_FACTOR
+        for axis, what, spacing_mm in zip(
+            (0, 1), ("slices", "pixels"), audit.grid.spacing_mm, strict=False
+        )
+        if axis in usual_mm
+        and max(spacing_mm / usual_mm[axis], usual_mm[axis] / spacing_mm) > OUTLIER_FACTOR
     ]
     if odd:
         yield find("spacing_outlier", differences=" and ".join(odd))
@@ -108,9 +123,15 @@ def _compare(
         yield find(kind, twin=twin.name, difference=distance, claim=claim)
 
 
-def _near_profiles(case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]], names_patients: bool) -> Iterator[Finding]:
+def _near_profiles(
+    case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]], names_patients: bool
+) -> Iterator[Finding]:
     """Find the case of another patient whose profile is nearest, if it is near."""
-    distances = [(profile_distance(other_areas, areas), other) for other, other_areas in earlier if other.patient != case.patient]
+    distances = [
+        (profile_distance(other_areas, areas), other)
+        for other, other_areas in earlier
+        if other.patient != case.patient
+    ]
     difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     if difference < NEAR_PROFILE:
         claim = _claim(case, twin, names_patients)
@@ -137,33 +158,57 @@ def copy_distance(one: CaseAudit, other: CaseAudit) -> float:
     """Measure how far two images are from being copies.
 
     Returns:
-        0 for the same voxels; else the root mean square difference of their thumbnails in HU, above 0; infinite where one has none.
+        0 for the same voxels; else the root mean square difference of their thumbnails in HU, above
+        0; infinite where one has none.
     """
     if one.voxels_sha256 == other.voxels_sha256:
         return 0.0
     if not one.thumbnail or not other.thumbnail:
         return math.inf
-    return max(1e-9, float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2))))
+    return max(
+        1e-9, float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2)))
+    )
 
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:
     """Format the table of all cases, one line each."""
     grid = ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
     hu = ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
-    volumes = dict.fromkeys(f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml)
-    columns = ["case", "patient", "status", *grid, *hu, *volumes, *SEVERITY_COLUMNS.values(), "details"]
+    volumes = dict.fromkeys(
+        f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml
+    )
+    columns = [
+        "case",
+        "patient",
+        "status",
+        *grid,
+        *hu,
+        *volumes,
+        *SEVERITY_COLUMNS.values(),
+        "details",
+    ]
     return csv_text([_row(one) for one in cases], columns)
 
 
 def _row(one: AuditedCase) -> dict[str, object]:
     """Make the line of a case."""
-    row: dict[str, object] = {"case": one.case.name, "patient": one.case.patient, "status": one.status}
+    row: dict[str, object] = {
+        "case": one.case.name,
+        "patient": one.case.patient,
+        "status": one.status,
+    }
     if one.audit is not None:
-        for axis, size, mm in zip("zyx", one.audit.grid.shape, one.audit.grid.spacing_mm, strict=True):
+        for axis, size, mm in zip(
+            "zyx", one.audit.grid.shape, one.audit.grid.spacing_mm, strict=True
+        ):
             row |= {f"size_{axis}": size, f"spacing_{axis}_mm": f"{mm:.6g}"}
         row |= {f"hu_{name}": f"{value:g}" for name, value in one.audit.hu.items()}
         row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in one.audit.volumes_ml.items()}
     found = one.findings()
     for level, column in SEVERITY_COLUMNS.items():
         row[column] = " ".join(finding.code for finding in found if finding.severity is level)
-    return row | {"details": " | ".join([one.failure] * bool(one.failure) + [str(finding) for finding in found])}
+    return row | {
+        "details": " | ".join(
+            [one.failure] * bool(one.failure) + [str(finding) for finding in found]
+        )
+    }

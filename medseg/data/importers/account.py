@@ -112,7 +112,9 @@ class Account:
         if num_used:
             self.items.append(Item(Kind.file, "", Fate.used, "read for the cases", num_used))
 
-    def _walk(self, path: str, is_claimed: bool, why: str, is_deep: bool) -> Iterator[tuple[str, bool, str]]:
+    def _walk(
+        self, path: str, is_claimed: bool, why: str, is_deep: bool
+    ) -> Iterator[tuple[str, bool, str]]:
         """Find the files at a path, with whether each is claimed and the reason that was given for it."""
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)

@@ -68,7 +68,8 @@ class DataSet:
         background: Further names in the files, which become background.
         ignore: Value of ignored voxels; None where there are none.
         notes: Sentences for the user.
-        structures: Structures of each case with labels; None where label maps hold values that only their voxels tell.
+        structures: Structures of each case with labels; None where label maps hold values that only
+            their voxels tell.
         account: What the reader has found, apart from labels and structures.
     """
 
@@ -87,7 +88,8 @@ class DataSet:
         """Choose the labels of the task; the others become background.
 
         Args:
-            wanted: Names of labels, or new labels with the names or values that they consist of; None = all.
+            wanted: Names of labels, or new labels with the names or values that they consist of;
+                None = all.
 
         Raises:
             UserError: If a name is unknown, or a value would have two labels.
@@ -119,7 +121,11 @@ class DataSet:
                     continue
                 part = f" (a part of {label})" if len(members) > 1 else ""
                 # Others may be incomplete too, and would be refused next.
-                complete = [name for name, parts in self.labels.items() if not any(map(self._cases_without, parts))]
+                complete = [
+                    name
+                    for name, parts in self.labels.items()
+                    if not any(map(self._cases_without, parts))
+                ]
                 choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
                 raise UserError(
                     f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure "
@@ -142,7 +148,9 @@ class DataSet:
     @functools.cached_property
     def _keys(self) -> dict[str, frozenset[int | str]]:
         """Structures of each case in the form in which names are compared; empty where label maps hold values."""
-        return {case: frozenset(map(_key, names)) for case, names in (self.structures or {}).items()}
+        return {
+            case: frozenset(map(_key, names)) for case, names in (self.structures or {}).items()
+        }
 
     def _cases_without(self, member: int | str) -> list[str]:
         """List the cases whose files lack a structure; none where label maps hold values."""
@@ -172,9 +180,15 @@ class DataSet:
             why = "no label of the task: background"
             items.append(Item(Kind.label, f"{name} ({_origin(members)})", Fate.left_out, why))
             if self.structures is not None:
-                items += [Item(Kind.structure, str(member), Fate.left_out, why) for member in members]
+                items += [
+                    Item(Kind.structure, str(member), Fate.left_out, why) for member in members
+                ]
         if self.ignore is not None:
-            items.append(Item(Kind.label, IGNORE, Fate.used, f"value {self.ignore}: its voxels count nowhere"))
+            items.append(
+                Item(
+                    Kind.label, IGNORE, Fate.used, f"value {self.ignore}: its voxels count nowhere"
+                )
+            )
         if self.structures is None:
             why = "prepare reads the voxels and refuses a value that is not named here"
             items.append(Item(Kind.label, "", Fate.used, why, 0))
@@ -196,7 +210,9 @@ class DataSet:
         if num_present < num_cases:
             where += ", stated as absent in the others"
         if num_members > 1:
-            return Item(Kind.structure, _shown(member, label), Fate.merged, f"into {label}, {where}")
+            return Item(
+                Kind.structure, _shown(member, label), Fate.merged, f"into {label}, {where}"
+            )
         return Item(Kind.structure, _shown(member, label), Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
@@ -221,7 +237,12 @@ class DataSet:
 
     def _overlap_items(self) -> list[Item]:
         """Say what counts where structures overlap, which only their voxels tell."""
-        names = [member for members in self.labels.values() for member in members if isinstance(member, str)]
+        names = [
+            member
+            for members in self.labels.values()
+            for member in members
+            if isinstance(member, str)
+        ]
         if self.structures is None or len(self.labels) < 2 or not names:
             return []
         why = f"where labels overlap, the last of {', '.join(self.labels)} counts; prepare counts these voxels"
@@ -236,7 +257,10 @@ class DataSet:
         sides = {name: side_of(name)[0] for name in labels}
         fits = self.ignore is not None and len(labels) < self.ignore <= MAX_IGNORE_LABEL
         ignore = self.ignore if fits or self.ignore is None else len(labels) + 1
-        files = {name: values[0] if len(values) == 1 else values for name, values in {**self.labels, **self.background}.items()}
+        files = {
+            name: values[0] if len(values) == 1 else values
+            for name, values in {**self.labels, **self.background}.items()
+        }
         if ignore is not None and ignore != self.ignore:
             files[IGNORE] = self.ignore  # type: ignore[assignment]
         channels = [
@@ -270,11 +294,15 @@ def _groups_of(wanted: Any) -> dict[str, Any]:
     if isinstance(wanted, list | tuple):
         return {str(name): [name] for name in wanted}
     if not isinstance(wanted, Mapping):
-        raise UserError(f"labels: expected names, [a,b], or new labels, {{lungs: [a,b]}}, but got {wanted!r}.")
+        raise UserError(
+            f"labels: expected names, [a,b], or new labels, {{lungs: [a,b]}}, but got {wanted!r}."
+        )
     for label in map(str, wanted):
         name = f"label_{label}" if label.isdigit() else safe_name(label)
         if name != label:
-            raise UserError(f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; write {name}.")
+            raise UserError(
+                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; write {name}."
+            )
     return {str(label): members for label, members in wanted.items()}
 
 
@@ -292,7 +320,9 @@ def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
     members = {member for several in named.values() for member in several}
     choices = ", ".join(named)
     if not groups:
-        raise UserError(f"labels: no label is chosen from the data set, which has {choices}; give some of these names.")
+        raise UserError(
+            f"labels: no label is chosen from the data set, which has {choices}; give some of these names."
+        )
     chosen: FileValues = {}
     unknown = []
     for label, parts in groups.items():
@@ -305,7 +335,9 @@ def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
             else:
                 unknown.append(str(part))
     if unknown:
-        raise UserError(f"labels: {', '.join(unknown)} is not in the data set, which has {choices}; give some of these names.")
+        raise UserError(
+            f"labels: {', '.join(unknown)} is not in the data set, which has {choices}; give some of these names."
+        )
     return {label: list(dict.fromkeys(parts)) for label, parts in chosen.items()}
 
 
@@ -320,7 +352,9 @@ def _owners(chosen: FileValues) -> dict[int | str, str]:
         for member in members:
             owner = owners.setdefault(member, label)
             if owner != label:
-                raise UserError(f"labels: {member} would be {owner} and {label}; name it in one of them.")
+                raise UserError(
+                    f"labels: {member} would be {owner} and {label}; name it in one of them."
+                )
     return owners
 
 
@@ -336,19 +370,31 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     """Refuse a data set that cannot be trained on, and close its account.
 
     Raises:
-        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file is missing.
+        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
+            is missing.
     """
-    require(bool(data.cases), f"{folder}: the {data.format} data set has no case; check the folder.")
+    require(
+        bool(data.cases), f"{folder}: the {data.format} data set has no case; check the folder."
+    )
     # As a case table is read: programs write ü in two ways.
-    data = replace(data, cases=tuple(replace(case, patient=nfc(case.patient)) for case in data.cases))
+    data = replace(
+        data, cases=tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
+    )
     _check_names(data, folder)
-    files = [path for case in data.cases for path in (case.image, *case.more_images, case.labels) if path is not None]
+    files = [
+        path
+        for case in data.cases
+        for path in (case.image, *case.more_images, case.labels)
+        if path is not None
+    ]
     if missing := [path for path in files if not path.exists()]:
         raise UserError(
             f"{first_few(missing, 1)}: there is no such file, but the data set names it; copy the data set completely."
         )
     if all(case.labels is None for case in data.cases):
-        raise UserError(f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them.")
+        raise UserError(
+            f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them."
+        )
     _check_images(data.cases, folder)
     _account_shared(data)
     _account_files(data, files, folder)
@@ -374,7 +420,8 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
     if folder.is_dir():
         data.account.close(folder)
         return
-    # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and labels are searched.
+    # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and
+    # labels are searched.
     data.account.claim(folder)
     for place in sorted({path.parent for path in files}):
         data.account.close(place, is_deep=False)
@@ -387,7 +434,9 @@ def _check_names(data: DataSet, folder: Path) -> None:
         check_case_name(case.name, str(case.image))
         other = seen.get(case.name.casefold())
         if other is not None and other.name == case.name:
-            raise UserError(f"{folder}: {other.image} and {case.image} would both be the case {case.name!r}; rename one of them.")
+            raise UserError(
+                f"{folder}: {other.image} and {case.image} would both be the case {case.name!r}; rename one of them."
+            )
         if other is not None:
             why = "the names differ in upper and lower case only: some systems take their files for one"
             data.account.use(Kind.case, f"{other.name} and {case.name}", why)
@@ -410,7 +459,11 @@ def _account_shared(data: DataSet) -> None:
     """Enter files that are read for several cases or channels: a slip of a list, unless it is meant."""
     uses: dict[tuple[str, str | None], list[str]] = {}
     for case in data.cases:
-        roles = {f"channel {number}": path for number, path in enumerate((case.image, *case.more_images)) if path}
+        roles = {
+            f"channel {number}": path
+            for number, path in enumerate((case.image, *case.more_images))
+            if path
+        }
         if case.labels is not None:
             roles["labels"] = case.labels
         for role, path in roles.items():
@@ -418,7 +471,11 @@ def _account_shared(data: DataSet) -> None:
             uses.setdefault((os.path.realpath(path), series), []).append(f"{role} of {case.name}")
     for (real_path, _), shared in uses.items():
         if len(shared) > 1:
-            data.account.merge(Kind.file, real_path, f"one file is {' and '.join(shared[:MAX_CASES])}; check that this is meant")
+            data.account.merge(
+                Kind.file,
+                real_path,
+                f"one file is {' and '.join(shared[:MAX_CASES])}; check that this is meant",
+            )
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
@@ -437,7 +494,11 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
     """Say what a case is used for; `has_folds`: whether the column `fold` divides the cases."""
     labels = "" if case.labels is not None else ", without labels"
     if case.fold_sides and case.split is None:
-        places = [f"fold {number}: {side}" for number, side in enumerate(case.fold_sides) if side is not None]
+        places = [
+            f"fold {number}: {side}"
+            for number, side in enumerate(case.fold_sides)
+            if side is not None
+        ]
         if not places:
             return Item(
                 Kind.case,
@@ -521,7 +582,8 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
 
     Example:
         >>> label_names(["Femur_L", "Femur_R", "left atrium", "Heart"])
-        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium', 'Heart': 'Heart'}
+        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium', 'Heart':
+        'Heart'}
     """
     known = {name: safe_name(name) for name in names}
     organs = [side_of(name) for name in known.values()]
@@ -567,7 +629,9 @@ def channel_of(name: str) -> Channel:
     return Channel("mr" if words & MR_WORDS else "other", None, "zscore")
 
 
-def require_pairs(images: Collection[str], labels: Collection[str], images_at: Path, labels_at: Path) -> None:
+def require_pairs(
+    images: Collection[str], labels: Collection[str], images_at: Path, labels_at: Path
+) -> None:
     """Refuse images without labels and labels without images.
 
     Raises:

@@ -1,6 +1,7 @@
 """Importer of DICOM folders: image series whose labels are a SEG or an RTSTRUCT, in folders of any depth.
 
-An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series is an RTSTRUCT.
+An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series
+is an RTSTRUCT.
 """
 
 from collections import Counter
@@ -27,7 +28,8 @@ def import_dicom(folder: Path) -> DataSet:
     Structures whose names agree by `plain_name` are one label.
 
     Raises:
-        UserError: If there are no labels, none of them has its series, two label one series, or the series are of several modalities.
+        UserError: If there are no labels, none of them has its series, two label one series, or the
+            series are of several modalities.
     """
     catalogue, account = read_catalogue(folder), Account()
     series = catalogue.series
@@ -57,7 +59,11 @@ def import_dicom(folder: Path) -> DataSet:
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
         structures[name] = file.names
         for empty in file.empty:
-            account.use(Kind.structure, f"{empty} of {name}", "empty there: nothing is enclosed, which states its absence")
+            account.use(
+                Kind.structure,
+                f"{empty} of {name}",
+                "empty there: nothing is enclosed, which states its absence",
+            )
     names = [name for file in chosen.values() for name in file.names]
     labels = named_groups(sorted(names, key=plain_name), account)
     channels = (channel_of(kinds[0]),)
@@ -98,7 +104,9 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
             "move the other one to another folder."
         )
     if lost and not chosen:
-        raise UserError(f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there.")
+        raise UserError(
+            f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there."
+        )
     return chosen
 
 
@@ -110,7 +118,9 @@ def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account
                 account.claim(path)
             folders = {path.parent for path in image.files}
             why = (
-                "labelled" if len(folders) == 1 else f"labelled; its files lie in {len(folders)} folders, equal slices count once"
+                "labelled"
+                if len(folders) == 1
+                else f"labelled; its files lie in {len(folders)} folders, equal slices count once"
             )
             account.use(Kind.series, image.uid, why)
             continue
@@ -144,7 +154,10 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
 def _patient(series: ImageSeries, folder: Path) -> str:
     """Name the patient of a series: by its Patient ID, else by the first folder on the way to it."""
     name = series.patient or next(iter(series.folder.relative_to(folder).parts), folder.name)
-    return CONTROL_CHARACTERS.sub("_", name).replace("/", "_").replace("\\", "_").lstrip(".") or "patient"
+    return (
+        CONTROL_CHARACTERS.sub("_", name).replace("/", "_").replace("\\", "_").lstrip(".")
+        or "patient"
+    )
 
 
 def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) -> None:
@@ -154,4 +167,6 @@ def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) ->
         identity = series[uid].patient
         other = identities.setdefault(patient, identity)
         if other != identity:
-            raise UserError(f"the patients {other!r} and {identity!r} would both be called {patient!r}; import a folder of each.")
+            raise UserError(
+                f"the patients {other!r} and {identity!r} would both be called {patient!r}; import a folder of each."
+            )

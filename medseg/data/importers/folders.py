@@ -1,6 +1,7 @@
 """Importers of data sets described by folder and file names: TotalSegmentator, LUNA16, and folders of images and label maps.
 
-Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator; luna16.grand-challenge.org/Data.
+Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator;
+luna16.grand-challenge.org/Data.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 def import_totalsegmentator(folder: Path) -> DataSet:
     """Read TotalSegmentator's data set: `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of `meta.csv`.
 
-    Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are `left_lung`, and so is `lung_left`
-    beside them.
+    Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are
+    `left_lung`, and so is `lung_left` beside them.
 
     Raises:
         UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
@@ -113,7 +114,9 @@ def _merge_lobes(structures: FileValues) -> FileValues:
         Labels in the order of their first structure.
     """
     plain_names = {label: plain_name(str(members[0])) for label, members in structures.items()}
-    lobes = {label: match[1] for label, name in plain_names.items() if (match := LOBE.fullmatch(name))}
+    lobes = {
+        label: match[1] for label, name in plain_names.items() if (match := LOBE.fullmatch(name))
+    }
     organs = set(lobes.values())
     merged: FileValues = {}
     for label, members in structures.items():
@@ -139,8 +142,12 @@ def _image_of(folder: Path) -> Path:
     if image is not None:
         return image
     if images:
-        raise UserError(f"{folder}: expected one image, but found {' and '.join(images)}; keep one of them.")
-    raise UserError(f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; copy it there.")
+        raise UserError(
+            f"{folder}: expected one image, but found {' and '.join(images)}; keep one of them."
+        )
+    raise UserError(
+        f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; copy it there."
+    )
 
 
 def _masks_in(folder: Path) -> dict[str, Path]:
@@ -153,7 +160,9 @@ def _masks_in(folder: Path) -> dict[str, Path]:
     for path in volume_files(folder) if folder.is_dir() else []:
         other = masks.setdefault(case_name(path), path)
         if other != path:
-            raise UserError(f"{folder}: {other.name} and {path.name} are masks of one structure; keep one of them.")
+            raise UserError(
+                f"{folder}: {other.name} and {path.name} are masks of one structure; keep one of them."
+            )
     return masks
 
 
@@ -171,13 +180,17 @@ def import_luna16(folder: Path) -> DataSet:
         f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of its own; download and unpack it there.",
     )
     if alone := sorted(set(images) - set(masks)):
-        raise UserError(f"{folder / LUNA16_MASKS}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely.")
+        raise UserError(
+            f"{folder / LUNA16_MASKS}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely."
+        )
     account.explain(folder / LUNA16_MASKS, "its scan is in none of the subsets")
     subsets: dict[str, int] = {}
     for name, path in images.items():
         place = path.relative_to(folder).parts[0]
         if not (match := re.fullmatch(r"subset(\d+)", place, re.ASCII)):
-            raise UserError(f"{folder / place}: expected folders subset0, subset1, …, which are the folds; rename the folder.")
+            raise UserError(
+                f"{folder / place}: expected folders subset0, subset1, …, which are the folds; rename the folder."
+            )
         subsets[name] = int(match[1])
     has_folds = len(set(subsets.values())) > 1
     trust = dict.fromkeys(LUNA16_LABELS, "approximate")
@@ -185,7 +198,9 @@ def import_luna16(folder: Path) -> DataSet:
         Case(name, path, masks[name], name, None, trust, fold=subsets[name] if has_folds else None)
         for name, path in images.items()
     ]
-    notes = ["the masks are those of an algorithm: the columns trust_left_lung and trust_right_lung say approximate"]
+    notes = [
+        "the masks are those of an algorithm: the columns trust_left_lung and trust_right_lung say approximate"
+    ]
     for subset in sorted(set(subsets.values())):
         why = "is a fold" if has_folds else "is the only one: no fold"
         account.use(Kind.list, f"subset{subset}", why)
@@ -224,18 +239,24 @@ def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
 def import_pairs(folder: Path) -> DataSet:
     """Read a folder of images and a folder of label maps, or of folders of binary masks, of the same names.
 
-    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of its segments become labels.
+    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of
+    its segments become labels.
 
     Raises:
-        UserError: If one has no partner, two pairs of folders could be meant, or labels are of several kinds.
+        UserError: If one has no partner, two pairs of folders could be meant, or labels are of
+            several kinds.
     """
     account = Account()
     pairs = [pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)]
     if len(pairs) > 1:
         names = " and ".join(f"{images.name} with {labels.name}" for images, labels in pairs)
-        raise UserError(f"{folder}: expected one pair of folders, but found {names}; move the others to another folder.")
+        raise UserError(
+            f"{folder}: expected one pair of folders, but found {names}; move the others to another folder."
+        )
     images_at, labels_at = pairs[0] if pairs else (folder, folder)
-    files = [path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)]
+    files = [
+        path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)
+    ]
     entries = [
         *files,
         *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one)),
@@ -257,7 +278,9 @@ def import_pairs(folder: Path) -> DataSet:
     structures: Structures | None = None
     if any(path.is_dir() for path in labels.values()):
         structures = {name: list(_masks_in(path)) for name, path in labels.items()}
-        groups = named_groups(sorted({str(name) for several in structures.values() for name in several}), account)
+        groups = named_groups(
+            sorted({str(name) for several in structures.values() for name in several}), account
+        )
     elif segments := _segments_of(labels):
         structures, groups = _slicer_groups(segments, account)
     else:
@@ -280,13 +303,20 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
     """Refuse label maps beside folders of masks or segmentations of 3D Slicer: they do not say labels alike."""
     kinds = {
         "folders of masks": [path for path in labels if path.is_dir()],
-        "segmentations of 3D Slicer": [path for path in labels if not path.is_dir() and is_slicer_file(path)],
+        "segmentations of 3D Slicer": [
+            path for path in labels if not path.is_dir() and is_slicer_file(path)
+        ],
         "label maps": [path for path in labels if not path.is_dir() and not is_slicer_file(path)],
     }
     present = {kind: paths for kind, paths in kinds.items() if paths}
     if len(present) > 1:
-        names = " and ".join(f"{kind} ({first_few([path.name for path in paths], 1)})" for kind, paths in present.items())
-        raise UserError(f"{place}: expected labels of one kind, but found {names}; save all of them alike.")
+        names = " and ".join(
+            f"{kind} ({first_few([path.name for path in paths], 1)})"
+            for kind, paths in present.items()
+        )
+        raise UserError(
+            f"{place}: expected labels of one kind, but found {names}; save all of them alike."
+        )
 
 
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
@@ -310,11 +340,14 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     return segments
 
 
-def _slicer_groups(segments: Mapping[str, Sequence[Segment]], account: Account) -> tuple[Structures, FileValues]:
+def _slicer_groups(
+    segments: Mapping[str, Sequence[Segment]], account: Account
+) -> tuple[Structures, FileValues]:
     """Make labels of segments of 3D Slicer.
 
     Returns:
-        Segments of each case, and the labels: by value where all files give each name one value of its own, else by the names.
+        Segments of each case, and the labels: by value where all files give each name one value of
+        its own, else by the names.
     """
     every_segment = [segment for several in segments.values() for segment in several]
     names = sorted({segment.name for segment in every_segment})
@@ -324,11 +357,15 @@ def _slicer_groups(segments: Mapping[str, Sequence[Segment]], account: Account) 
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
     # Each name has one value and each value one name, of which no other spelling exists.
     if has_layers or not len(places) == len(names) == num_values == len(groups):
-        return {name: [segment.name for segment in several] for name, several in segments.items()}, groups
+        return {
+            name: [segment.name for segment in several] for name, several in segments.items()
+        }, groups
     values = dict(places)
     by_value: FileValues = {label: [values[str(members[0])]] for label, members in groups.items()}
     ordered = dict(sorted(by_value.items(), key=lambda item: item[1][0]))
-    return {name: [segment.value for segment in several] for name, several in segments.items()}, ordered
+    return {
+        name: [segment.value for segment in several] for name, several in segments.items()
+    }, ordered
 
 
 def is_slicer_file(path: Path) -> bool:
@@ -388,5 +425,7 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
         elif splits[name] == split:
             account.merge(Kind.row, name, "listed more than once in meta.csv, counts once")
         else:
-            raise UserError(f"{path}: {name} has the splits {splits[name]} and {split}; keep one row.")
+            raise UserError(
+                f"{path}: {name} has the splits {splits[name]} and {split}; keep one row."
+            )
     return splits

@@ -51,7 +51,8 @@ class Format(NamedTuple):
 def _is_nnunet(path: Path) -> bool:
     """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel.
 
-    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files as they are.
+    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files
+    as they are.
     """
     if not (path / DATASET_FILE).is_file():
         return False
@@ -65,7 +66,11 @@ def _is_nnunet(path: Path) -> bool:
 
 def _lists_files(folder: Path, entries: Any) -> bool:
     """Whether a list of the Decathlon names files that exist, some of them without the number of a first channel."""
-    images = [entry.get("image") for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    images = (
+        [entry.get("image") for entry in entries if isinstance(entry, dict)]
+        if isinstance(entries, list)
+        else []
+    )
     paths = [folder / image for image in images if isinstance(image, str)]
     is_numbered = all("_0000." in path.name for path in paths)
     return bool(paths) and not is_numbered and all(path.is_file() for path in paths)
@@ -91,11 +96,17 @@ def _import_dicom(folder: Path) -> DataSet:
 
 # In the order in which they are tried: the files of an earlier one may also look like a later one.
 FORMATS = {
-    NNUNET: Format("dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet),
+    NNUNET: Format(
+        "dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet
+    ),
     MSD: Format("dataset.json or another JSON file with a list training", _is_msd, import_msd),
-    TOTALSEGMENTATOR: Format("<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator),
+    TOTALSEGMENTATOR: Format(
+        "<case>/ct.nii.gz with <case>/segmentations/", is_totalsegmentator, import_totalsegmentator
+    ),
     LUNA16: Format(f"subset<n>/*.mhd with {LUNA16_MASKS}/", is_luna16, import_luna16),
-    PAIRS: Format("images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs),
+    PAIRS: Format(
+        "images/ with labels/, or <case>.nrrd with <case>.seg.nrrd", is_pairs, import_pairs
+    ),
     DICOM: Format("DICOM series with SEG or RTSTRUCT files", _is_dicom, _import_dicom),
 }
 
@@ -106,7 +117,8 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
 
     Args:
         path: Folder, or datalist (.json).
-        format_name: Name of its layout in `FORMATS`; None = detected from the content of the folder.
+        format_name: Name of its layout in `FORMATS`; None = detected from the content of the
+            folder.
 
     Raises:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.
@@ -131,15 +143,27 @@ def find_format(path: Path) -> str:
     if name := next((name for name, one in FORMATS.items() if one.is_at(path)), None):
         return name
     entries = sorted(path.iterdir()) if path.is_dir() else []
-    inner = [one.name for one in entries if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())]
+    inner = [
+        one.name
+        for one in entries
+        if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())
+    ]
     if inner:
         several = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
-        raise UserError(f"{path}: it holds {several}: {', '.join(inner[:10])}; give one of them, such as {path / inner[0]}.")
+        raise UserError(
+            f"{path}: it holds {several}: {', '.join(inner[:10])}; give one of them, such as {path / inner[0]}."
+        )
     whole = path.absolute().parent
-    if name := next((name for name, one in FORMATS.items() if name != DICOM and one.is_at(whole)), None):
-        raise UserError(f"{path}: expected a data set, but found a part of the {name} data set {whole}; give that folder.")
+    if name := next(
+        (name for name, one in FORMATS.items() if name != DICOM and one.is_at(whole)), None
+    ):
+        raise UserError(
+            f"{path}: expected a data set, but found a part of the {name} data set {whole}; give that folder."
+        )
     signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
-    raise UserError(f"{path}: expected a data set in one of these layouts, but found none ({signs}); give one, or a case table.")
+    raise UserError(
+        f"{path}: expected a data set in one of these layouts, but found none ({signs}); give one, or a case table."
+    )
 
 
 def read_cases(

@@ -1,6 +1,7 @@
 """Importers of data sets that a JSON file describes: nnU-Net raw folders, the Medical Segmentation Decathlon, MONAI datalists.
 
-Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldecathlon.com, `monai.data.load_decathlon_datalist`.
+Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldecathlon.com,
+`monai.data.load_decathlon_datalist`.
 """
 
 import os
@@ -31,7 +32,8 @@ from medseg.task import IGNORE
 NNUNET, MSD = "nnunet", "msd"
 DATASET_FILE = "dataset.json"
 BACKGROUND = "background"
-# A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of this size.
+# A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of
+# this size.
 CT_HU = -500
 # Lists of a datalist, and the split of their cases.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
@@ -51,8 +53,9 @@ MSD_KEYS = (*LISTS, "labels", "modality", "name")
 def import_nnunet(folder: Path) -> DataSet:
     """Read an nnU-Net raw folder: `dataset.json`, `imagesTr/<case>_0000.nii.gz`, `labelsTr/<case>.nii.gz`, and `imagesTs`.
 
-    `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data, gives the folds. The older `dataset.json` of nnU-Net 1 is
-    read too: its lists `training` and `test` choose among the files.
+    `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data, gives the folds.
+    The older `dataset.json` of nnU-Net 1 is read too: its lists `training` and `test` choose among
+    the files.
 
     Raises:
         UserError: If a file is missing, or `dataset.json` is damaged.
@@ -67,7 +70,11 @@ def import_nnunet(folder: Path) -> DataSet:
         ending in list(SUFFIXES),
         f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; convert the files to one of them.",
     )
-    why = "the key dataset does not name it" if "dataset" in about else f"no file of a case that ends in {ending}"
+    why = (
+        "the key dataset does not name it"
+        if "dataset" in about
+        else f"no file of a case that ends in {ending}"
+    )
     _explain_places(folder, why, account)
     is_first_version = "channel_names" not in about
     read = [*NNUNET_KEYS, *(("training", "test") if is_first_version else ())]
@@ -130,14 +137,24 @@ def _explain_places(folder: Path, why: str, account: Account) -> None:
     """Say why files of an nnU-Net folder are left out, unless they are read."""
     for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
         account.explain(folder / name, why)
-    account.explain(folder / "splits_final.pkl", f"a pickle is not read: save the folds as {SPLITS_FILE}")
+    account.explain(
+        folder / "splits_final.pkl", f"a pickle is not read: save the folds as {SPLITS_FILE}"
+    )
 
 
-def _listed(folder: Path, about: Mapping[str, Any], num_channels: int) -> tuple[dict[str, list[Path]], dict[str, Path]]:
+def _listed(
+    folder: Path, about: Mapping[str, Any], num_channels: int
+) -> tuple[dict[str, list[Path]], dict[str, Path]]:
     """Read the images and labels that the key `dataset` lists."""
     path = folder / DATASET_FILE
-    listed = {name: entry if isinstance(entry, dict) else {} for name, entry in field(about, "dataset", dict, path).items()}
-    images = {name: [folder / one for one in texts(entry.get("images"), path)] for name, entry in listed.items()}
+    listed = {
+        name: entry if isinstance(entry, dict) else {}
+        for name, entry in field(about, "dataset", dict, path).items()
+    }
+    images = {
+        name: [folder / one for one in texts(entry.get("images"), path)]
+        for name, entry in listed.items()
+    }
     labels = {name: folder / text(entry.get("label"), path) for name, entry in listed.items()}
     for name, files in images.items():
         require(
@@ -147,7 +164,9 @@ def _listed(folder: Path, about: Mapping[str, Any], num_channels: int) -> tuple[
     return images, labels
 
 
-def _in_folders(folder: Path, ending: str, channels: Sequence[str]) -> tuple[dict[str, list[Path]], dict[str, Path]]:
+def _in_folders(
+    folder: Path, ending: str, channels: Sequence[str]
+) -> tuple[dict[str, list[Path]], dict[str, Path]]:
     """Find the images and labels of the training cases."""
     images = _numbered(folder / "imagesTr", ending, len(channels))
     require(
@@ -174,7 +193,9 @@ def _chosen(
         UserError: If the list names a case that has no file.
     """
     entries = field(about, key, list, path)
-    paths = [text(entry.get("image") if isinstance(entry, dict) else entry, path) for entry in entries]
+    paths = [
+        text(entry.get("image") if isinstance(entry, dict) else entry, path) for entry in entries
+    ]
     counts = Counter(map(_name_in_list, paths))
     for name, count in counts.items():
         if name not in images:
@@ -226,7 +247,9 @@ def _tested(
     is_listed = "channel_names" not in about and "test" in about
     if not place.is_dir():
         if is_listed and field(about, "test", list, path):
-            raise UserError(f"{path}: the list test names cases, but {place} does not exist; copy the folder, or empty the list.")
+            raise UserError(
+                f"{path}: the list test names cases, but {place} does not exist; copy the folder, or empty the list."
+            )
         return []
     images = _numbered(place, ending, len(channels))
     if is_listed:
@@ -245,14 +268,17 @@ def _check_count(about: Mapping[str, Any], key: str, count: int, account: Accoun
     if about[key] == count:
         account.use(Kind.key, key, "agrees with the cases")
     else:
-        account.leave_out(Kind.key, key, f"says {str(about[key])[:20]}, but there are {count} cases")
+        account.leave_out(
+            Kind.key, key, f"says {str(about[key])[:20]}, but there are {count} cases"
+        )
 
 
 def import_msd(source: Path) -> DataSet:
     """Read a data set of the Medical Segmentation Decathlon, or a MONAI datalist.
 
     Args:
-        source: Folder with `dataset.json`, or a datalist. Paths are relative to the folder of the file.
+        source: Folder with `dataset.json`, or a datalist. Paths are relative to the folder of the
+            file.
 
     Raises:
         UserError: If the file is damaged, or lists a scan twice.
@@ -264,7 +290,9 @@ def import_msd(source: Path) -> DataSet:
     entries = _entries(about, path, account)
     for key, lists in {"numTraining": ["training"], "numTest": ["test", "testing"]}.items():
         _check_count(about, key, sum(len(about.get(name) or ()) for name in lists), account)
-    images = [[path.parent / one for one in texts(entry.get("image"), path)] for _, entry in entries]
+    images = [
+        [path.parent / one for one in texts(entry.get("image"), path)] for _, entry in entries
+    ]
     names = _case_names(path.parent, [several[0] for several in images])
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
@@ -288,7 +316,9 @@ def import_msd(source: Path) -> DataSet:
         )
     has_folds = any(case.fold is not None for case in cases)
     if has_folds and any(split == "val" for split, _ in entries):
-        raise UserError(f"{path}: expected a list validation or a fold of each case, but it has both; remove one of them.")
+        raise UserError(
+            f"{path}: expected a list validation or a fold of each case, but it has both; remove one of them."
+        )
     if has_folds:
         for case in cases:
             if case.split is None and case.fold is None:
@@ -299,17 +329,27 @@ def import_msd(source: Path) -> DataSet:
                 )
     background: FileValues = {}
     if "labels" in about:
-        groups, background, ignore = _label_groups(field(about, "labels", dict, path), path, account)
+        groups, background, ignore = _label_groups(
+            field(about, "labels", dict, path), path, account
+        )
     else:
         groups, ignore = values_in(cases, notes), None
-    channels = [channel_of(one) for one in _names(field(about, "modality", dict, path))] if "modality" in about else []
+    channels = (
+        [channel_of(one) for one in _names(field(about, "modality", dict, path))]
+        if "modality" in about
+        else []
+    )
     _check_channels(path, images, len(channels))
     return DataSet(
         MSD,
         str(about.get("name") or path.parent.name),
         tuple(cases),
         groups,
-        tuple(channels or [channel_of(guess_modality(cases[0].image, notes))] * max(map(len, images), default=1)),
+        tuple(
+            channels
+            or [channel_of(guess_modality(cases[0].image, notes))]
+            * max(map(len, images), default=1)
+        ),
         background,
         ignore,
         tuple(notes),
@@ -317,7 +357,9 @@ def import_msd(source: Path) -> DataSet:
     )
 
 
-def _entries(about: Mapping[str, Any], path: Path, account: Account) -> list[tuple[str | None, dict[str, Any]]]:
+def _entries(
+    about: Mapping[str, Any], path: Path, account: Account
+) -> list[tuple[str | None, dict[str, Any]]]:
     """Read the lists of a datalist: the split of each entry, and the entry.
 
     Raises:
@@ -393,7 +435,9 @@ def text(value: Any, path: Path) -> str:
         UserError: If it is no text.
     """
     if not isinstance(value, str) or not value or "\0" in value:
-        raise UserError(f"{path}: expected the path of an image or a label map, got {str(value)[:60]!r}; correct the file.")
+        raise UserError(
+            f"{path}: expected the path of an image or a label map, got {str(value)[:60]!r}; correct the file."
+        )
     return value
 
 
@@ -404,7 +448,12 @@ def texts(value: Any, path: Path) -> list[str]:
 
 def values_in(cases: Sequence[Case], notes: list[str]) -> FileValues:
     """Find the values of all label maps, for data sets that name no labels; the names are `label_<value>`."""
-    found = {int(value) for case in cases if case.labels is not None for value in np.unique(read_labels(case.labels).array)}
+    found = {
+        int(value)
+        for case in cases
+        if case.labels is not None
+        for value in np.unique(read_labels(case.labels).array)
+    }
     values = sorted(found - {0})
     require(bool(values), "the label maps hold nothing but zeros; check the data set.")
     notes.append(
@@ -450,7 +499,9 @@ def _numbered(folder: Path, ending: str, num_channels: int) -> dict[str, list[Pa
             raise UserError(
                 f"{folder}: {name} has a channel {extra[0]:04d}, but {DATASET_FILE} names {num_channels}; correct one of them."
             )
-    return {name: [files[number] for number in range(num_channels)] for name, files in found.items()}
+    return {
+        name: [files[number] for number in range(num_channels)] for name, files in found.items()
+    }
 
 
 def _by_name(folder: Path, ending: str) -> dict[str, Path]:
@@ -470,15 +521,20 @@ def _by_name(folder: Path, ending: str) -> dict[str, Path]:
         name = path.name[: -len(ending)]
         other = files.setdefault(name, path)
         if other != path:
-            raise UserError(f"{folder}: {other.name} and {path.name} would both be {name!r}; keep one of them.")
+            raise UserError(
+                f"{folder}: {other.name} and {path.name} would both be {name!r}; keep one of them."
+            )
     return files
 
 
-def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tuple[FileValues, FileValues, int | None]:
+def _label_groups(
+    given: Mapping[str, Any], path: Path, account: Account
+) -> tuple[FileValues, FileValues, int | None]:
     """Make disjoint labels of what `dataset.json` names.
 
-    Regions of nnU-Net are lists of values that overlap. Values that belong to the same regions become one label. It has the name of the
-    smallest of these regions, with `_rest` where the region holds further values.
+    Regions of nnU-Net are lists of values that overlap. Values that belong to the same regions
+    become one label. It has the name of the smallest of these regions, with `_rest` where the
+    region holds further values.
 
     Args:
         given: Name to value or list of values; or value to name, as in the Decathlon.
@@ -486,7 +542,8 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         account: Gets the regions that are divided.
 
     Returns:
-        Labels with their values, in the order of the values; further values of the background; and the value to ignore.
+        Labels with their values, in the order of the values; further values of the background; and
+        the value to ignore.
 
     Raises:
         UserError: If a value is no whole number, or has several names.
@@ -494,7 +551,9 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
     members = _members(given, path)
     ignored = members.pop(IGNORE, ())
     if len(ignored) > 1:
-        raise UserError(f"{path}: expected one value of the label {IGNORE!r}, got {list(ignored)}; keep one.")
+        raise UserError(
+            f"{path}: expected one value of the label {IGNORE!r}, got {list(ignored)}; keep one."
+        )
     background: FileValues = {}
     for name, values in list(members.items()):
         if name.casefold() == BACKGROUND:
@@ -502,7 +561,9 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         elif values == (0,):
             account.leave_out(Kind.label, name, "its value 0 is the background")
         elif 0 in values:
-            raise UserError(f"{path}: the label {name!r} has the value 0, which is the background; remove it there.")
+            raise UserError(
+                f"{path}: the label {name!r} has the value 0, which is the background; remove it there."
+            )
         else:
             continue
         del members[name]
@@ -510,7 +571,9 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         bool(members),
         f"{path}: expected at least one label beside the background, got {dict(given)}; correct the file.",
     )
-    _check_values(members, {*ignored, *(value for several in background.values() for value in several)}, path)
+    _check_values(
+        members, {*ignored, *(value for several in background.values() for value in several)}, path
+    )
     groups: dict[tuple[str, ...], list[int | str]] = {}
     for value in sorted({value for values in members.values() for value in values}):
         owners = sorted(
@@ -524,9 +587,13 @@ def _label_groups(given: Mapping[str, Any], path: Path, account: Account) -> tup
         named["_and_".join(regions) if name in named else name] = group
     written = label_names(named)
     for region in members:
-        parts = [written[name] for name, group in named.items() if set(group) <= set(members[region])]
+        parts = [
+            written[name] for name, group in named.items() if set(group) <= set(members[region])
+        ]
         if parts != [written.get(region)]:
-            account.merge(Kind.label, region, f"region that overlaps others: divided into {', '.join(parts)}")
+            account.merge(
+                Kind.label, region, f"region that overlaps others: divided into {', '.join(parts)}"
+            )
     return (
         {written[name]: group for name, group in named.items()},
         background,
@@ -556,13 +623,17 @@ def _members(given: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]
     return members
 
 
-def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int | str], path: Path) -> None:
+def _check_values(
+    members: Mapping[str, tuple[int, ...]], others: Collection[int | str], path: Path
+) -> None:
     """Refuse two labels of the same values, and values that are also ignored or background: one of them would be lost."""
     owners: dict[frozenset[int], str] = {}
     for name, values in members.items():
         owner = owners.setdefault(frozenset(values), name)
         if owner != name:
-            raise UserError(f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; remove one of them.")
+            raise UserError(
+                f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; remove one of them."
+            )
         if shared := sorted(set(values) & set(others)):
             raise UserError(
                 f"{path}: the value {shared[0]} of the label {name!r} is also that of {IGNORE} or {BACKGROUND}; give it one name."
@@ -572,14 +643,19 @@ def _check_values(members: Mapping[str, tuple[int, ...]], others: Collection[int
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     """Name cases after their files, with their folders where two files have one name.
 
-    The number of a first channel is left out where all files end in it; else `liver_0000` is the name of a case.
+    The number of a first channel is left out where all files end in it; else `liver_0000` is the
+    name of a case.
     """
     names = [case_name(path) for path in images]
     if all(name.endswith("_0000") for name in names):
         names = [name.removesuffix("_0000") for name in names]
     if len(set(names)) == len(names):
         return names
-    parts = [path.relative_to(folder).parts if path.is_relative_to(folder) else path.parts[1:] for path in images]
+    parts = [
+        path.relative_to(folder).parts if path.is_relative_to(folder) else path.parts[1:]
+        for path in images
+    ]
     return [
-        "_".join([*(part for part in one[:-1] if part not in (".", "..")), name]) for one, name in zip(parts, names, strict=True)
+        "_".join([*(part for part in one[:-1] if part not in (".", "..")), name])
+        for one, name in zip(parts, names, strict=True)
     ]

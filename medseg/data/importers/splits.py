@@ -20,7 +20,8 @@ class Place(NamedTuple):
 
     Attributes:
         fold: Fold that validates the case, while all others train on it.
-        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the fold leaves it out.
+        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the
+            fold leaves it out.
     """
 
     fold: int | None = None
@@ -59,7 +60,8 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
         account: Gets the lists.
 
     Raises:
-        UserError: If two files differ, a list names an unknown case, or a fold trains on what it validates.
+        UserError: If two files differ, a list names an unknown case, or a fold trains on what it
+            validates.
     """
     existing = [path for path in paths if path.is_file()]
     if not existing:
@@ -69,7 +71,9 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
     account.claim(path)
     for other in others:
         if read_json(other) != content:
-            raise UserError(f"{path} and {other} hold different folds; remove the one that does not count.")
+            raise UserError(
+                f"{path} and {other} hold different folds; remove the one that does not count."
+            )
         account.merge(Kind.file, str(other), f"holds the folds of {path}")
         account.claim(other)
     folds = _checked(content, path)
@@ -97,16 +101,23 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     # The column `fold` cannot say that a fold validates nothing.
     if not is_complete or not all("val" in fold.values() for fold in members):
         return Folds({name: Place(sides=own) for name, own in sides.items()}, advice, num_folds)
-    places = {name: Place(own.index("val") if "val" in own else None) for name, own in sides.items()}
+    places = {
+        name: Place(own.index("val") if "val" in own else None) for name, own in sides.items()
+    }
     return Folds(places, advice)
 
 
 def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
     """Check that the file holds a list of folds, each with its two lists."""
     folds: list[Any] = content if isinstance(content, list) else []
-    is_fold = [isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES) for fold in folds]
+    is_fold = [
+        isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES)
+        for fold in folds
+    ]
     if not folds or not all(is_fold):
-        raise UserError(f"{path}: expected a list of folds, each with train and val; correct or remove the file.")
+        raise UserError(
+            f"{path}: expected a list of folds, each with train and val; correct or remove the file."
+        )
     return folds
 
 
@@ -124,7 +135,9 @@ def _read_fold(
         counts = Counter(nfc(str(name)) for name in fold[side])
         for name, count in counts.items():
             if name not in names:
-                raise UserError(f"{path}: {where} names {name!r}, which is no training case{_hint(name, names)}; {_CURE}.")
+                raise UserError(
+                    f"{path}: {where} names {name!r}, which is no training case{_hint(name, names)}; {_CURE}."
+                )
             if name in members:
                 raise UserError(
                     f"{path}: fold {number} names {name!r} in train and in val, but no case is trained on and validated "
@@ -135,10 +148,14 @@ def _read_fold(
         members |= dict.fromkeys(counts, side)
         account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
     if "train" not in members.values():
-        raise UserError(f"{path}: train of fold {number} is empty; name the cases to train on, or remove the fold.")
+        raise UserError(
+            f"{path}: train of fold {number} is empty; name the cases to train on, or remove the fold."
+        )
     for key in fold:
         if key not in SIDES:
-            account.leave_out(Kind.list, f"{key} of fold {number}", "a fold has train and val alone")
+            account.leave_out(
+                Kind.list, f"{key} of fold {number}", "a fold has train and val alone"
+            )
     return members
 
 

@@ -43,7 +43,8 @@ class LabelEntry:
         path: The file.
         names: Names of its structures, in the order of the file.
         empty: Those of them without a closed contour or a frame.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
+            none.
         patient: Patient ID, "" where there is none.
         uid: SOP Instance UID, which a copy has too.
     """
@@ -63,7 +64,8 @@ class Catalogue:
     Attributes:
         series: Image series by UID.
         labels: SEG and RTSTRUCT files in the order of their paths.
-        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing to add.
+        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing
+            to add.
         others: Files of another kind, with their modality.
     """
 
@@ -82,12 +84,16 @@ def read_catalogue(folder: Path) -> Catalogue:
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
                 header = dcmread(path, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-                kind, modality, patient, uid = (str(header.get(keyword) or "") for keyword in FIELDS)
+                kind, modality, patient, uid = (
+                    str(header.get(keyword) or "") for keyword in FIELDS
+                )
             if kind in KINDS:
                 file = open_label_file(path)
                 names, empty = tuple(file.names.values()), tuple(empty_structures(file))
                 own_uid = str(file.dataset.get("SOPInstanceUID") or "")
-                catalogue.labels.append(LabelEntry(path, names, empty, file.series_uids, patient, own_uid))
+                catalogue.labels.append(
+                    LabelEntry(path, names, empty, file.series_uids, patient, own_uid)
+                )
             elif uid and modality not in NO_IMAGES:
                 files.setdefault(uid, []).append(path)
                 about[uid] = modality, patient

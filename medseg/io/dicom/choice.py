@@ -13,7 +13,8 @@ class SeriesChoice(NamedTuple):
 
     Attributes:
         scope: Patient, study or both, see `Series.is_in`; "" for any.
-        name: Series Instance UID or Series Number, with `/<part>` for a part of a series; "" for the only one.
+        name: Series Instance UID or Series Number, with `/<part>` for a part of a series; "" for
+            the only one.
 
     Example:
         >>> parse_series("P1:20240131:3/2")

@@ -19,20 +19,24 @@ NUM_NEIGHBOURS = 4
 def outlines(mask: np.ndarray) -> list[np.ndarray]:
     """Trace each part of a mask, midway between pixels inside and outside.
 
-    Pixels that touch at a corner alone may count as one part or as two; filling the outlines restores the mask either way.
+    Pixels that touch at a corner alone may count as one part or as two; filling the outlines
+    restores the mask either way.
 
     Args:
         mask: Boolean (H, W), not empty.
 
     Returns:
-        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes are joined to it by keyholes:
-        the polygon runs to the hole, around it, and back along the same line.
+        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes
+        are joined to it by keyholes: the polygon runs to the hole, around it, and back along the
+        same line.
     """
     pixels = np.argwhere(mask)
     low, high = pixels.min(axis=0), pixels.max(axis=0) + 1
     # A border of background closes the outlines at the edge of the slice.
     box = np.pad(mask[low[0] : high[0], low[1] : high[1]], 1)
-    generator = contour_generator(z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset)
+    generator = contour_generator(
+        z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
+    )
     filled: Any = generator.filled(0.5, 2.0)
     parts = []
     for points, ends in zip(*filled, strict=True):
@@ -40,7 +44,14 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         part = rings[0]
         for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
             gate, start = _keyhole(part, hole)
-            part = np.concatenate([part[: gate + 1], np.roll(hole, -start, axis=0), hole[start : start + 1], part[gate:]])
+            part = np.concatenate(
+                [
+                    part[: gate + 1],
+                    np.roll(hole, -start, axis=0),
+                    hole[start : start + 1],
+                    part[gate:],
+                ]
+            )
         parts.append(_corners(part))
     return parts
 
@@ -60,14 +71,20 @@ def _keyhole(part: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
     distances, nearest = cKDTree(part).query(hole, k=NUM_NEIGHBOURS)
     points, neighbours = np.unravel_index(distances.argsort(axis=None), distances.shape)
     pairs = list(zip(nearest[points, neighbours].tolist(), points.tolist(), strict=True))
-    return next((pair for pair in pairs if not _meets_a_centre(part[pair[0]], hole[pair[1]])), pairs[0])
+    return next(
+        (pair for pair in pairs if not _meets_a_centre(part[pair[0]], hole[pair[1]])), pairs[0]
+    )
 
 
 def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
     """Whether a whole row and column lie on the line between two points midway between pixels."""
     low, step = (2 * start).astype(int), (2 * (stop - start)).astype(int)
     num_steps = np.gcd(*step)
-    return bool((((low + np.arange(num_steps + 1)[:, None] * (step // num_steps)) % 2) == 0).all(axis=1).any())
+    return bool(
+        (((low + np.arange(num_steps + 1)[:, None] * (step // num_steps)) % 2) == 0)
+        .all(axis=1)
+        .any()
+    )
 
 
 def _corners(ring: np.ndarray) -> np.ndarray:
@@ -92,18 +109,30 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
     box = mask[low[0] : high[0], low[1] : high[1]]
-    for shift in ((EDGE_PX, EDGE_PX), (EDGE_PX, -EDGE_PX), (-EDGE_PX, EDGE_PX), (-EDGE_PX, -EDGE_PX)):
+    for shift in (
+        (EDGE_PX, EDGE_PX),
+        (EDGE_PX, -EDGE_PX),
+        (-EDGE_PX, EDGE_PX),
+        (-EDGE_PX, -EDGE_PX),
+    ):
         box |= _inside(starts - low + shift, stops - low + shift, (box.shape[0], box.shape[1]))
     return mask
 
 
 def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Count how many edges (N, 2) to (N, 2) lie left of each pixel centre of its row; odd is inside."""
-    first, last = (np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, shape[0]).astype(int) for side in (np.minimum, np.maximum))
+    first, last = (
+        np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, shape[0]).astype(int)
+        for side in (np.minimum, np.maximum)
+    )
     counts = last - first
     edges = np.repeat(np.arange(len(starts)), counts)
     rows = np.arange(len(edges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
     share = (rows - starts[edges, 0]) / (stops[edges, 0] - starts[edges, 0])
-    columns = np.ceil(starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1])).clip(0, shape[1]).astype(int)
+    columns = (
+        np.ceil(starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1]))
+        .clip(0, shape[1])
+        .astype(int)
+    )
     crossings = np.bincount(rows * (shape[1] + 1) + columns, minlength=shape[0] * (shape[1] + 1))
     return np.asarray(crossings.reshape(shape[0], shape[1] + 1)[:, :-1].cumsum(axis=1) % 2 == 1)

@@ -122,7 +122,11 @@ class Series:
         return scope in names - {""}
 
     def __str__(self) -> str:
-        name = f"series {plain(self.number or self.uid)}" if self.number or self.uid else "unknown series"
+        name = (
+            f"series {plain(self.number or self.uid)}"
+            if self.number or self.uid
+            else "unknown series"
+        )
         return name + (f" {shown(self.description)}" if self.description else "")
 
 
@@ -136,7 +140,8 @@ class PixelFormat:
         offset: First byte of uncompressed little-endian pixels; None if they must be decoded.
         dtype: Type of the stored values, little endian.
         bits_stored: Bits that are used of each value.
-        padding: The stored value that means "no pixel" by the header, or the smallest and the largest such value, or none.
+        padding: The stored value that means "no pixel" by the header, or the smallest and the
+            largest such value, or none.
     """
 
     shape: tuple[int, int]
@@ -197,8 +202,10 @@ class NoSlice:
     Attributes:
         path: File.
         series: Its series.
-        reason: What it is instead; for an unreadable file the message that refuses it, without the path.
-        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only with its series.
+        reason: What it is instead; for an unreadable file the message that refuses it, without the
+            path.
+        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only
+            with its series.
         is_image: Whether it is an image of the patient other than a localiser.
     """
 
@@ -217,7 +224,9 @@ def plain(text: str) -> str:
 def _text(value: Any) -> str:
     """Write the value of a field on one line; "" where it is missing."""
     values = value if isinstance(value, MultiValue) else [value]
-    texts = ("" if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values)
+    texts = (
+        "" if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values
+    )
     return "\\".join(" ".join(text.split()) for text in texts)
 
 
@@ -228,7 +237,12 @@ def _whole(header: Dataset, keyword: str, default: int) -> int:
 
 def field_of(places: tuple[Dataset, ...], keyword: str) -> Any:
     """Find the value of a field in the group of a frame, in the group of all frames, else in the header of the file."""
-    items = [item for group in places[:-1] for item in (group.get(MACROS[keyword]) or [])[:1] if keyword in item]
+    items = [
+        item
+        for group in places[:-1]
+        for item in (group.get(MACROS[keyword]) or [])[:1]
+        if keyword in item
+    ]
     return (items or places[-1:])[0].get(keyword)
 
 
@@ -264,22 +278,33 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
     """
     series = Series()
     try:
-        with path.open("rb") as file, config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+        with (
+            path.open("rb") as file,
+            config.disable_value_validation(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             _check_inflated(file)
             # Forced, because `is_dicom_file` also finds files without preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
             # First of all: access to a value replaces its raw bytes.
             elements = [*header.file_meta.values(), *header.values()]
-            is_cut = any(isinstance(one, RawDataElement) and len(one.value or b"") < one.length for one in elements)
+            is_cut = any(
+                isinstance(one, RawDataElement) and len(one.value or b"") < one.length
+                for one in elements
+            )
             if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
                 return []
             number = _text(header.get("SeriesNumber"))
-            # Where the file ends within its series, only a number after the UID proves that the UID is whole.
+            # Where the file ends within its series, only a number after the UID proves that the UID
+            # is whole.
             if number or not is_cut:
                 keywords = ("SeriesDescription", "PatientID", "StudyInstanceUID", "StudyDate")
                 about = [] if is_cut else [_text(header.get(keyword)) for keyword in keywords]
                 series = Series(_text(header.get("SeriesInstanceUID")), number, *about)
-            require(not is_cut, "the DICOM file is truncated: it ends within its header; copy or export it again.")
+            require(
+                not is_cut,
+                "the DICOM file is truncated: it ends within its header; copy or export it again.",
+            )
             if reason := _other_kind(header, modality):
                 return [NoSlice(path, series, reason)]
             pixels = _pixel_format(file, header)
@@ -287,12 +312,24 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
             places = [(group, *shared, header) for group in groups] or [(*shared, header)]
             if len(places) != _whole(header, "NumberOfFrames", 1):
-                return [NoSlice(path, series, "multi-frame image without a position for each frame", is_image=True)]
-            return [_slice(path, index, one, series, pixels, is_hu=modality == "CT") for index, one in enumerate(places)]
+                return [
+                    NoSlice(
+                        path,
+                        series,
+                        "multi-frame image without a position for each frame",
+                        is_image=True,
+                    )
+                ]
+            return [
+                _slice(path, index, one, series, pixels, is_hu=modality == "CT")
+                for index, one in enumerate(places)
+            ]
     except MemoryError:
         raise
     except Exception as error:
-        why = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        why = (
+            getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        )
         # All but refusals of this module is what a damaged file makes pydicom raise.
         if not isinstance(error, UserError):
             why = f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
@@ -322,10 +359,13 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
     """Name an object that holds no slice of the wanted modality; "" for one that does.
 
     Raises:
-        UserError: If no image is there, and the object is an image of that modality or of unknown kind; the message has no path.
+        UserError: If no image is there, and the object is an image of that modality or of unknown
+            kind; the message has no path.
     """
     modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
-    words = uid.UID(sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))).name.split()
+    words = uid.UID(
+        sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))
+    ).name.split()
     kinds = {
         f"{modality} object": modality in NO_IMAGES,
         "secondary capture": sop_class.startswith(uid.SecondaryCaptureImageStorage),
@@ -336,7 +376,9 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
         or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR",
     }
     kind = next((kind for kind, applies in kinds.items() if applies), "")
-    may_be_wanted = not words or ((not wanted or wanted in words) and words[-2:] == ["Image", "Storage"])
+    may_be_wanted = not words or (
+        (not wanted or wanted in words) and words[-2:] == ["Image", "Storage"]
+    )
     require(
         kind != NO_PIXELS or not may_be_wanted,
         "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.",
@@ -345,7 +387,13 @@ def _other_kind(header: FileDataset, wanted: str) -> str:
 
 
 def _slice(
-    path: Path, index: int, places: tuple[Dataset, ...], series: Series, pixels: PixelFormat, *, is_hu: bool
+    path: Path,
+    index: int,
+    places: tuple[Dataset, ...],
+    series: Series,
+    pixels: PixelFormat,
+    *,
+    is_hu: bool,
 ) -> Frame | NoSlice:
     """Make one slice from the fields of its own group, of the group of all frames and of the file.
 
@@ -353,7 +401,10 @@ def _slice(
         UserError: If it has no position, or values that are not HU; without the path.
     """
     header = places[-1]
-    if any("LOCALIZER" in _text(value).upper().split("\\") for value in (header.get("ImageType"), field_of(places, "FrameType"))):
+    if any(
+        "LOCALIZER" in _text(value).upper().split("\\")
+        for value in (header.get("ImageType"), field_of(places, "FrameType"))
+    ):
         return NoSlice(path, series, "localiser")
     position = read_numbers(places, "ImagePositionPatient", 3)
     orientation = read_numbers(places, "ImageOrientationPatient", 6)
@@ -376,21 +427,30 @@ def _slice(
         f"expected rows and columns at right angles, but ImageOrientationPatient is {tuple(axes.round(6).ravel().tolist())}; "
         "export the DICOM series again.",
     )
-    slope, intercept = (read_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept"))
+    slope, intercept = (
+        read_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept")
+    )
     rescale_type = _text(field_of(places, "RescaleType"))
     # A negative slope would exchange air and bone. US means unspecified.
     wrong = [f"a slope of {one:g}" for one in slope or () if not 0 < one <= MAX_RESCALE]
     wrong += [f"an intercept of {one:g}" for one in intercept or () if abs(one) > MAX_RESCALE]
-    what = "" if not is_hu or rescale_type.upper() in ("", "HU", "HU_MOD", "US") else plain(rescale_type)
+    what = (
+        ""
+        if not is_hu or rescale_type.upper() in ("", "HU", "HU_MOD", "US")
+        else plain(rescale_type)
+    )
     what = "a table of values" if header.get("ModalityLUTSequence") else wrong[0] if wrong else what
     require(
-        not what, f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
+        not what,
+        f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU.",
     )
     lossy = _text(header.get("LossyImageCompression"))
     sentences = {
-        "slices without rescale slope and intercept: their values are assumed to be HU": is_hu and None in (slope, intercept),
+        "slices without rescale slope and intercept: their values are assumed to be HU": is_hu
+        and None in (slope, intercept),
         "the slices were compressed with loss": lossy == "01"
-        or pixels.transfer_syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
+        or pixels.transfer_syntax
+        in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
         "the slices may have been compressed with loss: their encoding permits it, and the header does not say": (
             not lossy and pixels.transfer_syntax in (uid.JPEG2000, uid.HTJ2K)
         ),
@@ -407,7 +467,10 @@ def _slice(
         slope[0] if slope else 1.0,
         intercept[0] if intercept else 0.0,
         slope is not None and intercept is not None,
-        tuple(_text(header.get(keyword)) or _text(field_of(places, frame_keyword)) for _, keyword, frame_keyword in PHASES),
+        tuple(
+            _text(header.get(keyword)) or _text(field_of(places, frame_keyword))
+            for _, keyword, frame_keyword in PHASES
+        ),
         tuple(sentence for sentence, applies in sentences.items() if applies),
     )
 
@@ -420,40 +483,55 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         header: What precedes it.
 
     Raises:
-        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the path.
+        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
+            path.
     """
-    rows, columns, num_frames = (_whole(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames"))
+    rows, columns, num_frames = (
+        _whole(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames")
+    )
     bits = _whole(header, "BitsAllocated", 16)
     stored = _whole(header, "BitsStored", bits)
     high_bit = _whole(header, "HighBit", stored - 1)
     require(
-        bits in (8, 16, 32) and 1 <= stored <= bits and high_bit == stored - 1 and rows * columns <= MAX_SLICE_PIXELS,
+        bits in (8, 16, 32)
+        and 1 <= stored <= bits
+        and high_bit == stored - 1
+        and rows * columns <= MAX_SLICE_PIXELS,
         f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} bits with {stored} "
         f"used up to bit {high_bit}; export the DICOM series again.",
     )
     # The transfer syntax in the header; the actual encoding may differ.
     is_implicit, is_little_endian = header.original_encoding
     syntax = uid.UID(
-        header.file_meta.get("TransferSyntaxUID") or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)
+        header.file_meta.get("TransferSyntaxUID")
+        or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)
     )
     is_plain = syntax in (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
     num_bytes = rows * columns * num_frames * bits // 8
     element = file.read(8)  # tag, length; explicit: tag, type, length
     # These letters would be an odd length, which no element has.
-    length = int.from_bytes(file.read(4) if element[4:6] in (b"OB", b"OW", b"UN") else element[4:], "little")
+    length = int.from_bytes(
+        file.read(4) if element[4:6] in (b"OB", b"OW", b"UN") else element[4:], "little"
+    )
     require(
         not is_plain or length != 2**32 - 1,  # the undefined length of compressed pixels
         "its pixels are compressed, but the header does not say how; export the series again.",
     )
-    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is refused where it has none.
-    is_there = element[:4] in (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10") or syntax == uid.DeflatedExplicitVRLittleEndian
+    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is
+    # refused where it has none.
+    is_there = (
+        element[:4] in (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
+        or syntax == uid.DeflatedExplicitVRLittleEndian
+    )
     require(
         is_there and (not is_plain or length >= num_bytes),
         f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or export it "
         "again.",
     )
     require(
-        not is_plain or length < num_bytes + min(rows, columns) * bits // 8,  # less than a row or a column: padding
+        not is_plain
+        or length
+        < num_bytes + min(rows, columns) * bits // 8,  # less than a row or a column: padding
         f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits, but the DICOM file holds {length} bytes of them; it is damaged: "
         "copy or export it again.",
     )
@@ -465,7 +543,16 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     # Writers do not agree on the type of padding values: their bytes are read as a pixel.
     padding = [
         int.from_bytes(end.value, "little" if is_little_endian else "big", signed=dtype.kind == "i")
-        for end in (header.get_item(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"))
+        for end in (
+            header.get_item(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit")
+        )
         if isinstance(end, RawDataElement) and end.value
     ]
-    return PixelFormat((rows, columns), syntax, file.tell() if is_plain else None, dtype, stored, tuple(sorted(padding)))
+    return PixelFormat(
+        (rows, columns),
+        syntax,
+        file.tell() if is_plain else None,
+        dtype,
+        stored,
+        tuple(sorted(padding)),
+    )

@@ -36,9 +36,10 @@ class LabelFile:
     Attributes:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
-        names: Number of each segment or region of interest (ROI) to its name, in the order of the file; names may repeat.
-            One without a name is called after its number, as `ROI 3`.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names none.
+        names: Number of each segment or region of interest (ROI) to its name, in the order of the
+            file; names may repeat. One without a name is called after its number, as `ROI 3`.
+        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
+            none.
         dataset: Its content.
     """
 
@@ -65,10 +66,19 @@ def open_label_file(path: Path) -> LabelFile:
         )
         if kind == "SEG":
             # Segment 0 is the background of a label map.
-            pairs = [(one.SegmentNumber, one.get("SegmentLabel")) for one in dataset.SegmentSequence if one.SegmentNumber]
-            series = [one.SeriesInstanceUID for one in dataset.get("ReferencedSeriesSequence") or []]
+            pairs = [
+                (one.SegmentNumber, one.get("SegmentLabel"))
+                for one in dataset.SegmentSequence
+                if one.SegmentNumber
+            ]
+            series = [
+                one.SeriesInstanceUID for one in dataset.get("ReferencedSeriesSequence") or []
+            ]
         else:
-            pairs = [(one.ROINumber, one.get("ROIName")) for one in dataset.get("StructureSetROISequence") or []]
+            pairs = [
+                (one.ROINumber, one.get("ROIName"))
+                for one in dataset.get("StructureSetROISequence") or []
+            ]
             series = [
                 one.SeriesInstanceUID
                 for space in dataset.get("ReferencedFrameOfReferenceSequence") or []
@@ -79,7 +89,9 @@ def open_label_file(path: Path) -> LabelFile:
         return LabelFile(path, kind, names, tuple(dict.fromkeys(map(str, series))), dataset)
 
 
-def _names(path: Path, kind: str, pairs: Sequence[tuple[Any, Any]], filled: Collection[int]) -> dict[int, str]:
+def _names(
+    path: Path, kind: str, pairs: Sequence[tuple[Any, Any]], filled: Collection[int]
+) -> dict[int, str]:
     """Name the structures of a file by their numbers; one without a name, or that the file does not list, by its number.
 
     Args:
@@ -113,7 +125,9 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
     if dataset.get("SegmentationType") == "LABELMAP":
         return set()
     shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-    places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
+    places = [
+        (group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []
+    ]
     numbers = (field_of(place, "ReferencedSegmentNumber") for place in places)
     return {int(number) for number in numbers if number}
 
@@ -124,7 +138,11 @@ def empty_structures(file: LabelFile) -> list[str]:
         return []  # only the pixels tell
     with _explained(file.path):
         is_contoured = file.kind == "RTSTRUCT"
-        filled = _enclosing_numbers(file.dataset) if is_contoured else _filled_numbers(file.dataset, file.kind)
+        filled = (
+            _enclosing_numbers(file.dataset)
+            if is_contoured
+            else _filled_numbers(file.dataset, file.kind)
+        )
     return [name for number, name in file.names.items() if number not in filled]
 
 
@@ -138,44 +156,63 @@ def _enclosing_numbers(dataset: Dataset) -> set[int]:
     return numbers
 
 
-def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5) -> Volume:
+def read_label_file(
+    file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5
+) -> Volume:
     """Read segments or regions of interest onto the grid of a series.
 
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
         slices: The series.
-        values: Number of a segment or region of interest to its label value, each > 0; several may share a value. Where they overlap,
-            the last one is kept.
+        values: Number of a segment or region of interest to its label value, each > 0; several may
+            share a value. Where they overlap, the last one is kept.
         threshold: Least share or probability, (0, 1], of a pixel of a FRACTIONAL segment.
 
     Returns:
         Label values (D, H, W) on `slices.grid`, with warnings of what was left out.
 
     Raises:
-        UserError: If the file is of another series and frame of reference, or the frames or contours have no position among the
-            slices.
+        UserError: If the file is of another series and frame of reference, or the frames or
+            contours have no position among the slices.
         ValueError: If a number is not in the file.
     """
     if unknown := set(values) - set(file.names):
         raise ValueError(f"{file.path} has no structures {sorted(unknown)}")
     with _explained(file.path):
-        source = dcmread(slices.frames[0].path, force=True, stop_before_pixels=True, specific_tags=["FrameOfReferenceUID"])
+        source = dcmread(
+            slices.frames[0].path,
+            force=True,
+            stop_before_pixels=True,
+            specific_tags=["FrameOfReferenceUID"],
+        )
         references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
-        own, others = source.get("FrameOfReferenceUID"), {one.get("FrameOfReferenceUID") for one in references} - {None, ""}
+        own, others = (
+            source.get("FrameOfReferenceUID"),
+            {one.get("FrameOfReferenceUID") for one in references} - {None, ""},
+        )
         require(
-            # Some programs that remove identities give images and labels different frames of reference.
-            not own or not others or own in others or slices.frames[0].series.uid in file.series_uids,
+            # Some programs that remove identities give images and labels different frames of
+            # reference.
+            not own
+            or not others
+            or own in others
+            or slices.frames[0].series.uid in file.series_uids,
             f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
             "they were drawn on.",
         )
         on_slices = np.zeros(
-            (len(slices.frames), *slices.frames[0].pixels.shape), np.min_scalar_type(max(values.values(), default=0))
+            (len(slices.frames), *slices.frames[0].pixels.shape),
+            np.min_scalar_type(max(values.values(), default=0)),
         )
         if file.kind == "SEG":
             sentences = _read_segments(file, slices, values, threshold, on_slices)
         else:
             sentences = _read_contours(file, slices, values, on_slices)
-    return Volume(labels_on_grid(on_slices, slices), slices.grid, findings=tuple(warnings_of("reading", sentences)))
+    return Volume(
+        labels_on_grid(on_slices, slices),
+        slices.grid,
+        findings=tuple(warnings_of("reading", sentences)),
+    )
 
 
 @contextmanager
@@ -193,11 +230,16 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _read_segments(
-    file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float, on_slices: np.ndarray
+    file: LabelFile,
+    slices: SourceSlices,
+    values: dict[int, int],
+    threshold: float,
+    on_slices: np.ndarray,
 ) -> list[str]:
     """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return warnings.
 
-    A plane of frames serves the slices within half the distance of planes or of slices, whichever is larger.
+    A plane of frames serves the slices within half the distance of planes or of slices, whichever
+    is larger.
     """
     dataset, step_mm = file.dataset, slices.grid.spacing_mm[0]
     syntax = dataset.file_meta.TransferSyntaxUID
@@ -206,9 +248,13 @@ def _read_segments(
         f"{file.path}: expected a BINARY SEG without compression, but it is encoded as {plain(syntax.name)}; export it without.",
     )
     shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-    places = [(group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []]
+    places = [
+        (group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []
+    ]
     fields = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacing": 2}
-    found = [[read_numbers(one, keyword, count) for one in places] for keyword, count in fields.items()]
+    found = [
+        [read_numbers(one, keyword, count) for one in places] for keyword, count in fields.items()
+    ]
     require(
         bool(places) and all(None not in numbers for numbers in found),
         f"{file.path}: expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
@@ -216,7 +262,10 @@ def _read_segments(
     positions, orientations, spacings_mm = map(np.array, found)
     axes = orientations[0].reshape(2, 3)
     require(
-        bool(np.ptp(orientations, axis=0).max() <= DIRECTION_TOLERANCE and np.ptp(spacings_mm, axis=0).max() <= SAME_POSITION_MM),
+        bool(
+            np.ptp(orientations, axis=0).max() <= DIRECTION_TOLERANCE
+            and np.ptp(spacings_mm, axis=0).max() <= SAME_POSITION_MM
+        ),
         f"{file.path}: expected a SEG of parallel frames with one spacing; export it again.",
     )
     heights_mm = positions @ np.cross(*axes)
@@ -228,14 +277,26 @@ def _read_segments(
     firsts = order[starts]
     labels, num_overlaps = _label_planes(dataset, places, planes, values, threshold)
     declared_mm = (read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,))[0]
-    reach_mm = max(step_mm, min([abs(declared_mm), *np.diff(heights_mm[firsts])])) / 2 + SAME_POSITION_MM
+    reach_mm = (
+        max(step_mm, min([abs(declared_mm), *np.diff(heights_mm[firsts])])) / 2 + SAME_POSITION_MM
+    )
     for index, frame in enumerate(slices.frames):
-        on_slices[index] = _at_slice(frame, labels, positions[firsts], axes, spacings_mm[0], reach_mm)
-    return [f"{num_overlaps} pixels of {file.path.name} are in several segments; the last one is kept"] if num_overlaps else []
+        on_slices[index] = _at_slice(
+            frame, labels, positions[firsts], axes, spacings_mm[0], reach_mm
+        )
+    return (
+        [f"{num_overlaps} pixels of {file.path.name} are in several segments; the last one is kept"]
+        if num_overlaps
+        else []
+    )
 
 
 def _label_planes(
-    dataset: Dataset, places: list[tuple[Dataset, ...]], planes: np.ndarray, values: dict[int, int], threshold: float
+    dataset: Dataset,
+    places: list[tuple[Dataset, ...]],
+    planes: np.ndarray,
+    values: dict[int, int],
+    threshold: float,
 ) -> tuple[np.ndarray, int]:
     """Decode the frames of a SEG.
 
@@ -249,10 +310,16 @@ def _label_planes(
     Returns:
         Label values (planes, rows, columns), and how many pixels lay in several segments.
     """
-    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), np.min_scalar_type(max(values.values(), default=0)))
+    labels = np.zeros(
+        (planes.max() + 1, dataset.Rows, dataset.Columns),
+        np.min_scalar_type(max(values.values(), default=0)),
+    )
     if dataset.SegmentationType == "LABELMAP":
         # An undescribed segment cannot be chosen, and its pixels would be lost.
-        described = {int(one.SegmentNumber) for one in dataset.SegmentSequence} | {0, dataset.get("PixelPaddingValue", 0)}
+        described = {int(one.SegmentNumber) for one in dataset.SegmentSequence} | {
+            0,
+            dataset.get("PixelPaddingValue", 0),
+        }
         table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
         table[list(values)] = list(values.values())
         for index, plane in enumerate(planes.tolist()):
@@ -266,7 +333,11 @@ def _label_planes(
     numbers = np.array([field_of(one, "ReferencedSegmentNumber") for one in places])
     if None in numbers:
         raise ValueError("a frame names no segment")
-    least = threshold * dataset.MaximumFractionalValue if dataset.SegmentationType == "FRACTIONAL" else 1
+    least = (
+        threshold * dataset.MaximumFractionalValue
+        if dataset.SegmentationType == "FRACTIONAL"
+        else 1
+    )
     num_overlaps = 0
     for number, value in values.items():
         for index in np.flatnonzero(numbers == number).tolist():
@@ -278,9 +349,15 @@ def _label_planes(
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     """Decode the stored values (rows, columns) of one frame."""
-    syntax, bits, shape = dataset.file_meta.TransferSyntaxUID, dataset.BitsAllocated, (dataset.Rows, dataset.Columns)
+    syntax, bits, shape = (
+        dataset.file_meta.TransferSyntaxUID,
+        dataset.BitsAllocated,
+        (dataset.Rows, dataset.Columns),
+    )
     if bits != 1:
-        return decode(dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), index)
+        return decode(
+            dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), index
+        )
     # Not by pydicom 3.0: it takes frames to begin at a whole byte.
     start = index * shape[0] * shape[1]
     stop = start + shape[0] * shape[1]
@@ -289,7 +366,12 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
 
 
 def _at_slice(
-    frame: Frame, labels: np.ndarray, corners: np.ndarray, axes: np.ndarray, spacing_mm: np.ndarray, reach_mm: float
+    frame: Frame,
+    labels: np.ndarray,
+    corners: np.ndarray,
+    axes: np.ndarray,
+    spacing_mm: np.ndarray,
+    reach_mm: float,
 ) -> np.ndarray:
     """Look up the labels at the pixels of a slice.
 
@@ -314,21 +396,31 @@ def _at_slice(
 
     normal = np.cross(*axes)
     heights_mm, plane_heights_mm = along(normal), corners @ normal
-    # Of two planes at the same distance the upper one, also where rounding noise makes the lower one nearer.
+    # Of two planes at the same distance the upper one, also where rounding noise makes the lower
+    # one nearer.
     planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2 - 1e-6, heights_mm)
     y, x = (
-        nearest((along(axis) - (corners @ axis)[planes]) / step_mm) for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
+        nearest((along(axis) - (corners @ axis)[planes]) / step_mm)
+        for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
     )
     height, width = labels.shape[1:]
-    inside = (np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm) & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    inside = (
+        (np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm)
+        & (y >= 0)
+        & (y < height)
+        & (x >= 0)
+        & (x < width)
+    )
     return np.where(inside, labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)], 0)
 
 
-def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int], on_slices: np.ndarray) -> list[str]:
+def _read_contours(
+    file: LabelFile, slices: SourceSlices, values: dict[int, int], on_slices: np.ndarray
+) -> list[str]:
     """Label the pixels of slices inside the contours of an RTSTRUCT; return warnings.
 
-    A slice takes the contours of the nearest plane, at most half the distance of slices away. Contours of a region of interest within
-    each other are holes.
+    A slice takes the contours of the nearest plane, at most half the distance of slices away.
+    Contours of a region of interest within each other are holes.
     """
     frames = slices.frames
     normal, reach_mm = normal_of(frames[0]), slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
@@ -336,31 +428,47 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
     # Some programs store the contours of one region of interest in several items.
     items: dict[int, list[Dataset]] = {}
     for item in file.dataset.get("ROIContourSequence") or []:
-        items.setdefault(int(item.ReferencedROINumber), []).extend(item.get("ContourSequence") or [])
+        items.setdefault(int(item.ReferencedROINumber), []).extend(
+            item.get("ContourSequence") or []
+        )
     sentences, num_overlaps = [], 0
     for number, value in values.items():
         name = shown(file.names[number])
         found = items.get(number, [])
         closed = [one for one in found if one.get("ContourGeometricType") in CLOSED]
         if len(closed) < len(found):
-            sentences.append(f"{name}: {len(found) - len(closed)} points and open lines were left out")
+            sentences.append(
+                f"{name}: {len(found) - len(closed)} points and open lines were left out"
+            )
         # A contour that is stored twice would cut itself out.
-        contours = list({points.tobytes(): points for points in map(_points, closed) if len(points) > 2}.values())
+        contours = list(
+            {
+                points.tobytes(): points for points in map(_points, closed) if len(points) > 2
+            }.values()
+        )
         if not contours:
             sentences.append(f"{name}: it has no closed contours")
             continue
-        spans_mm = np.array([(heights.min(), heights.max()) for heights in (points @ normal for points in contours)])
+        spans_mm = np.array(
+            [(heights.min(), heights.max()) for heights in (points @ normal for points in contours)]
+        )
         require(
             bool(np.ptp(spans_mm, axis=1).max() <= 2 * reach_mm),
             f"{file.path}: expected contours in the planes of the slices of {slices.path}, but those of {name} lie across them; export "
             "them again on this series.",
         )
         distances_mm = np.abs(spans_mm.mean(axis=1) - slice_heights_mm[:, None])
-        near = distances_mm <= np.minimum(reach_mm, distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM)
+        near = distances_mm <= np.minimum(
+            reach_mm, distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
+        )
         if lost := np.count_nonzero(~near.any(axis=0)):
-            sentences.append(f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them")
+            sentences.append(
+                f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them"
+            )
         for index in np.flatnonzero(near.any(axis=1)):
-            polygons = [pixels_of(frames[index], contours[one]) for one in np.flatnonzero(near[index])]
+            polygons = [
+                pixels_of(frames[index], contours[one]) for one in np.flatnonzero(near[index])
+            ]
             mask, labels = fill(polygons, frames[index].pixels.shape), on_slices[index]
             num_overlaps += int(np.count_nonzero(mask & (labels != 0) & (labels != value)))
             labels[mask] = value
@@ -369,7 +477,13 @@ def _read_contours(file: LabelFile, slices: SourceSlices, values: dict[int, int]
             sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [
         *sentences,
-        *([f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"] if num_overlaps else []),
+        *(
+            [
+                f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"
+            ]
+            if num_overlaps
+            else []
+        ),
     ]
 
 

@@ -1,7 +1,7 @@
 """Pixels of one slice: stored values, decoded where they are compressed, and converted to HU.
 
-imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The sizes that a codestream
-declares are compared with the header before memory is allocated.
+imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The
+sizes that a codestream declares are compared with the header before memory is allocated.
 """
 
 import re
@@ -30,7 +30,8 @@ MAX_PADDING = 4096
 
 MAX_INT16 = 2**15 - 1
 
-# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the process.
+# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the
+# process.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
@@ -98,12 +99,21 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
         with warnings.catch_warnings(record=True, action="always") as caught:
-            # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be installed.
-            options: dict[str, Any] = {"raw": True, "decoding_plugin": "pydicom", "correct_unused_bits": False}
+            # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be
+            # installed.
+            options: dict[str, Any] = {
+                "raw": True,
+                "decoding_plugin": "pydicom",
+                "correct_unused_bits": False,
+            }
             values, _ = get_decoder(syntax).as_array(dataset, index=index, **options)
-        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes expected".
+        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes
+        # expected".
         told = " ".join(str(one.message) for one in caught)
-        if any(int(found) - int(wanted) > MAX_SURPLUS_BYTES for found, wanted in re.findall(r"(\d+) vs\. (\d+) bytes", told)):
+        if any(
+            int(found) - int(wanted) > MAX_SURPLUS_BYTES
+            for found, wanted in re.findall(r"(\d+) vs\. (\d+) bytes", told)
+        ):
             raise ValueError("the code becomes longer than the slice")
         return values
     offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
@@ -115,22 +125,30 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     )
     is_j2k = syntax in uid.JPEG2000TransferSyntaxes
     # The decoder of JPEG invents missing pixels; that of JPEG-LS may search for them without end.
-    is_whole_jpeg = code.startswith(b"\xff\xd8\xff") and b"\xff\xd9" in code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
+    is_whole_jpeg = (
+        code.startswith(b"\xff\xd8\xff") and b"\xff\xd9" in code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
+    )
     if not is_j2k and not is_whole_jpeg:
         raise ValueError("the code does not start or end as it should")
     bits = (get_j2k_parameters(code) if is_j2k else _get_jpg_parameters(code))["precision"]
     values = np.empty(pixels.shape, np.uint8 if bits <= 8 else np.uint16)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong one.
+    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong
+    # one.
     stored = values.astype(np.int32) & ((1 << bits) - 1)
-    return np.where(stored >> (bits - 1), stored - (1 << bits), stored) if pixels.dtype.kind == "i" else stored
+    return (
+        np.where(stored >> (bits - 1), stored - (1 << bits), stored)
+        if pixels.dtype.kind == "i"
+        else stored
+    )
 
 
 def is_whole(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
     return frame.pixels.dtype.itemsize <= 2 and all(
-        value == round(value) and abs(value) <= MAX_INT16 for value in (frame.slope, frame.intercept)
+        value == round(value) and abs(value) <= MAX_INT16
+        for value in (frame.slope, frame.intercept)
     )
 
 
@@ -148,7 +166,10 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if frame.pixels.padding:
         padding = _with_sign(np.array(frame.pixels.padding), frame).tolist()
         # Padding below air stays: every image is clipped later.
-        if not frame.is_hu or max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU:
+        if (
+            not frame.is_hu
+            or max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU
+        ):
             hu[(values >= min(padding)) & (values <= max(padding))] = frame.air
     return hu
 
@@ -156,21 +177,34 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
 def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Correct the sign of stored values where writers break the standard, and clear old overlays.
 
-    * Unsigned values that can only be meant as negative become signed, such as padding of -2000 that was written as 63536. Such values extend
-      into unused bits, or lie at the end of the range and beyond all HU. Other unused bits are overlays.
+    * Unsigned values that can only be meant as negative become signed, such as padding of -2000
+      that was written as 63536. Such values extend into unused bits, or lie at the end of the range
+      and beyond all HU. Other unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 
-    Of other modalities than CT only the overlays are cleared: their values are not expected to be negative.
+    Of other modalities than CT only the overlays are cleared: their values are not expected to be
+    negative.
     """
     pixels = frame.pixels
     stop, limit = 1 << 8 * pixels.dtype.itemsize, 1 << pixels.bits_stored
     highest = int(stored.max())
     if pixels.dtype.kind == "i":
-        lacks_sign = limit < stop and frame.intercept > AIR_HU / 2 and stored.min() >= 0 and limit // 2 <= highest < limit
-        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored) if lacks_sign and frame.is_hu else stored
+        lacks_sign = (
+            limit < stop
+            and frame.intercept > AIR_HU / 2
+            and stored.min() >= 0
+            and limit // 2 <= highest < limit
+        )
+        return (
+            np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
+            if lacks_sign and frame.is_hu
+            else stored
+        )
     if not frame.is_hu:
         return stored & (limit - 1)
     first_negative = stop - limit if limit < stop else max(limit // 2, stop - MAX_PADDING)
-    if highest < min(limit, first_negative) or (limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16):
+    if highest < min(limit, first_negative) or (
+        limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16
+    ):
         return stored
     return np.where(stored >= first_negative, stored.astype(np.int64) - stop, stored & (limit - 1))

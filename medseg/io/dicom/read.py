@@ -3,11 +3,13 @@
 The rules, which docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
-* Other slices are interpolated linearly along the normal onto the even grid of their usual distance, if no two neighbours are
-  farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE` of the slices is missing (one missing slice is always accepted);
-  slices on that grid stay as they are. All other stacks are refused.
-* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that holds all of them. A
-  segmentation lies on that grid too; the label of a pixel of a tilted slice is the one at the same position in the patient.
+* Other slices are interpolated linearly along the normal onto the even grid of their usual
+  distance, if no two neighbours are farther apart than `MAX_GAP_MM` and at most `MAX_FILLED_SHARE`
+  of the slices is missing (one missing slice is always accepted); slices on that grid stay as they
+  are. All other stacks are refused.
+* A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that
+  holds all of them. A segmentation lies on that grid too; the label of a pixel of a tilted slice is
+  the one at the same position in the patient.
 """
 
 import math
@@ -51,7 +53,8 @@ class SourceSlices:
         frames: Slices, sorted along the normal.
         grid: The grid; its planes are parallel to the slices.
         planes: For each plane of the grid the slice below, and the weight of the next one.
-        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >= 0.
+        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >=
+            0.
         is_filled: Whether a plane lies between two slices.
         is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
         findings: What was left out, assumed or repaired.
@@ -67,20 +70,27 @@ class SourceSlices:
     findings: tuple[Finding, ...]
 
 
-def open_slices(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> SourceSlices:
+def open_slices(
+    path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()
+) -> SourceSlices:
     """Read the headers of a series and lay a regular grid over its slices.
 
     Args:
-        path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of a series, which stands for
-            the series' files beside it.
-        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None for the only one.
-        modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for any.
+        path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of
+            a series, which stands for the series' files beside it.
+        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None
+            for the only one.
+        modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for
+            any.
         files: The files to read instead of all files at the path.
 
     Raises:
-        UserError: If it is not exactly one stack of slices, or the slices do not make a regular volume by the rules above.
+        UserError: If it is not exactly one stack of slices, or the slices do not make a regular
+            volume by the rules above.
     """
-    stack, left_out = choose_stack(path, series, "" if modality == "other" else modality.upper(), files)
+    stack, left_out = choose_stack(
+        path, series, "" if modality == "other" else modality.upper(), files
+    )
     without = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without) < len(stack.frames):
         raise UserError(
@@ -104,14 +114,22 @@ def open_slices(path: Path, series: str | None = None, modality: str = "ct", fil
     row, column = first.axes
     # A slant within the rounding of decimals is kept, so that no corner moves.
     along = normal_of(first) + slant[0] * column + slant[1] * row
-    columns = np.stack([row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1)
-    grid = grid_from_columns(path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row))
+    columns = np.stack(
+        [row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1
+    )
+    grid = grid_from_columns(
+        path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row)
+    )
     of_frames = dict.fromkeys(sentence for frame in frames for sentence in frame.warnings)
     warnings = warnings_of("reading", (*of_frames, *repairs, *filled, *tilt))
-    return SourceSlices(path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*left_out, *warnings))
+    return SourceSlices(
+        path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*left_out, *warnings)
+    )
 
 
-def open_dicom(path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()) -> LazyVolume:
+def open_dicom(
+    path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()
+) -> LazyVolume:
     """Describe the volume of a series, in HU or intensities on its regular grid; arguments and errors as for `open_slices`."""
     slices = open_slices(path, series, modality, files)
     frames, shape = slices.frames, slices.grid.shape
@@ -123,10 +141,17 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct", file
         @lru_cache(maxsize=2)  # two neighbours, for the planes between them
         def placed(index: int) -> np.ndarray:
             """Read one slice and move it to its position on the grid."""
-            # Padding far below air would blur into its neighbours. Other intensities than HU may be negative, and their padding is 0.
+            # Padding far below air would blur into its neighbours. Other intensities than HU may be
+            # negative, and their padding is 0.
             air = frames[0].air
-            image_hu = np.maximum(hu(frames[index]), air if frames[0].is_hu else -np.inf).astype(np.float32)
-            return shifted(image_hu, slices.shifts_px[index], shape[1:], air) if slices.is_shifted else image_hu
+            image_hu = np.maximum(hu(frames[index]), air if frames[0].is_hu else -np.inf).astype(
+                np.float32
+            )
+            return (
+                shifted(image_hu, slices.shifts_px[index], shape[1:], air)
+                if slices.is_shifted
+                else image_hu
+            )
 
         for below, weight in slices.planes:
             image_hu = placed(below) if slices.is_filled or slices.is_shifted else hu(frames[below])
@@ -138,7 +163,9 @@ def open_dicom(path: Path, series: str | None = None, modality: str = "ct", file
     return LazyVolume(path, slices.grid, dtype, runs, findings=slices.findings)
 
 
-def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU) -> np.ndarray:
+def shifted(
+    image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU
+) -> np.ndarray:
     """Move a slice on a larger canvas of air by linear interpolation.
 
     Args:
@@ -156,7 +183,9 @@ def shifted(image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], 
     return np.asarray(shift(canvas, shift_px, order=1, mode="grid-constant", cval=air))
 
 
-def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
+def _without_duplicates(
+    path: Path, stack: Stack
+) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
     """Keep one slice at each position: of equal ones the first, of two acquisitions that of the earlier.
 
     Returns:
@@ -169,11 +198,17 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
             kept.append((frame, height_mm))
             continue
         other = kept[-1][0]
-        is_beside = np.abs(np.subtract(frame.position_xyz_mm, other.position_xyz_mm)).max() > SAME_POSITION_MM
+        is_beside = (
+            np.abs(np.subtract(frame.position_xyz_mm, other.position_xyz_mm)).max()
+            > SAME_POSITION_MM
+        )
         why = "duplicate slices were dropped: "
         if is_beside or not np.array_equal(read_hu(frame), read_hu(other)):
             why = "two acquisitions have a slice at the same position; the earlier one was kept, dropped: "
-            number, other_number = frame.phases[0], other.phases[0]  # acquisitions, the first of PHASES
+            number, other_number = (
+                frame.phases[0],
+                other.phases[0],
+            )  # acquisitions, the first of PHASES
             require(
                 number != other_number,
                 f"{path}: expected one slice at each position, but {other} and {frame} share a position and differ; remove one of "
@@ -183,18 +218,28 @@ def _without_duplicates(path: Path, stack: Stack) -> tuple[tuple[Frame, ...], np
                 kept[-1], frame = (frame, height_mm), other
         dropped.setdefault(why, []).append(frame)
     frames, heights_mm = zip(*kept, strict=True)
-    return frames, np.array(heights_mm), [why + first_few(dropped[why], 1) for why in sorted(dropped)]
+    return (
+        frames,
+        np.array(heights_mm),
+        [why + first_few(dropped[why], 1) for why in sorted(dropped)],
+    )
 
 
-def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[list[tuple[int, float]], float, list[str]]:
+def _even(
+    path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray
+) -> tuple[list[tuple[int, float]], float, list[str]]:
     """Lay evenly spaced planes across the normal.
 
     Returns:
-        For each plane the frame below and the weight of the next frame; the distance of the planes in mm; warnings.
+        For each plane the frame below and the weight of the next frame; the distance of the planes
+        in mm; warnings.
     """
     length_mm, num_frames = float(heights_mm[-1] - heights_mm[0]), len(frames)
     step_mm = length_mm / (num_frames - 1)
-    if np.abs(heights_mm - heights_mm[0] - np.arange(num_frames) * step_mm).max() <= JITTER_TOLERANCE_MM:
+    if (
+        np.abs(heights_mm - heights_mm[0] - np.arange(num_frames) * step_mm).max()
+        <= JITTER_TOLERANCE_MM
+    ):
         return [(index, 0.0) for index in range(num_frames)], step_mm, []
     gaps_mm = np.diff(heights_mm)
     usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
@@ -227,17 +272,26 @@ def _even(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tupl
             f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} and {frames[worst + 1]}; they were "
             "interpolated linearly"
         )
-    return list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)), step_mm, [warning]
+    return (
+        list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)),
+        step_mm,
+        [warning],
+    )
 
 
-def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+def _straight(
+    path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Measure the sideways offset of each slice from the first.
 
     Returns:
-        The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the slant (y, x) of such a stack in mm
-        per mm, else 0; warnings.
+        The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the
+        slant (y, x) of such a stack in mm per mm, else 0; warnings.
     """
-    shifts_mm = np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm) @ frames[0].axes[::-1].T
+    shifts_mm = (
+        np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm)
+        @ frames[0].axes[::-1].T
+    )
     rise_mm = heights_mm - heights_mm[0]
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
@@ -251,4 +305,8 @@ def _straight(path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray) -> 
     )
     beside = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
     found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else beside
-    return shifts_mm, np.zeros(2), [f"{found} were resampled to a rectangular grid; results are on that grid"]
+    return (
+        shifts_mm,
+        np.zeros(2),
+        [f"{found} were resampled to a rectangular grid; results are on that grid"],
+    )

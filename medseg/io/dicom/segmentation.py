@@ -38,9 +38,11 @@ def write_segmentation(
         path: Target.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
-        structures: Labels to write, in the order of the segments; voxels of other values are left out.
-        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment numbers for each slice, which RLE
-            makes a tenth as large; defined in 2024 and unknown to older viewers.
+        structures: Labels to write, in the order of the segments; voxels of other values are left
+            out.
+        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment
+            numbers for each slice, which RLE makes a tenth as large; defined in 2024 and unknown to
+            older viewers.
         keep_empty_frames: Whether slices without the segment get a frame too.
 
     Raises:
@@ -58,7 +60,9 @@ def write_segmentation(
     positions = None
     if is_multi_frame:
         _share_geometry(headers[0], slices.grid.spacing_mm[0])
-        positions = [PlanePositionSequence("PATIENT", frame.position_xyz_mm) for frame in slices.frames]
+        positions = [
+            PlanePositionSequence("PATIENT", frame.position_xyz_mm) for frame in slices.frames
+        ]
     else:
         for header in headers:
             # Rounded decimals may differ between slices that are parallel.
@@ -88,10 +92,15 @@ def write_segmentation(
             # highdicom refers to all frames at the position, those of other phases too.
             for derivation in group.DerivationImageSequence:
                 images = derivation.SourceImageSequence
-                derivation.SourceImageSequence = [image for image in images if image.ReferencedFrameNumber in own]
+                derivation.SourceImageSequence = [
+                    image for image in images if image.ReferencedFrameNumber in own
+                ]
         if kind == "labelmap":
-            # Not by highdicom: it would take the encoder of GDCM where that is installed, which ends the process on odd widths.
-            segmentation.compress(RLELossless, encoding_plugin="pydicom", generate_instance_uid=False)
+            # Not by highdicom: it would take the encoder of GDCM where that is installed, which
+            # ends the process on odd widths.
+            segmentation.compress(
+                RLELossless, encoding_plugin="pydicom", generate_instance_uid=False
+            )
         with replace_path(path) as part:
             segmentation.save_as(part)
 
@@ -111,7 +120,11 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment. A label without a SNOMED code gets a private one, which consists of its name."""
     name = stored_name(structure.name)
-    code = (structure.code[0], "SCT", structure.code[1]) if structure.code else (name[:16], "99MEDSEG", name)
+    code = (
+        (structure.code[0], "SCT", structure.code[1])
+        if structure.code
+        else (name[:16], "99MEDSEG", name)
+    )
     kind = CodedConcept(*code)
     for side in structure.code[2:]:
         kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]

@@ -91,17 +91,24 @@ def num_positions(heights_mm: np.ndarray) -> int:
 def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
 
-    Values that follow each other along the normal (the rotations of one scan) are one stack, also where they share a slice.
+    Values that follow each other along the normal (the rotations of one scan) are one stack, also
+    where they share a slice.
 
     Returns:
         Pairs (what distinguishes the stack, its slices).
     """
     for key in range(first_key, len(PHASES)):
         groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
-        # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+        # A value of its own for nearly every slice, such as a time, distinguishes slices, not
+        # volumes.
         if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
             return [
-                (", ".join(filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))), part)
+                (
+                    ", ".join(
+                        filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))
+                    ),
+                    part,
+                )
                 for value in sorted(groups, key=natural)
                 for rest, part in _by_phase(groups[value], key + 1)
             ]
@@ -114,7 +121,9 @@ def _overlap(groups: list[list[Frame]]) -> bool:
     steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
     steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
-    starts_mm, stops_mm = np.array(sorted((heights.min(), heights.max()) for heights in heights_mm)).T
+    starts_mm, stops_mm = np.array(
+        sorted((heights.min(), heights.max()) for heights in heights_mm)
+    ).T
     return bool((np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:] > 0.5 * step_mm).any())
 
 
@@ -122,7 +131,9 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     """Divide the slices of one series into stacks, and list the slices that have no parallel slice at another position."""
     found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
     alone: list[NoSlice] = []
-    planes = group_by(frames, lambda frame: next(first for first in frames if _is_parallel(frame, first)))
+    planes = group_by(
+        frames, lambda frame: next(first for first in frames if _is_parallel(frame, first))
+    )
     for phase, part in [stack for plane in planes.values() for stack in _by_phase(plane)]:
         heights_mm = heights_of(part, normal_of(part[0]))
         keys = [
@@ -133,8 +144,13 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
         if num_positions(heights_mm[order]) > 1:
             found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
         else:
-            alone += [NoSlice(frame.path, frame.series, "single slice without neighbours", is_image=True) for frame in part]
-    return [Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)], alone
+            alone += [
+                NoSlice(frame.path, frame.series, "single slice without neighbours", is_image=True)
+                for frame in part
+            ]
+    return [
+        Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)
+    ], alone
 
 
 def _name_pattern(path: Path) -> str:
@@ -145,7 +161,9 @@ def _name_pattern(path: Path) -> str:
         ('im.#', 'im.#', '.dcm')
     """
     name = path.name.lower()
-    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
+    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(
+        r"[0-9a-f]*[0-9][0-9a-z]*", "#", name
+    )
 
 
 def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
@@ -158,7 +176,9 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
         patterns = set(map(_name_pattern, neighbours))
         for entry in sorted(folder.iterdir()):
-            is_alike = _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "."
+            is_alike = (
+                _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "."
+            )
             if is_alike and not entry.is_dir():
                 yield entry
 
@@ -173,7 +193,9 @@ def _refused_copy(path: Path) -> NoSlice:
     return NoSlice(path, Series(), reason, is_unreadable=True)
 
 
-def _read_images(path: Path, modality: str, files: Sequence[Path], *, is_deep: bool) -> list[Frame | NoSlice]:
+def _read_images(
+    path: Path, modality: str, files: Sequence[Path], *, is_deep: bool
+) -> list[Frame | NoSlice]:
     """Read the headers of the given files, or of all DICOM files at a path, and find broken ones beside them."""
     if files:
         dicom = [file for file in files if is_dicom_file(file)]
@@ -187,21 +209,26 @@ def _read_images(path: Path, modality: str, files: Sequence[Path], *, is_deep: b
     return [*images, *map(_refused_copy, sorted(broken))]
 
 
-def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()) -> tuple[Stack, list[Finding]]:
+def choose_stack(
+    path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()
+) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
-    Unreadable files are refused with their series: other series stay readable beside them. A series that consists of unreadable
-    files only is left out, like an object of another modality, if exactly one other series can be read.
+    Unreadable files are refused with their series: other series stay readable beside them. A series
+    that consists of unreadable files only is left out, like an object of another modality, if
+    exactly one other series can be read.
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
-        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before it `<scope>:`
-            for the series of one patient or study, see `Series.is_in`; None for the only one.
+        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before
+            it `<scope>:` for the series of one patient or study, see `Series.is_in`; None for the
+            only one.
         modality: Modality of the series, as DICOM names it; "" takes any.
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and findings on what was left out: information, unless it may be a part of the scan.
+        The stack, and findings on what was left out: information, unless it may be a part of the
+        scan.
 
     Raises:
         UserError: If there is none, or more than one, or a file of it cannot be read.
@@ -210,7 +237,9 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
     images = _read_images(path, modality, files, is_deep=is_folder)
     choice = parse_series(wanted)
     # A file whose series cannot be read may belong to any study.
-    in_scope = [image for image in images if choice.is_scope_of(image.series) or not image.series.uid]
+    in_scope = [
+        image for image in images if choice.is_scope_of(image.series) or not image.series.uid
+    ]
     # Otherwise the refusal lists what there is.
     if any(isinstance(image, Frame) for image in in_scope):
         images = in_scope
@@ -225,19 +254,35 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
         its_stacks, alone = find_stacks(same_series)
         stacks += its_stacks
         left_out += alone
-    stacks.sort(key=lambda stack: (natural(stack.frames[0].series.number), stack.frames[0].series.uid, stack.part))
-    in_file = [stack for stack in stacks if only_file is None or any(frame.path == only_file for frame in stack.frames)]
-    chosen = [stack for stack in in_file if choice.is_meant(stack.frames[0].series, stack.part or 1)]
+    stacks.sort(
+        key=lambda stack: (
+            natural(stack.frames[0].series.number),
+            stack.frames[0].series.uid,
+            stack.part,
+        )
+    )
+    in_file = [
+        stack
+        for stack in stacks
+        if only_file is None or any(frame.path == only_file for frame in stack.frames)
+    ]
+    chosen = [
+        stack for stack in in_file if choice.is_meant(stack.frames[0].series, stack.part or 1)
+    ]
     require(
         len(chosen) <= 1,
         f"{path}: expected one {kind}, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
         "column series of a case table.",
     )
     uids = {stack.frames[0].series.uid for stack in chosen} or {
-        image.series.uid for image in images if only_file in (None, image.path) and (not in_file or choice.is_meant(image.series))
+        image.series.uid
+        for image in images
+        if only_file in (None, image.path) and (not in_file or choice.is_meant(image.series))
     }
     in_folder = group_by(images, lambda image: image.path.parent)
-    broken = [image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])]
+    broken = [
+        image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])
+    ]
     if broken:
         raise UserError(f"{first_few([image.path for image in broken], 1)}: {broken[0].reason}")
     is_any = not is_named and only_file is None
@@ -248,7 +293,10 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
         f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
     )
     missing = choice.name if choice.is_scope_of(in_file[0].frames[0].series) else str(wanted)
-    require(bool(chosen), f"{path}: there is no series={plain(missing)} among {_list(in_file, stacks)}; give one of them.")
+    require(
+        bool(chosen),
+        f"{path}: there is no series={plain(missing)} among {_list(in_file, stacks)}; give one of them.",
+    )
     num_patients = len({frame.series.patient for frame in chosen[0].frames} - {""})
     require(
         num_patients <= 1,
@@ -265,25 +313,34 @@ def choose_stack(path: Path, wanted: str | None, modality: str, files: Sequence[
     for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
         names = first_few([f"'{image.path.name}'" for image in lost], 1)
         why = lost[0].reason.rstrip(".")
-        findings += warnings_of("reading", [f"{series} was left out, since it cannot be read: {names}: {why}"])
+        findings += warnings_of(
+            "reading", [f"{series} was left out, since it cannot be read: {names}: {why}"]
+        )
     return chosen[0], findings
 
 
 def _count_reasons(images: Iterable[NoSlice]) -> str:
     """List how often each reason occurs in each series; "" without an image."""
     counts = Counter((str(image.series), image.reason) for image in images)
-    return first_few([f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED)
+    return first_few(
+        [f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED
+    )
 
 
 def _left_out(images: Sequence[NoSlice]) -> list[str]:
     """Say in one sentence what is left out, if anything is."""
-    return [f"left out, because they are not slices of the scan: {_count_reasons(images)}"] if images else []
+    return (
+        [f"left out, because they are not slices of the scan: {_count_reasons(images)}"]
+        if images
+        else []
+    )
 
 
 def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
     """Whether a file may belong to one of these series.
 
-    If its own series cannot be read, it may belong to any series in its folder; without others in the folder, to any series at all.
+    If its own series cannot be read, it may belong to any series in its folder; without others in
+    the folder, to any series at all.
     """
     if image.series.uid:
         return image.series.uid in uids
@@ -294,10 +351,12 @@ def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoS
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
     """List stacks by the value that `series=` takes, and what distinguishes them.
 
-    That is patient and date, where the folder holds several studies, the description, the number of slices and
-    the spacing (z, y, x).
+    That is patient and date, where the folder holds several studies, the description, the number of
+    slices and the spacing (z, y, x).
     """
-    all_series = list({stack.frames[0].series.uid: stack.frames[0].series for stack in all_stacks}.values())
+    all_series = list(
+        {stack.frames[0].series.uid: stack.frames[0].series for stack in all_stacks}.values()
+    )
     has_studies = len({series.scope for series in all_series}) > 1
     names = []
     for stack in stacks:
@@ -324,7 +383,11 @@ def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
     is_typable = re.fullmatch(r"[\w.-]+", series.patient) is not None
     scopes = ["", series.patient, f"{series.patient}:{series.date}" if series.date else ""]
     for scope in scopes if series.number else []:
-        same = [other for other in all_series if other.number == series.number and (not scope or other.is_in(scope))]
+        same = [
+            other
+            for other in all_series
+            if other.number == series.number and (not scope or other.is_in(scope))
+        ]
         if len(same) == 1 and (not scope or is_typable):
             return f"{scope}:{series.number}" if scope else series.number
     return series.uid

@@ -22,17 +22,20 @@ STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
 """SOP class by which structure sets refer to a study (Detached Study Management, retired and still expected)."""
 
 
-def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> None:
+def write_structure_set(
+    path: Path, labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]
+) -> None:
     """Write a label map as DICOM RTSTRUCT, whole or not at all.
 
-    Each part of a label on a slice is one closed contour in the plane of that slice; its holes are joined to it by keyholes. A label
-    without voxels is listed without contours.
+    Each part of a label on a slice is one closed contour in the plane of that slice; its holes are
+    joined to it by keyholes. A label without voxels is listed without contours.
 
     Args:
         path: Target.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
-        structures: Labels to write, in the order of the regions of interest; voxels of other values are left out.
+        structures: Labels to write, in the order of the regions of interest; voxels of other values
+            are left out.
 
     Raises:
         UserError: If the source lacks an identity, or the file cannot be written.
@@ -63,7 +66,10 @@ def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, st
         dataset.copy_patient_and_study_information(first)
         dataset.OperatorsName = ""
         dataset.StructureSetLabel = "medseg"
-        dataset.StructureSetDate, dataset.StructureSetTime = dataset.InstanceCreationDate, dataset.InstanceCreationTime
+        dataset.StructureSetDate, dataset.StructureSetTime = (
+            dataset.InstanceCreationDate,
+            dataset.InstanceCreationTime,
+        )
         dataset.ApprovalStatus = "UNAPPROVED"
         dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
         dataset.PositionReferenceIndicator = first.get("PositionReferenceIndicator", "")
@@ -86,9 +92,12 @@ def write_structure_set(path: Path, labels: np.ndarray, slices: SourceSlices, st
             for number, one in enumerate(structures, start=1)
         ]
         dataset.ROIContourSequence = [
-            _contours(number, one, numbers == number, slices.frames, references) for number, one in enumerate(structures, start=1)
+            _contours(number, one, numbers == number, slices.frames, references)
+            for number, one in enumerate(structures, start=1)
         ]
-        dataset.RTROIObservationsSequence = [_observation(number, one) for number, one in enumerate(structures, start=1)]
+        dataset.RTROIObservationsSequence = [
+            _observation(number, one) for number, one in enumerate(structures, start=1)
+        ]
         with replace_path(path) as part:
             dataset.save_as(part)
 
@@ -102,14 +111,20 @@ def _item(**fields: Any) -> Dataset:
 
 def _reference(header: Dataset, frame: Frame) -> Dataset:
     """Refer to a slice by its file and, in a multi-frame file, its number."""
-    reference = _item(ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID)
+    reference = _item(
+        ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID
+    )
     if "PerFrameFunctionalGroupsSequence" in header:
         reference.ReferencedFrameNumber = frame.index + 1
     return reference
 
 
 def _contours(
-    number: int, structure: Structure, mask: np.ndarray, frames: Sequence[Frame], references: Sequence[Dataset]
+    number: int,
+    structure: Structure,
+    mask: np.ndarray,
+    frames: Sequence[Frame],
+    references: Sequence[Dataset],
 ) -> Dataset:
     """Trace one region of interest on all slices."""
     item = _item(ReferencedROINumber=number)
@@ -124,7 +139,10 @@ def _contours(
                     ContourGeometricType="CLOSED_PLANAR",
                     NumberOfContourPoints=len(outline),
                     # 0.1 µm, in the 16 characters that a decimal of DICOM has.
-                    ContourData=[f"{value:.10g}" for value in points_of(frames[index], outline).round(4).ravel()],
+                    ContourData=[
+                        f"{value:.10g}"
+                        for value in points_of(frames[index], outline).round(4).ravel()
+                    ],
                 )
             )
     if contours:
@@ -142,6 +160,10 @@ def _observation(number: int, structure: Structure) -> Dataset:
     )
     if structure.code:
         item.RTROIIdentificationCodeSequence = [
-            _item(CodeValue=structure.code[0], CodingSchemeDesignator="SCT", CodeMeaning=structure.code[1])
+            _item(
+                CodeValue=structure.code[0],
+                CodingSchemeDesignator="SCT",
+                CodeMeaning=structure.code[1],
+            )
         ]
     return item

@@ -12,13 +12,28 @@ from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.label_table import Structure
 
-IDENTITY = ("SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "FrameOfReferenceUID")
+IDENTITY = (
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "SeriesInstanceUID",
+    "StudyInstanceUID",
+    "FrameOfReferenceUID",
+)
 """Fields by which an object refers to its source."""
 
 MAX_NAME = 64
 """Characters of a segment's label, of the name of a region of interest, and of a code's meaning."""
 
-TYPE_2 = ("PatientName", "PatientID", "PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyDate", "StudyTime")
+TYPE_2 = (
+    "PatientName",
+    "PatientID",
+    "PatientBirthDate",
+    "PatientSex",
+    "AccessionNumber",
+    "StudyID",
+    "StudyDate",
+    "StudyTime",
+)
 """Fields of patient and study that must be present and may be empty; removed from many public series."""
 
 
@@ -27,7 +42,9 @@ def stored_name(name: str) -> str:
     return name.replace("\\", "_")[:MAX_NAME]
 
 
-def labels_on_slices(labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]) -> np.ndarray:
+def labels_on_slices(
+    labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]
+) -> np.ndarray:
     """Move a label map from the grid of a series onto its slices: each pixel takes the nearest voxel of the plane at its slice.
 
     Args:
@@ -36,19 +53,30 @@ def labels_on_slices(labels: np.ndarray, slices: SourceSlices, structures: Seque
         structures: Labels that are kept.
 
     Returns:
-        For each slice and pixel the number of its structure, counted from 1, or 0: (slices, rows, columns).
+        For each slice and pixel the number of its structure, counted from 1, or 0: (slices, rows,
+        columns).
 
     Raises:
         ValueError: If the label map has another shape than the grid.
     """
     if labels.shape != slices.grid.shape:
-        raise ValueError(f"the label map {labels.shape} is not on the grid of the series {slices.grid.shape}")
-    numbers = np.zeros(max(int(labels.max()), *(one.value for one in structures)) + 1, np.min_scalar_type(len(structures)))
+        raise ValueError(
+            f"the label map {labels.shape} is not on the grid of the series {slices.grid.shape}"
+        )
+    numbers = np.zeros(
+        max(int(labels.max()), *(one.value for one in structures)) + 1,
+        np.min_scalar_type(len(structures)),
+    )
     numbers[[one.value for one in structures]] = np.arange(1, len(structures) + 1)
-    heights = slices.grid.world_to_index_zyx([frame.position_xyz_mm for frame in slices.frames])[:, 0]
+    heights = slices.grid.world_to_index_zyx([frame.position_xyz_mm for frame in slices.frames])[
+        :, 0
+    ]
     result = np.empty((len(slices.frames), *slices.frames[0].pixels.shape), numbers.dtype)
     for index, plane in enumerate(nearest(heights)):
-        y, x = (nearest(np.arange(size) + px) for size, px in zip(result.shape[1:], slices.shifts_px[index], strict=True))
+        y, x = (
+            nearest(np.arange(size) + px)
+            for size, px in zip(result.shape[1:], slices.shifts_px[index], strict=True)
+        )
         result[index] = numbers[labels[plane][np.ix_(y, x)]]
     return result
 
@@ -66,9 +94,17 @@ def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
     labels = np.zeros(slices.grid.shape, on_slices.dtype)
     for plane, (below, weight) in enumerate(slices.planes):
         index = below + round(weight)
-        places = [nearest(np.arange(size) - px) for size, px in zip(labels.shape[1:], slices.shifts_px[index], strict=True)]
-        inside = [(place >= 0) & (place < size) for place, size in zip(places, on_slices.shape[1:], strict=True)]
-        labels[plane][np.ix_(*inside)] = on_slices[index][np.ix_(places[0][inside[0]], places[1][inside[1]])]
+        places = [
+            nearest(np.arange(size) - px)
+            for size, px in zip(labels.shape[1:], slices.shifts_px[index], strict=True)
+        ]
+        inside = [
+            (place >= 0) & (place < size)
+            for place, size in zip(places, on_slices.shape[1:], strict=True)
+        ]
+        labels[plane][np.ix_(*inside)] = on_slices[index][
+            np.ix_(places[0][inside[0]], places[1][inside[1]])
+        ]
     return labels
 
 
@@ -116,4 +152,6 @@ def points_of(frame: Frame, row_column: np.ndarray) -> np.ndarray:
 
 def pixels_of(frame: Frame, points_xyz_mm: np.ndarray) -> np.ndarray:
     """Find the positions (N, 2) in the pixels of a slice, (row, column), of LPS points (N, 3) in mm; the inverse of `points_of`."""
-    return np.asarray((points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T / frame.spacing_mm)
+    return np.asarray(
+        (points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T / frame.spacing_mm
+    )

@@ -23,7 +23,8 @@ class Study:
         scope: What `series=<scope>:` takes for it.
         series: Its series, also those that are no volume.
         positions: Places of the slices of each volume, by Series Instance UID.
-        files: Its files, with those that may belong to any study of the folder because their headers do not tell.
+        files: Its files, with those that may belong to any study of the folder because their
+            headers do not tell.
     """
 
     patient: str
@@ -61,11 +62,14 @@ class _Folder:
     positions: dict[str, list[Position]] = field(default_factory=dict)
 
 
-def find_studies(folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None) -> list[list[Study]]:
+def find_studies(
+    folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None
+) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
-    A study counts if it has a series of two slices at least: localisers, reports, structures and other modalities
-    make none. All slices of a series belong to one study, even where their headers disagree; the reader refuses such.
+    A study counts if it has a series of two slices at least: localisers, reports, structures and
+    other modalities make none. All slices of a series belong to one study, even where their headers
+    disagree; the reader refuses such.
 
     Args:
         folders: Where to look, to the bottom.
@@ -129,7 +133,11 @@ def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
         first = min(own, key=lambda series: series.date)
         positions = {series.uid: frozenset(folder.positions[series.uid]) for series in own}
         files = _files_of(folder, all_series)
-        studies.append(Study(first.patient, first.study, first.date, scope, tuple(all_series), positions, files))
+        studies.append(
+            Study(
+                first.patient, first.study, first.date, scope, tuple(all_series), positions, files
+            )
+        )
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 

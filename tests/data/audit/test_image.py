@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.data.audit.image import audit_channels, audit_image, hash_voxels, measure_image, share_of
+from medseg.data.audit.image import (
+    audit_channels,
+    audit_image,
+    hash_voxels,
+    measure_image,
+    share_of,
+)
 from medseg.findings import Severity
 from medseg.preprocess.scale import HuScale
 
@@ -14,7 +20,9 @@ def ct(seed: int = 0, lung: float = 0.2, soft: float = 0.35) -> np.ndarray:
     """Voxels with the shares of a chest: air, lung, soft tissue and some bone, noisy."""
     rng = np.random.default_rng(seed)
     kinds = rng.choice(
-        [-990.0, -850.0, -100.0, 50.0, 600.0], p=[0.97 - lung - soft, lung, soft / 3, soft * 2 / 3, 0.03], size=(12, 40, 50)
+        [-990.0, -850.0, -100.0, 50.0, 600.0],
+        p=[0.97 - lung - soft, lung, soft / 3, soft * 2 / 3, 0.03],
+        size=(12, 40, 50),
     )
     return np.clip(np.rint(kinds + rng.normal(0, 25, kinds.shape)), -1024, 3071).astype(np.int16)
 
@@ -31,7 +39,9 @@ def test_the_facts_are_those_of_sorting() -> None:
         assert (summary["min"], summary["max"]) == (image.min(), image.max())
         for name, share in (("p01", 0.01), ("p50", 0.5), ("p99", 0.99)):
             assert summary[name] == whole[int(np.ceil(share * whole.size)) - 1]
-        assert share_of(facts.counts, -900, 100) == pytest.approx(((whole >= -900) & (whole < 100)).mean())
+        assert share_of(facts.counts, -900, 100) == pytest.approx(
+            ((whole >= -900) & (whole < 100)).mean()
+        )
         assert share_of(facts.counts, -np.inf, np.inf) == 1
 
 
@@ -44,7 +54,9 @@ def test_a_ct_of_any_mixture_passes(lung: float, soft: float) -> None:
 @pytest.mark.parametrize("offset", [1000, 1024])
 @pytest.mark.parametrize("soft", [0.1, 0.5])
 @pytest.mark.parametrize("padding", [None, -2000, 0, -1024])
-def test_an_offset_is_found_whatever_the_padding(offset: int, soft: float, padding: int | None) -> None:
+def test_an_offset_is_found_whatever_the_padding(
+    offset: int, soft: float, padding: int | None
+) -> None:
     image = np.maximum(ct(2, 0.2, soft) + offset, 0)
     if padding is not None:
         image[:, :10] = padding
@@ -57,7 +69,11 @@ def test_an_offset_is_found_whatever_the_padding(offset: int, soft: float, paddi
 @pytest.mark.parametrize("high_hu", [240, 400, 1000])
 def test_eight_bits_are_no_hu(low_hu: int, high_hu: int) -> None:
     share = (np.clip(ct(3), low_hu, high_hu) - low_hu) / (high_hu - low_hu)
-    for image in (np.rint(share * 255).astype(np.int16), share.astype(np.float32), (2 * share - 1).astype(np.float32)):
+    for image in (
+        np.rint(share * 255).astype(np.int16),
+        share.astype(np.float32),
+        (2 * share - 1).astype(np.float32),
+    ):
         assert codes(image) == [("hu_range", "error")]
 
 
@@ -65,11 +81,14 @@ def test_other_images_are_no_hu() -> None:
     rng = np.random.default_rng(4)
     assert codes(rng.gamma(2.0, 200.0, (8, 30, 30)).astype(np.int16)) == [("hu_range", "error")]
     assert codes(np.full((3, 4, 5), -7, np.int16)) == [("hu_range", "error")]
-    # HU times 10 is not an offset of fat, whose values then lie where an offset would move soft tissue.
+    # HU times 10 is not an offset of fat, whose values then lie where an offset would move soft
+    # tissue.
     with_fat = ct(5, 0.3, 0.3)
     with_fat[:, :8] = rng.normal(-105, 10, with_fat[:, :8].shape)
     times_ten = audit_image(measure_image(with_fat * np.int16(10)))
-    assert [(finding.code, "far below air" in finding.message) for finding in times_ten] == [("hu_range", True)]
+    assert [(finding.code, "far below air" in finding.message) for finding in times_ten] == [
+        ("hu_range", True)
+    ]
     only_air = np.clip(rng.normal(-990, 80, (8, 30, 30)), -1300, -600).astype(np.int16)
     assert codes(only_air) == [("hu_range", "error")]
 
@@ -92,7 +111,9 @@ def test_bone_without_air_around_it_is_not_inverted() -> None:
 def test_values_without_negated_bone_are_not_inverted() -> None:
     """A magnetic resonance image of 0 to 1000, or a CT with an offset of 1024."""
     rng = np.random.default_rng(14)
-    image = rng.choice([100.0, 600.0, 900.0], p=[0.2, 0.3, 0.5], size=(12, 40, 50)) + rng.normal(200, 20, (12, 40, 50))
+    image = rng.choice([100.0, 600.0, 900.0], p=[0.2, 0.3, 0.5], size=(12, 40, 50)) + rng.normal(
+        200, 20, (12, 40, 50)
+    )
     (finding,) = audit_image(measure_image(image.astype(np.int16)))
     assert "inverted" not in finding.message
 
@@ -138,7 +159,9 @@ def test_a_filled_value_is_told_and_that_of_a_quantised_scan_is_not() -> None:
         (-200, 250, [("clipped", "warning"), ("clipped", "warning")]),
     ],
 )
-def test_clipping_is_told_where_it_costs_something(low_hu: int, high_hu: int, found: list[tuple[str, str]]) -> None:
+def test_clipping_is_told_where_it_costs_something(
+    low_hu: int, high_hu: int, found: list[tuple[str, str]]
+) -> None:
     image = np.clip(ct(7), low_hu, high_hu)
     assert codes(image) == found
     image[:, :4] = -3024
@@ -146,7 +169,9 @@ def test_clipping_is_told_where_it_costs_something(low_hu: int, high_hu: int, fo
 
 
 def test_a_crop_without_air_is_told() -> None:
-    assert codes(np.where(ct(8) < -500, ct(9) // 8, ct(8)).astype(np.int16)) == [("no_air", "warning")]
+    assert codes(np.where(ct(8) < -500, ct(9) // 8, ct(8)).astype(np.int16)) == [
+        ("no_air", "warning")
+    ]
 
 
 def test_one_scan_has_one_hash_in_any_storage_order() -> None:
@@ -179,7 +204,9 @@ def test_the_modality_decides_which_findings_apply() -> None:
         (1500 / 255, -1250.0, np.uint8, "data.hu_slope=5.88235 data.hu_offset=-1250 "),
     ],
 )
-def test_the_advice_for_a_small_range_follows_from_it_and_works(slope: float, offset: float, dtype: type, advice: str) -> None:
+def test_the_advice_for_a_small_range_follows_from_it_and_works(
+    slope: float, offset: float, dtype: type, advice: str
+) -> None:
     """HU divided by 1000; a window of -1250 to 250 HU scaled to [0, 1], to [-1, 1] and to 8 bits."""
     image_hu = ct(5)
     if offset:

@@ -42,7 +42,9 @@ def test_regions_are_measured_in_the_world(task: Task) -> None:
     for name, value in task.labels.items():
         inside = np.argwhere(labels == value)
         assert regions[name].box == VoxelBox.from_mask(labels == value)
-        assert regions[name].centre_x_mm == pytest.approx(GRID.index_to_world_xyz_mm(inside)[:, 0].mean())
+        assert regions[name].centre_x_mm == pytest.approx(
+            GRID.index_to_world_xyz_mm(inside)[:, 0].mean()
+        )
     assert measure_volumes(labels, GRID, task) == pytest.approx(
         {"left_lung": 8 * 14 * 10 * 0.03, "right_lung": 8 * 16 * 12 * 0.03}
     )
@@ -62,12 +64,19 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
     parted[6:][parted[6:] == 1] = 2
     regions = measure_regions(parted, GRID, lobes)
     plain = measure_regions(labels, GRID, task)
-    assert [(one.box, one.centre_x_mm) for one in regions.values()] == [(one.box, one.centre_x_mm) for one in plain.values()]
+    assert [(one.box, one.centre_x_mm) for one in regions.values()] == [
+        (one.box, one.centre_x_mm) for one in plain.values()
+    ]
     assert found(image, parted, lobes) == []
 
 
 def test_regions_without_sides_are_not_compared(task: Task) -> None:
-    organs = Task("organs", {"heart": 1, "spine": 2}, (Region("heart", ("heart",)), Region("spine", ("spine",))), task.channels)
+    organs = Task(
+        "organs",
+        {"heart": 1, "spine": 2},
+        (Region("heart", ("heart",)), Region("spine", ("spine",))),
+        task.channels,
+    )
     image, labels = lungs()
     wide = labels.copy()
     wide[2:10, 8:22, 18:23] = 2
@@ -87,7 +96,14 @@ def test_the_area_of_contact_is_measured(task: Task, gap: int) -> None:
 
 @pytest.mark.parametrize(
     ("axis", "end", "name"),
-    [(0, 0, "lower"), (0, 1, "upper"), (1, 0, "front"), (1, 1, "back"), (2, 0, "right"), (2, 1, "left")],
+    [
+        (0, 0, "lower"),
+        (0, 1, "upper"),
+        (1, 0, "front"),
+        (1, 1, "back"),
+        (2, 0, "right"),
+        (2, 1, "left"),
+    ],
 )
 def test_each_end_of_the_scan_has_its_name(task: Task, axis: int, end: int, name: str) -> None:
     image, labels = lungs()
@@ -98,9 +114,16 @@ def test_each_end_of_the_scan_has_its_name(task: Task, axis: int, end: int, name
     grown[axis] = slice(grown[axis].start, None) if end else slice(0, grown[axis].stop)
     labels[tuple(grown)] = value
     region = "right_lung" if value == 2 else "left_lung"
-    sizes_mm = [size * step for other, (size, step) in enumerate(zip(box.shape, GRID.spacing_mm, strict=True)) if other != axis]
+    sizes_mm = [
+        size * step
+        for other, (size, step) in enumerate(zip(box.shape, GRID.spacing_mm, strict=True))
+        if other != axis
+    ]
     (finding,) = found(image, labels, task)
-    assert finding.message == f"the scan cuts {region} ({name} end, {math.prod(sizes_mm) / 100:.1f} cm²)"
+    assert (
+        finding.message
+        == f"the scan cuts {region} ({name} end, {math.prod(sizes_mm) / 100:.1f} cm²)"
+    )
 
 
 @pytest.mark.parametrize(("distance_mm", "is_near"), [(3.0, True), (9.0, False)])
@@ -108,7 +131,9 @@ def test_the_edge_of_the_field_of_view_cuts(task: Task, distance_mm: float, is_n
     image, labels = lungs()
     image[:, :, 33 + round(distance_mm / 3.0) :] = -2000
     findings = found(image, labels, task)
-    assert [finding.message for finding in findings] == ["the scan cuts left_lung (edge of the field of view)"] * is_near
+    assert [finding.message for finding in findings] == [
+        "the scan cuts left_lung (edge of the field of view)"
+    ] * is_near
     assert found(None, labels, task) == []
 
 
@@ -119,7 +144,9 @@ def test_a_lone_region_is_compared_with_the_body(task: Task, value: int) -> None
     alone = labels * (labels == value)
     absent = {"right_lung" if value == 1 else "left_lung": "absent"}
     assert found(image, alone, task, **absent) == []
-    (finding,) = found(image, (3 - alone) * (alone > 0), task, **{next(iter({*task.labels} - {*absent})): "absent"})
+    (finding,) = found(
+        image, (3 - alone) * (alone > 0), task, **{next(iter({*task.labels} - {*absent})): "absent"}
+    )
     assert finding.code == "doubtful_side"
 
 
@@ -133,7 +160,15 @@ def test_what_is_rightly_absent_is_not_missing(task: Task) -> None:
 def test_a_region_that_a_spacing_loses_is_told(task: Task) -> None:
     (finding,) = audit_vanished({"left_lung": 0.012, "right_lung": 0.0}, {}, task, "4x4x4")
     assert finding.message == "left_lung has 0.012 ml, and none of it is left at 4x4x4 mm"
-    assert audit_vanished({"left_lung": 5.0, "right_lung": 0.0}, {"left_lung": VoxelBox.full((2, 2, 2))}, task, "4") == []
+    assert (
+        audit_vanished(
+            {"left_lung": 5.0, "right_lung": 0.0},
+            {"left_lung": VoxelBox.full((2, 2, 2))},
+            task,
+            "4",
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("away", [0.9, 1.1])
@@ -141,7 +176,12 @@ def test_one_tolerance_decides_about_grids(away: float) -> None:
     origin = (-60.0 + away * GRID_TOLERANCE_MM, 5.0, 7.0)
     moved = VoxelGrid(GRID.shape, GRID.spacing_mm, origin, GRID.direction)
     assert bool(audit_grids(GRID, moved, (GRID.shape, GRID.shape))) == (away > 1)
-    stretched = VoxelGrid(GRID.shape, (5.0 + away * GRID_TOLERANCE_MM / 11, 2.0, 3.0), GRID.origin_xyz_mm, GRID.direction)
+    stretched = VoxelGrid(
+        GRID.shape,
+        (5.0 + away * GRID_TOLERANCE_MM / 11, 2.0, 3.0),
+        GRID.origin_xyz_mm,
+        GRID.direction,
+    )
     assert bool(audit_grids(GRID, stretched, (GRID.shape, GRID.shape))) == (away > 1)
 
 
@@ -166,11 +206,16 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     assert nothing == []
     many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
     (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
-    assert finding.message.startswith("the label map holds the values 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, …, which")
+    assert finding.message.startswith(
+        "the label map holds the values 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, …, which"
+    )
     assert finding.cure == "is it an image instead of a label map?"
 
 
-POSITIONS = {"upside down": ((0,), (0, 2)), "turned by 180 degrees about its long axis": ((1,), (1, 2))}
+POSITIONS = {
+    "upside down": ((0,), (0, 2)),
+    "turned by 180 degrees about its long axis": ((1,), (1, 2)),
+}
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -178,10 +223,14 @@ def test_a_body_that_lies_against_its_header_is_told_and_its_labels_are_not_to_b
     whole: tuple[np.ndarray, np.ndarray, VoxelGrid], task: Task, position: str
 ) -> None:
     image, labels, grid = whole
-    assert not {"body_position", "swapped_sides"} & {one.code for one in audit_labels(image, labels, grid, task, {})}
+    assert not {"body_position", "swapped_sides"} & {
+        one.code for one in audit_labels(image, labels, grid, task, {})
+    }
     mirrored, turned = POSITIONS[position]
     (finding,) = [
-        one for one in audit_labels(np.flip(image, mirrored), np.flip(labels, mirrored), grid, task, {}) if "body" in one.code
+        one
+        for one in audit_labels(np.flip(image, mirrored), np.flip(labels, mirrored), grid, task, {})
+        if "body" in one.code
     ]
     assert (finding.severity, position in finding.message) == (Severity.warning, True)
     found = audit_labels(np.flip(image, turned), np.flip(labels, turned), grid, task, {})
@@ -191,16 +240,21 @@ def test_a_body_that_lies_against_its_header_is_told_and_its_labels_are_not_to_b
 
 
 @pytest.mark.parametrize(
-    ("factor", "severity"), [(1.0, None), (5.0, "warning"), (10.0, "error"), (0.2, "warning"), (0.1, "warning")]
+    ("factor", "severity"),
+    [(1.0, None), (5.0, "warning"), (10.0, "error"), (0.2, "warning"), (0.1, "warning")],
 )
-def test_a_wrong_spacing_gives_implausible_volumes(task: Task, factor: float, severity: str | None) -> None:
+def test_a_wrong_spacing_gives_implausible_volumes(
+    task: Task, factor: float, severity: str | None
+) -> None:
     _, labels = lungs()
     volumes_ml = measure_volumes(labels, GRID, task)
     ranges = {name: (0.25 * volume_ml, 3.0 * volume_ml) for name, volume_ml in volumes_ml.items()}
     z, y, x = GRID.spacing_mm
     grid = VoxelGrid(GRID.shape, (factor * z, y, x))
     found = audit_labels(None, labels, grid, replace(task, volume_ml=ranges), {})
-    assert [one.severity.value for one in found if one.code == "implausible_volume"] == [severity] * 2 * (severity is not None)
+    assert [one.severity.value for one in found if one.code == "implausible_volume"] == [
+        severity
+    ] * 2 * (severity is not None)
 
 
 @pytest.mark.parametrize(("factor", "is_error"), [(1.0, False), (0.001, True), (30.0, True)])
@@ -213,16 +267,25 @@ def test_a_scan_has_the_size_of_a_patient(factor: float, is_error: bool) -> None
 
 
 @pytest.mark.parametrize(("step_z_mm", "is_error"), [(30.0, False), (80.0, True)])
-def test_no_organ_of_one_side_is_longer_than_the_femur(task: Task, step_z_mm: float, is_error: bool) -> None:
+def test_no_organ_of_one_side_is_longer_than_the_femur(
+    task: Task, step_z_mm: float, is_error: bool
+) -> None:
     """As with slices that are several times too thick, while the volume may still be that of a large lung."""
     image, labels = lungs()
     grid = replace(GRID, spacing_mm=(step_z_mm, 2.0, 3.0))
-    codes = {finding.code for finding in audit_labels(image, labels, grid, replace(task, volume_ml={}), {})}
+    codes = {
+        finding.code
+        for finding in audit_labels(image, labels, grid, replace(task, volume_ml={}), {})
+    }
     assert ("implausible_size" in codes) == is_error
 
 
-@pytest.mark.parametrize(("low_ml", "severity"), [(40.0, Severity.warning), (500.0, Severity.error)])
-def test_a_whole_region_that_is_far_too_small_is_an_error(task: Task, low_ml: float, severity: Severity) -> None:
+@pytest.mark.parametrize(
+    ("low_ml", "severity"), [(40.0, Severity.warning), (500.0, Severity.error)]
+)
+def test_a_whole_region_that_is_far_too_small_is_an_error(
+    task: Task, low_ml: float, severity: Severity
+) -> None:
     """A lung of 34 ml."""
     limited = replace(task, volume_ml={"left_lung": (low_ml, 5500.0)})
     (finding,) = found(*lungs(), limited)
@@ -232,5 +295,7 @@ def test_a_whole_region_that_is_far_too_small_is_an_error(task: Task, low_ml: fl
 def test_a_region_that_the_scan_cuts_may_be_small(task: Task) -> None:
     _, labels = lungs()
     grid = VoxelGrid((5, *GRID.shape[1:]), GRID.spacing_mm)
-    found = audit_labels(None, labels[:5], grid, replace(task, volume_ml={"left_lung": (900.0, 5000.0)}), {})
+    found = audit_labels(
+        None, labels[:5], grid, replace(task, volume_ml={"left_lung": (900.0, 5000.0)}), {}
+    )
     assert [one.code for one in found] == ["cut_region"]

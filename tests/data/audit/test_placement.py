@@ -32,18 +32,24 @@ def test_labels_in_place_pass(chest: tuple[np.ndarray, np.ndarray, np.ndarray, V
     image, labels, organs, grid = chest
     assert audit_placement(image, labels, grid) == []
     for value in (1, 2, 3, 4):  # one lung, the heart without a clear edge, the spine
-        assert audit_placement(image, np.where(organs == value, np.uint8(1), np.uint8(0)), grid) == []
+        assert (
+            audit_placement(image, np.where(organs == value, np.uint8(1), np.uint8(0)), grid) == []
+        )
 
 
 @pytest.mark.parametrize("axes", FLIPS)
-def test_mirrored_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid], axes: tuple[int, ...]) -> None:
+def test_mirrored_labels_are_found(
+    chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid], axes: tuple[int, ...]
+) -> None:
     image, labels, _, grid = chest
     (finding,) = audit_placement(image, np.flip(labels, axes), grid)
     ways = [("head to feet", "back to front", "left to right")[axis] for axis in axes]
     assert f"but would if mirrored {' and '.join(ways)} (fit" in finding.message
 
 
-def test_transposed_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid]) -> None:
+def test_transposed_labels_are_found(
+    chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid],
+) -> None:
     image, labels, _, grid = chest
     side = min(labels.shape[1:])
     image, labels = image[:, :side, :side], labels[:, :side, :side]
@@ -52,7 +58,9 @@ def test_transposed_labels_are_found(chest: tuple[np.ndarray, np.ndarray, np.nda
     assert "but would if transposed within the slices (fit" in finding.message
 
 
-def test_too_little_says_nothing(chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid]) -> None:
+def test_too_little_says_nothing(
+    chest: tuple[np.ndarray, np.ndarray, np.ndarray, VoxelGrid],
+) -> None:
     image, labels, _, grid = chest
     assert audit_placement(image, 0 * labels, grid) == []
     noise = np.random.default_rng(0).normal(0, 20, labels.shape).astype(np.int16)
@@ -72,9 +80,19 @@ def test_every_real_scan_in_every_order(shared_ct: Path) -> None:
         labels = orientation.to_lps(read_labels(shared_ct / row["labels"]).array)
         assert audit_placement(image, labels, grid) == [], row["case"]
         assert audit_shift(image, labels, grid) == [], row["case"]
-        shifts = itertools.product((1, 2), (5, -5))  # along z, a scan that cuts the lungs has few edges
-        missed += [(row["case"], *one) for one in shifts if not audit_shift(image, np.roll(labels, one[1], one[0]), grid)]
-        missed += [(row["case"], axes) for axes in FLIPS if not audit_placement(image, np.flip(labels, axes), grid)]
+        shifts = itertools.product(
+            (1, 2), (5, -5)
+        )  # along z, a scan that cuts the lungs has few edges
+        missed += [
+            (row["case"], *one)
+            for one in shifts
+            if not audit_shift(image, np.roll(labels, one[1], one[0]), grid)
+        ]
+        missed += [
+            (row["case"], axes)
+            for axes in FLIPS
+            if not audit_placement(image, np.flip(labels, axes), grid)
+        ]
     assert missed == [], missed
 
 

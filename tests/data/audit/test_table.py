@@ -35,7 +35,15 @@ def audited(
     case = Case(name, Path(name), None, patient or name, ignore_findings=ignore_findings)
     thumbnail = () if image is None else make_thumbnail(image)
     return AuditedCase(
-        case, CaseAudit(VoxelGrid((9, 8, 7), spacing_mm), HU, voxels or name, {"left_lung": 12.34}, findings, thumbnail)
+        case,
+        CaseAudit(
+            VoxelGrid((9, 8, 7), spacing_mm),
+            HU,
+            voxels or name,
+            {"left_lung": 12.34},
+            findings,
+            thumbnail,
+        ),
     )
 
 
@@ -48,7 +56,10 @@ def audited(
 def test_a_spacing_is_an_outlier_among_enough_others(
     num_cases: int, spacing_mm: tuple[float, float, float], said: str | None
 ) -> None:
-    cases = [*(audited(f"c{number}") for number in range(num_cases - 1)), audited("odd", spacing_mm)]
+    cases = [
+        *(audited(f"c{number}") for number in range(num_cases - 1)),
+        audited("odd", spacing_mm),
+    ]
     compared = compare_cases(cases)
     assert all(one.compared == () for one in compared[:-1])
     assert [finding.message for finding in compared[-1].compared] == ([said] if said else [])
@@ -64,9 +75,25 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
         AuditedCase(Case("f", Path("f"), None, "f"), None, failure="no such file"),
     ]
     compared = compare_cases(cases)
-    found = [[(finding.code, finding.severity.value) for finding in one.findings()] for one in compared]
-    assert found == [[], [], [("duplicate_image", "warning")], [("duplicate_image", "error")], [], []]
-    assert [one.status for one in compared] == ["ready", "ready", "ready", "refused", "ready", "failed"]
+    found = [
+        [(finding.code, finding.severity.value) for finding in one.findings()] for one in compared
+    ]
+    assert found == [
+        [],
+        [],
+        [("duplicate_image", "warning")],
+        [("duplicate_image", "error")],
+        [],
+        [],
+    ]
+    assert [one.status for one in compared] == [
+        "ready",
+        "ready",
+        "ready",
+        "refused",
+        "ready",
+        "failed",
+    ]
 
 
 def test_near_copies_under_two_patients_are_found() -> None:
@@ -76,9 +103,14 @@ def test_near_copies_under_two_patients_are_found() -> None:
         "other": ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400),
         "noisy": scan + rng.normal(0, 20, scan.shape), "brighter": scan + 3, "shorter": scan[1:],
     }  # fmt: skip
-    cases = [audited("scan", patient="p", image=scan), audited("again", patient="p", image=scan + 2)]
+    cases = [
+        audited("scan", patient="p", image=scan),
+        audited("again", patient="p", image=scan + 2),
+    ]
     cases += [audited(name, image=image) for name, image in changed.items()]
-    found = {one.case.name: [finding.code for finding in one.findings()] for one in compare_cases(cases)}
+    found = {
+        one.case.name: [finding.code for finding in one.findings()] for one in compare_cases(cases)
+    }
     assert found == {
         "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"], "shorter": ["near_copy"],
     }  # fmt: skip
@@ -89,7 +121,9 @@ def near_copies(by_profile: bool, **cells: tuple[Any, Any]) -> Finding:
     rng = np.random.default_rng(0)
     scan = ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400)
     profile = tuple((1000 + 10 * step, 2000 - 10 * step, 300) for step in range(30))
-    rows: list[dict[str, Any]] = [{name: values[row] for name, values in cells.items()} for row in range(2)]
+    rows: list[dict[str, Any]] = [
+        {name: values[row] for name, values in cells.items()} for row in range(2)
+    ]
     pair = []
     for name, row in zip(("scan", "copy"), rows, strict=True):
         one = audited(name, image=None if by_profile else scan + len(pair))
@@ -146,24 +180,41 @@ def test_the_table_can_be_read_by_a_machine() -> None:
 
 
 def test_an_audit_survives_its_file() -> None:
-    audit = audited("a", (1.0, 0.7, 0.7), *(Finding(code, severity, code, "x") for code in CODES for severity in Severity)).audit
+    audit = audited(
+        "a",
+        (1.0, 0.7, 0.7),
+        *(Finding(code, severity, code, "x") for code in CODES for severity in Severity),
+    ).audit
     assert audit is not None
     assert CaseAudit.from_dict(audit.to_dict()) == audit
-    assert {finding.code for finding in audit.heeded({"no_air"}, Severity.error)} == set(CODES) - {"no_air"}
+    assert {finding.code for finding in audit.heeded({"no_air"}, Severity.error)} == set(CODES) - {
+        "no_air"
+    }
 
 
 def test_mistaken_codes_are_told() -> None:
     assert check_ignored(["no_air", "clipped"], "x") == {"no_air", "clipped"}
-    with pytest.raises(UserError, match=r"^line 3: there is no finding 'cliped'; did you mean clipped\?$"):
+    with pytest.raises(
+        UserError, match=r"^line 3: there is no finding 'cliped'; did you mean clipped\?$"
+    ):
         check_ignored(["cliped"], "line 3")
-    with pytest.raises(UserError, match="there is no finding 'zzz'; there are reading, left_out, hu_offset"):
+    with pytest.raises(
+        UserError, match="there is no finding 'zzz'; there are reading, left_out, hu_offset"
+    ):
         check_ignored(["zzz"], "x")
 
 
 def test_the_page_of_the_audit_has_a_line_for_every_finding() -> None:
     page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text(encoding="utf-8")
-    lines = {line.split("`")[1]: line.split("|")[2] for line in page.splitlines() if line.startswith("| `")}
+    lines = {
+        line.split("`")[1]: line.split("|")[2]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    }
     severities: dict[str, set[str]] = {}
     for kind, (severity, *_) in KINDS.items():
         severities.setdefault(kind.partition(":")[0], set()).add(severity.value)
-    assert {code: set(levels.replace("*", "").replace(",", " ").split()) for code, levels in lines.items()} == severities
+    assert {
+        code: set(levels.replace("*", "").replace(",", " ").split())
+        for code, levels in lines.items()
+    } == severities

@@ -23,7 +23,11 @@ from medseg.task import Task
 LOW, HIGH = -1024, 3071
 
 
-def facts(*parts: tuple[int, int, int], spikes: dict[int, int] | None = None, ends: tuple[int, int] | None = None) -> ImageFacts:
+def facts(
+    *parts: tuple[int, int, int],
+    spikes: dict[int, int] | None = None,
+    ends: tuple[int, int] | None = None,
+) -> ImageFacts:
     """Histogram of flat parts (first value, value after the last, voxels in total), and of single values."""
     counts = np.zeros(65536, np.int64)
     for first, stop, voxels in parts:
@@ -38,10 +42,18 @@ def facts(*parts: tuple[int, int, int], spikes: dict[int, int] | None = None, en
 
 
 def chest(
-    air: int = 30_000, soft: int = 40_000, bone: int = 10_000, spikes: dict[int, int] | None = None, offset: int = 0
+    air: int = 30_000,
+    soft: int = 40_000,
+    bone: int = 10_000,
+    spikes: dict[int, int] | None = None,
+    offset: int = 0,
 ) -> ImageFacts:
     """A CT of 100,000 voxels or so: air from -1024 to -700, soft tissue from -120 to 120, bone up to 3071."""
-    parts = ((LOW + offset, -700 + offset, air), (-120 + offset, 121 + offset, soft), (121 + offset, HIGH + 1 + offset, bone))
+    parts = (
+        (LOW + offset, -700 + offset, air),
+        (-120 + offset, 121 + offset, soft),
+        (121 + offset, HIGH + 1 + offset, bone),
+    )
     return facts(*parts, spikes={HIGH + offset: 1, LOW + offset: 1, **(spikes or {})})
 
 
@@ -55,8 +67,25 @@ def test_the_chest_of_these_tests_passes() -> None:
 
 def test_severities_of_the_findings_that_refuse_a_case() -> None:
     errors = {kind for kind, (severity, *_) in KINDS.items() if severity is Severity.error}
-    assert {"hu_offset", "hu_range:constant", "label_grid", "label_shape", "swapped_sides", "near_copy"} <= errors
-    assert not {"missing_region", "cut_region", "spacing_outlier", "no_air", "body_position", "reading"} & errors
+    assert {
+        "hu_offset",
+        "hu_range:constant",
+        "label_grid",
+        "label_shape",
+        "swapped_sides",
+        "near_copy",
+    } <= errors
+    assert (
+        not {
+            "missing_region",
+            "cut_region",
+            "spacing_outlier",
+            "no_air",
+            "body_position",
+            "reading",
+        }
+        & errors
+    )
 
 
 @pytest.mark.parametrize(("voxels", "is_spike"), [(99, False), (100, True)])
@@ -110,11 +139,17 @@ def test_a_hundredth_of_a_ct_is_fat_or_air(dark: int, code: str | None) -> None:
 def test_a_thousandth_of_a_ct_is_soft_tissue_or_denser(soft: int, is_refused: bool) -> None:
     found = audit_image(facts((-1020, -160, 100_000 - soft), (-150, 100, soft)))
     assert any(finding.code == "hu_range" for finding in found) == is_refused
-    assert all("lacks soft tissue" in finding.message or "soft tissue" in finding.message for finding in found[:1] if is_refused)
+    assert all(
+        "lacks soft tissue" in finding.message or "soft tissue" in finding.message
+        for finding in found[:1]
+        if is_refused
+    )
 
 
 @pytest.mark.parametrize(("soft", "code"), [(5100, "hu_offset"), (4900, "hu_range")])
-def test_an_offset_needs_a_twentieth_of_soft_tissue_where_it_would_lie(soft: int, code: str) -> None:
+def test_an_offset_needs_a_twentieth_of_soft_tissue_where_it_would_lie(
+    soft: int, code: str
+) -> None:
     """Stored 1024 too high: nothing is dark, and soft tissue lies around 1024."""
     (finding,) = audit_image(facts((874, 1174, soft), (1174, 4000, 100_000 - soft)))
     assert finding.code == code
@@ -138,7 +173,12 @@ def test_an_offset_names_its_place_and_its_cure(offset: int) -> None:
 @pytest.mark.parametrize(("far", "code"), [(4900, "hu_offset"), (5200, "hu_range")])
 def test_values_far_below_moved_air_were_multiplied(far: int, code: str) -> None:
     (finding,) = audit_image(
-        facts((-4000, -2124, far), (-2048, -1750, 40_000), (-1174, -874, 95_000 - 40_000), (-874, 3000, 100))
+        facts(
+            (-4000, -2124, far),
+            (-2048, -1750, 40_000),
+            (-1174, -874, 95_000 - 40_000),
+            (-874, 3000, 100),
+        )
     )
     assert finding.code == code
 
@@ -151,18 +191,36 @@ def test_a_thousandth_of_padding_is_noted(padding: int, is_told: bool) -> None:
 
 @pytest.mark.parametrize(("others", "words"), [(9, "hold -2000"), (12, "lie below -1100")])
 def test_padding_is_a_constant_where_nine_tenths_are(others: int, words: str) -> None:
-    histogram = facts((LOW, -700, 30_000), (-120, 120, 69_900), (-1700, -1600, others * 10), spikes={-2000: 1000 - others * 10})
+    histogram = facts(
+        (LOW, -700, 30_000),
+        (-120, 120, 69_900),
+        (-1700, -1600, others * 10),
+        spikes={-2000: 1000 - others * 10},
+    )
     (finding,) = audit_image(histogram)
     assert words in finding.message
 
 
 @pytest.mark.parametrize(
     ("value", "share", "is_told"),
-    [(0, 1100, True), (0, 900, False), (-499, 1100, True), (-500, 1100, False), (3045, 1100, True), (3046, 1100, False)],
+    [
+        (0, 1100, True),
+        (0, 900, False),
+        (-499, 1100, True),
+        (-500, 1100, False),
+        (3045, 1100, True),
+        (3046, 1100, False),
+    ],
 )
-def test_a_filled_value_has_a_hundredth_and_lies_inside(value: int, share: int, is_told: bool) -> None:
+def test_a_filled_value_has_a_hundredth_and_lies_inside(
+    value: int, share: int, is_told: bool
+) -> None:
     histogram = facts((LOW, HIGH + 1, 100_000), spikes={value: share})
-    found = [finding for finding in audit_image(histogram) if "filled" in finding.message or finding.severity is Severity.warning]
+    found = [
+        finding
+        for finding in audit_image(histogram)
+        if "filled" in finding.message or finding.severity is Severity.warning
+    ]
     assert [finding.code for finding in found] == ["padding"] * is_told
 
 
@@ -177,13 +235,17 @@ def test_a_filled_value_has_a_hundredth_and_lies_inside(value: int, share: int, 
     ],
 )
 def test_air_that_is_clipped(low: int, voxels: int, expected: list[tuple[str, Severity]]) -> None:
-    histogram = facts((low, -700, 30_000), (-120, 120, 60_000), (120, HIGH + 1, 8000), spikes={low: voxels})
+    histogram = facts(
+        (low, -700, 30_000), (-120, 120, 60_000), (120, HIGH + 1, 8000), spikes={low: voxels}
+    )
     assert kinds(histogram) == expected
 
 
 @pytest.mark.parametrize(("high", "is_told"), [(1499, True), (1500, False)])
 def test_bone_that_is_clipped_below_1500(high: int, is_told: bool) -> None:
-    histogram = facts((LOW, -700, 30_000), (-120, 120, 60_000), (120, high, 8000), spikes={high: 2000})
+    histogram = facts(
+        (LOW, -700, 30_000), (-120, 120, 60_000), (120, high, 8000), spikes={high: 2000}
+    )
     assert kinds(histogram) == [("clipped", Severity.warning)] * is_told
 
 
@@ -204,8 +266,14 @@ def test_a_thousandth_of_a_ct_is_air(air: int, is_told: bool) -> None:
         (-1, 1, 10, 5, "clipped"),
     ],
 )
-def test_hu_that_were_divided_by_a_thousand(low: int, high: int, near_zero: int, near_one: int, kind: str) -> None:
-    words = {"divided": "they are HU divided by 1000", "clipped": "they may be HU divided by 1000", "window": "not HU"}
+def test_hu_that_were_divided_by_a_thousand(
+    low: int, high: int, near_zero: int, near_one: int, kind: str
+) -> None:
+    words = {
+        "divided": "they are HU divided by 1000",
+        "clipped": "they may be HU divided by 1000",
+        "window": "not HU",
+    }
     histogram = facts(spikes={low: 3, 0: near_zero, 1: near_one, high: 2})
     (finding,) = audit_image(histogram)
     assert [name for name, sentence in words.items() if sentence in finding.message] == [kind]
@@ -232,7 +300,8 @@ GRID = VoxelGrid((12, 30, 40), (5.0, 2.0, 3.0), (-60.0, 5.0, 7.0))
 
 
 @pytest.mark.parametrize(
-    ("shape", "is_told"), [((20, 5, 5), False), ((19, 5, 5), True), ((5, 5, 2800), False), ((5, 2801, 5), True)]
+    ("shape", "is_told"),
+    [((20, 5, 5), False), ((19, 5, 5), True), ((5, 5, 2800), False), ((5, 2801, 5), True)],
 )
 def test_a_scan_is_between_2_cm_and_280_cm_long(shape: tuple[int, int, int], is_told: bool) -> None:
     assert bool(audit_extent(VoxelGrid(shape, (1.0, 1.0, 1.0)))) == is_told
@@ -240,11 +309,17 @@ def test_a_scan_is_between_2_cm_and_280_cm_long(shape: tuple[int, int, int], is_
 
 @pytest.mark.parametrize(("slices", "is_told"), [(60, False), (61, True)])
 @pytest.mark.parametrize("has_side", [True, False])
-def test_a_region_of_one_side_is_at_most_60_cm_long(task: Task, slices: int, is_told: bool, has_side: bool) -> None:
+def test_a_region_of_one_side_is_at_most_60_cm_long(
+    task: Task, slices: int, is_told: bool, has_side: bool
+) -> None:
     labels = np.zeros((64, 6, 8), np.uint8)
     labels[1 : slices + 1, 2:4, 5:7] = 1
-    regions = task.regions if has_side else tuple(replace(region, side=None) for region in task.regions)
-    findings = audit_labels(None, labels, VoxelGrid(labels.shape, (10.0, 2.0, 3.0)), replace(task, regions=regions), {})
+    regions = (
+        task.regions if has_side else tuple(replace(region, side=None) for region in task.regions)
+    )
+    findings = audit_labels(
+        None, labels, VoxelGrid(labels.shape, (10.0, 2.0, 3.0)), replace(task, regions=regions), {}
+    )
     assert ("implausible_size" in {finding.code for finding in findings}) == (is_told and has_side)
 
 
@@ -263,7 +338,9 @@ def test_regions_touch_from_3_cm2_on(task: Task, faces: int, is_told: bool) -> N
 
 @pytest.mark.parametrize(("shift", "is_told"), [(3, False), (4, True)])
 @pytest.mark.parametrize("side", [1, 2])
-def test_a_lone_region_may_lie_8_percent_of_the_body_beyond_its_midline(task: Task, shift: int, is_told: bool, side: int) -> None:
+def test_a_lone_region_may_lie_8_percent_of_the_body_beyond_its_midline(
+    task: Task, shift: int, is_told: bool, side: int
+) -> None:
     """A body of 40 columns (117 mm from the first to the last); its midline is at 19.5, and 8 % of it are 3.12 columns."""
     labels = np.zeros(GRID.shape, np.uint8)
     centre = 19.5 + (shift if side == 2 else -shift)
@@ -289,12 +366,16 @@ def test_a_lone_region_may_lie_8_percent_of_the_body_beyond_its_midline(task: Ta
         (10.0, 16.7, Severity.error),
     ],
 )
-def test_volumes_beyond_the_range_and_far_beyond_it(task: Task, low: float, high: float, severity: Severity | None) -> None:
+def test_volumes_beyond_the_range_and_far_beyond_it(
+    task: Task, low: float, high: float, severity: Severity | None
+) -> None:
     """A lung of 33.6 ml."""
     labels = np.zeros(GRID.shape, np.uint8)
     labels[2:10, 8:22, 23:33] = 1
     labels[2:10, 8:22, 6:16] = 2
-    findings = audit_labels(None, labels, GRID, replace(task, volume_ml={"left_lung": (low, high)}), {})
+    findings = audit_labels(
+        None, labels, GRID, replace(task, volume_ml={"left_lung": (low, high)}), {}
+    )
     assert [finding.severity for finding in findings] == ([severity] if severity else [])
 
 
@@ -306,28 +387,44 @@ def test_a_cut_by_the_field_of_view_has_1_cm2(task: Task, rows: int, is_told: bo
     labels[2:10, 8:22, 6:16] = 2
     image = np.full(GRID.shape, 40, np.int16)
     image[5, 8 : 8 + rows, 33:] = -1501
-    assert [finding.code for finding in audit_labels(image, labels, GRID, task, {})] == ["cut_region"] * is_told
+    assert [finding.code for finding in audit_labels(image, labels, GRID, task, {})] == [
+        "cut_region"
+    ] * is_told
     image[image == -1501] = -1500
     assert audit_labels(image, labels, GRID, task, {}) == []
 
 
-def audited(name: str, thumbnail: tuple[int, ...] = (), areas: profile.Profile = (), patient: str = "") -> AuditedCase:
+def audited(
+    name: str, thumbnail: tuple[int, ...] = (), areas: profile.Profile = (), patient: str = ""
+) -> AuditedCase:
     grid = VoxelGrid((9, 8, 7), (1.0, 0.7, 0.7))
     audit = CaseAudit(grid, {}, name, {}, (), thumbnail, areas)
     return AuditedCase(Case(name, Path(name), None, patient or name), audit)
 
 
 @pytest.mark.parametrize(("difference", "is_told"), [(11, True), (12, False)])
-def test_thumbnails_that_differ_by_less_than_12_hu_are_copies(difference: int, is_told: bool) -> None:
+def test_thumbnails_that_differ_by_less_than_12_hu_are_copies(
+    difference: int, is_told: bool
+) -> None:
     cases = [audited("a", (100, -100)), audited("b", (100 + difference, -100 - difference))]
     first, second = compare_cases(cases)
     assert first.compared == ()
     assert [finding.code for finding in second.compared] == ["near_copy"] * is_told
-    assert compare_cases([audited("a", (1,), patient="p"), audited("b", (2,), patient="p")])[1].compared == ()
+    assert (
+        compare_cases([audited("a", (1,), patient="p"), audited("b", (2,), patient="p")])[
+            1
+        ].compared
+        == ()
+    )
 
 
 def test_the_nearest_copy_is_named() -> None:
-    cases = [audited("far", (10, 10)), audited("near", (3, 3)), audited("other", ()), audited("copy", (0, 0))]
+    cases = [
+        audited("far", (10, 10)),
+        audited("near", (3, 3)),
+        audited("other", ()),
+        audited("copy", (0, 0)),
+    ]
     (finding,) = compare_cases(cases)[-1].compared
     assert "'near' (3.0 HU apart)" in finding.message
     audits = [case.audit for case in cases]
@@ -360,7 +457,10 @@ def test_profiles_within_6_percent_are_copies(scale: float, is_told: bool) -> No
     """Of the mean of both areas: 1.061 differs by 5.9 %, and 1.063 by 6.1 %."""
     second = compare_cases([audited("a", areas=row(1.0)), audited("b", areas=row(scale))])[1]
     assert [finding.code for finding in second.compared] == ["near_copy"] * is_told
-    same_patient = [audited("a", areas=row(1.0), patient="p"), audited("b", areas=row(scale), patient="p")]
+    same_patient = [
+        audited("a", areas=row(1.0), patient="p"),
+        audited("b", areas=row(scale), patient="p"),
+    ]
     assert compare_cases(same_patient)[1].compared == ()
 
 
@@ -378,18 +478,27 @@ def body(task: Task, spine_at: str) -> tuple[np.ndarray, dict[str, VoxelBox], Vo
     """Two lungs of 9 slices, and bone between them at the back in a number of slices."""
     grid = VoxelGrid((11, 20, 30), (5.0, 4.0, 4.0))
     image = np.full(grid.shape, -800, np.int16)
-    boxes = {"left_lung": VoxelBox((1, 2, 18), (10, 18, 26)), "right_lung": VoxelBox((1, 2, 4), (10, 18, 12))}
+    boxes = {
+        "left_lung": VoxelBox((1, 2, 18), (10, 18, 26)),
+        "right_lung": VoxelBox((1, 2, 4), (10, 18, 12)),
+    }
     for index, end in enumerate(spine_at):
         rows = slice(13, 16) if end == "b" else slice(4, 7)
         image[1 + index, rows, 14:16] = 201
     return image, boxes, grid
 
 
-@pytest.mark.parametrize(("spine_at", "is_turned"), [("bbbffffff", False), ("bbfffffff", True), ("", False)])
-def test_a_third_of_the_slices_shows_the_spine_at_the_back(task: Task, spine_at: str, is_turned: bool) -> None:
+@pytest.mark.parametrize(
+    ("spine_at", "is_turned"), [("bbbffffff", False), ("bbfffffff", True), ("", False)]
+)
+def test_a_third_of_the_slices_shows_the_spine_at_the_back(
+    task: Task, spine_at: str, is_turned: bool
+) -> None:
     image, boxes, grid = body(task, spine_at)
     pairs = turned_pairs(image, boxes, grid, task)
-    assert [(left.name, right.name) for left, right in pairs] == [("left_lung", "right_lung")] * is_turned
+    assert [(left.name, right.name) for left, right in pairs] == [
+        ("left_lung", "right_lung")
+    ] * is_turned
     image[image == 201] = 200
     assert turned_pairs(image, boxes, grid, task) == []
     assert turned_pairs(image, {"left_lung": boxes["left_lung"]}, grid, task) == []
@@ -423,7 +532,10 @@ def test_an_apex_fills_its_rectangle_and_a_base_does_not(task: Task) -> None:
 def test_findings_are_sorted_by_severity_and_ignored_by_code() -> None:
     one = audited("a")
     assert one.audit is not None
-    findings = [Finding(code, severity, code, "") for code, severity in (("x", "information"), ("y", "error"), ("z", "warning"))]
+    findings = [
+        Finding(code, severity, code, "")
+        for code, severity in (("x", "information"), ("y", "error"), ("z", "warning"))
+    ]
     findings = [replace(finding, severity=Severity(finding.severity)) for finding in findings]
     changed = replace(one, audit=replace(one.audit, findings=tuple(findings)))
     assert [finding.code for finding in changed.findings()] == ["y", "z", "x"]

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from medseg.data.audit.tissue_profile import NEAR_PROFILE, Profile, areas_of, make_profile, profile_distance
+from medseg.data.audit.tissue_profile import (
+    NEAR_PROFILE,
+    Profile,
+    areas_of,
+    make_profile,
+    profile_distance,
+)
 
 SPACING_MM = (2.5, 3.0, 3.0)
 
@@ -32,7 +38,11 @@ def patient(seed: int) -> np.ndarray:
         plane = np.where(radius < 1, np.where(radius < 0.85, 40, -100), -1000)
         plane[np.hypot((y - 0.2) / 0.1, x / 0.1) < 1] = 400
         for side in (-0.35, 0.35):
-            lung = np.hypot(y / (0.3 * np.sin(np.pi * z)), (x - side) / 0.2) if 0 < z < 1 else radius + 9
+            lung = (
+                np.hypot(y / (0.3 * np.sin(np.pi * z)), (x - side) / 0.2)
+                if 0 < z < 1
+                else radius + 9
+            )
             plane[lung < 1] = -850
         planes.append(plane)
     return (np.stack(planes) + rng.normal(0, 10, (120, 90, 100))).astype(np.int16)
@@ -44,7 +54,9 @@ def patient(seed: int) -> np.ndarray:
         lambda image: image[2:-2, 2:-2, 2:-2],
         lambda image: image[12:],
         lambda image: image[:-12],
-        lambda image: np.rint(ndimage.zoom(image.astype(np.float32), 0.95, order=1)).astype(np.int16),
+        lambda image: np.rint(ndimage.zoom(image.astype(np.float32), 0.95, order=1)).astype(
+            np.int16
+        ),
         lambda image: image + np.random.default_rng(9).normal(0, 5, image.shape).astype(np.int16),
     ],
 )

@@ -99,7 +99,10 @@ def add(folder: str, source: int = 0, **entry: Any) -> Callable[[Path], Any]:
 
 def first_version(at: Path) -> Path:
     make_nnunet(at)
-    listed = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in CASES]
+    listed = [
+        {"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"}
+        for name in CASES
+    ]
     labels = {"0": "background", "1": "left_lung", "2": "right_lung"}
     change(
         at / "dataset.json",
@@ -170,7 +173,9 @@ def masks_of_pairs(at: Path) -> Path:
     return at
 
 
-def change_dicom(pattern: str, edit: Callable[[Any], Any], copy_to: str = "") -> Callable[[Path], Any]:
+def change_dicom(
+    pattern: str, edit: Callable[[Any], Any], copy_to: str = ""
+) -> Callable[[Path], Any]:
     """Edit the first DICOM file of a pattern, or a copy of it."""
 
     def spoil(at: Path) -> None:
@@ -252,7 +257,9 @@ ODDITIES: dict[str, Oddity] = {
         splits([{"train": CASES, "val": CASES[:1]}]),
         "names 'chest_000' in train and in val",
     ),
-    "fold without train": Oddity(make_nnunet, splits([{"train": [], "val": CASES}]), "train of fold 0 is empty"),
+    "fold without train": Oddity(
+        make_nnunet, splits([{"train": [], "val": CASES}]), "train of fold 0 is empty"
+    ),
     "case in no fold": Oddity(
         make_nnunet,
         splits([{"train": CASES[1:2], "val": CASES[:1]}]),
@@ -287,7 +294,9 @@ ODDITIES: dict[str, Oddity] = {
         make_nnunet,
         lambda at: (
             splits(FOLDS)(at),
-            write_json(at.parent.parent / "nnUNet_preprocessed" / at.name / "splits_final.json", FOLDS[:1]),
+            write_json(
+                at.parent.parent / "nnUNet_preprocessed" / at.name / "splits_final.json", FOLDS[:1]
+            ),
         ),
         "hold different folds; remove the one that does not count",
     ),
@@ -364,7 +373,9 @@ ODDITIES: dict[str, Oddity] = {
     ),
     "key twice": Oddity(
         make_nnunet,
-        lambda at: (at / "dataset.json").write_text('{"labels": {"a": 1, "a": 2}, "channel_names": {"0": "CT"}}'),
+        lambda at: (at / "dataset.json").write_text(
+            '{"labels": {"a": 1, "a": 2}, "channel_names": {"0": "CT"}}'
+        ),
         "the key 'a' appears twice",
     ),
     "unlisted case of nnU-Net 1": Oddity(
@@ -401,7 +412,9 @@ ODDITIES: dict[str, Oddity] = {
         line=("list", "merged", "imagesTr/BRATS_000.nii.gz in training", "counts once"),
         num_cases=4,
     ),
-    "entry in two lists": Oddity(make_msd, add("testing"), "is listed twice, in training and in testing"),
+    "entry in two lists": Oddity(
+        make_msd, add("testing"), "is listed twice, in training and in testing"
+    ),
     "unknown list": Oddity(
         make_msd,
         add("unlabelled", image="x"),
@@ -456,7 +469,9 @@ ODDITIES: dict[str, Oddity] = {
         add_meta("s0000;1;train"),
         line=("row", "merged", "s0000", "counts once"),
     ),
-    "two splits of a case": Oddity(make_totalsegmentator, add_meta("s0000;1;val"), "s0000 has the splits train and val"),
+    "two splits of a case": Oddity(
+        make_totalsegmentator, add_meta("s0000;1;val"), "s0000 has the splits train and val"
+    ),
     "two images of a case": Oddity(
         make_totalsegmentator,
         copy("s0000/ct.nii.gz", "s0000/ct.nii"),
@@ -469,7 +484,9 @@ ODDITIES: dict[str, Oddity] = {
     ),
     "lobe in another spelling": Oddity(
         make_totalsegmentator,
-        lambda at: (at / f"{LOBE_OF_1}.nii.gz").rename(at / f"{LOBE_OF_1.replace('lung', 'Lung')}.nii.gz"),
+        lambda at: (at / f"{LOBE_OF_1}.nii.gz").rename(
+            at / f"{LOBE_OF_1.replace('lung', 'Lung')}.nii.gz"
+        ),
         line=("structure", "merged", "Lung_lower_lobe_left", "into left_lung, in 3 of 3 cases"),
     ),
     "table beside the masks": Oddity(
@@ -501,11 +518,15 @@ ODDITIES: dict[str, Oddity] = {
     ),
     "header in upper case": Oddity(
         make_luna16,
-        lambda at: shutil.move(*(next(at.glob("subset0/*.0.mhd")).with_suffix(end) for end in (".mhd", ".MHD"))),
+        lambda at: shutil.move(
+            *(next(at.glob("subset0/*.0.mhd")).with_suffix(end) for end in (".mhd", ".MHD"))
+        ),
         line=("case", "used", "6279.6001.0", "validated in fold 0"),
         num_cases=4,
     ),
-    "header without its voxels": Oddity(make_luna16, lambda at: next(at.glob("subset0/*.?raw")).unlink(), "does not exist, but"),
+    "header without its voxels": Oddity(
+        make_luna16, lambda at: next(at.glob("subset0/*.?raw")).unlink(), "does not exist, but"
+    ),
     "table of candidates": Oddity(
         make_luna16,
         stray("candidates.csv"),
@@ -546,7 +567,9 @@ ODDITIES: dict[str, Oddity] = {
     ),
     "second file of labels": Oddity(
         make_dicom,
-        change_dicom(RTSTRUCT, lambda dataset: setattr(dataset, "SOPInstanceUID", "1.2.9"), "second/1.dcm"),
+        change_dicom(
+            RTSTRUCT, lambda dataset: setattr(dataset, "SOPInstanceUID", "1.2.9"), "second/1.dcm"
+        ),
         "label the same series of LCTSC-Train-S1-001; which one counts is not said",
     ),
     "copy of the labels": Oddity(
@@ -567,7 +590,12 @@ ODDITIES: dict[str, Oddity] = {
     "structure of points": Oddity(
         make_dicom,
         change_dicom(RTSTRUCT, only_points),
-        line=("structure", "used", "Lung_L of LCTSC-Train-S1-001", "empty there: nothing is enclosed"),
+        line=(
+            "structure",
+            "used",
+            "Lung_L of LCTSC-Train-S1-001",
+            "empty there: nothing is enclosed",
+        ),
     ),
     "object that is no image": Oddity(
         make_dicom,
@@ -623,16 +651,24 @@ ODDITIES: dict[str, Oddity] = {
         segmentation(Segment2_Name="right lung", Segment2_LabelValue="3"),
         line=("structure", "merged", "right lung = right lung of p1", "are one structure"),
     ),
-    "scene file": Oddity(make_slicer, stray("scene.mrml"), line=("file", "left out", "scene.mrml", "not an image")),
-    "volume without a segmentation": Oddity(make_slicer, copy("p0.nrrd", "p9.nrrd"), "no labels for p9"),
+    "scene file": Oddity(
+        make_slicer, stray("scene.mrml"), line=("file", "left out", "scene.mrml", "not an image")
+    ),
+    "volume without a segmentation": Oddity(
+        make_slicer, copy("p0.nrrd", "p9.nrrd"), "no labels for p9"
+    ),
     # Folders of images and labels
     "two folders of labels": Oddity(
         make_pairs,
         lambda at: shutil.copytree(at / "labels", at / "masks"),
         "images with labels and images with masks",
     ),
-    "image without labels": Oddity(make_pairs, copy("images/p0.nrrd", "images/p9.nrrd"), "labels: no labels for p9"),
-    "image in two formats": Oddity(make_pairs, copy("images/p0.nrrd", "images/p0.mha"), "would both be called 'p0'"),
+    "image without labels": Oddity(
+        make_pairs, copy("images/p0.nrrd", "images/p9.nrrd"), "labels: no labels for p9"
+    ),
+    "image in two formats": Oddity(
+        make_pairs, copy("images/p0.nrrd", "images/p0.mha"), "would both be called 'p0'"
+    ),
     "labels of two kinds": Oddity(
         masks_of_pairs,
         lambda at: (shutil.rmtree(at / "labels/p1"), save(at / "labels/p1.nii.gz", blocks(1)[1])),
@@ -643,7 +679,9 @@ ODDITIES: dict[str, Oddity] = {
         lambda at: (at / "labels/p1/left_lung.nii.gz").unlink(),
         "p1 (1 of 3 cases): the structure left_lung is missing",
     ),
-    "notes": Oddity(make_pairs, stray("README.txt"), line=("file", "left out", "README.txt", "not an image")),
+    "notes": Oddity(
+        make_pairs, stray("README.txt"), line=("file", "left out", "README.txt", "not an image")
+    ),
     "system file": Oddity(
         make_pairs,
         stray("images/.DS_Store"),
@@ -668,7 +706,9 @@ def made(
 
 
 @pytest.mark.parametrize("name", ODDITIES)
-def test_nothing_is_lost_or_added_without_a_line(tmp_path: Path, made: Callable[..., Path], name: str) -> None:
+def test_nothing_is_lost_or_added_without_a_line(
+    tmp_path: Path, made: Callable[..., Path], name: str
+) -> None:
     oddity = ODDITIES[name]
     # nnU-Net keeps its preprocessed data beside the folder of all raw data sets.
     folder = made(oddity.make, tmp_path / "raw" / "data")
@@ -778,12 +818,16 @@ def test_a_structure_that_is_stated_as_absent_is_marked_and_told(tmp_path: Path)
     (folder / "labels/p1/left_lung.nii.gz").unlink()
     data = import_dataset(folder).state_absence()
     assert [case.trust for case in data.cases] == [{}, {"left_lung": "absent"}, {}]
-    assert_line(data, ("structure", "used", "left_lung", "in 2 of 3 cases, stated as absent in the others"))
+    assert_line(
+        data, ("structure", "used", "left_lung", "in 2 of 3 cases, stated as absent in the others")
+    )
 
 
 def test_labels_that_are_not_kept_have_a_line(tmp_path: Path) -> None:
     data = import_dataset(make_totalsegmentator(tmp_path)).keep(["left_lung"])
     assert_line(data, ("label", "left out", "liver", "no label of the task: background"))
-    assert_line(data, ("structure", "merged", "lung_upper_lobe_left", "into left_lung, in 3 of 3 cases"))
+    assert_line(
+        data, ("structure", "merged", "lung_upper_lobe_left", "into left_lung, in 3 of 3 cases")
+    )
     with pytest.raises(UserError, match="labels: 3 would be a and b"):
         import_dataset(make_luna16(tmp_path / "luna")).keep({"a": [3], "b": ["left_lung"]})

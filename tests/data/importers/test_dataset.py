@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 from medseg.data.case_table import Case
-from medseg.data.importers.dataset import DataSet, FileValues, channel_of, check_dataset, label_names
+from medseg.data.importers.dataset import (
+    DataSet,
+    FileValues,
+    channel_of,
+    check_dataset,
+    label_names,
+)
 from medseg.errors import UserError
 from medseg.task import Channel
 
 CT = Channel("ct", (-1000.0, 1000.0))
 
 
-def dataset(labels: dict[str, list[int | str]], cases: tuple[Case, ...] = (), ignore: int | None = None) -> DataSet:
+def dataset(
+    labels: dict[str, list[int | str]], cases: tuple[Case, ...] = (), ignore: int | None = None
+) -> DataSet:
     return DataSet("nnunet", "chest", cases, labels, (CT,), {"trachea": [5]}, ignore)
 
 
@@ -38,7 +46,10 @@ def test_regions_are_made_where_every_label_has_a_side() -> None:
 
 
 def test_the_ignore_label_lies_above_the_labels_and_keeps_its_value_in_the_files() -> None:
-    high, low = dataset({"a": [1], "b": [2]}, ignore=9).task(), dataset({"a": [2], "b": [3]}, ignore=1).task()
+    high, low = (
+        dataset({"a": [1], "b": [2]}, ignore=9).task(),
+        dataset({"a": [2], "b": [3]}, ignore=1).task(),
+    )
     assert high["task"]["ignore_label"] == 9
     assert "ignore" not in high["data"]["label_values"]  # filled in from the task
     assert (low["task"]["ignore_label"], low["data"]["label_values"]["ignore"]) == (3, 1)
@@ -46,15 +57,25 @@ def test_the_ignore_label_lies_above_the_labels_and_keeps_its_value_in_the_files
 
 
 def test_labels_are_kept_and_merged_by_name() -> None:
-    lobes: dict[str, list[int | str]] = {"left_lung": ["a", "b"], "right_lung": ["c"], "liver": ["liver"]}
+    lobes: dict[str, list[int | str]] = {
+        "left_lung": ["a", "b"],
+        "right_lung": ["c"],
+        "liver": ["liver"],
+    }
     some = dataset(lobes).keep(["right_lung"])
     assert some.labels == {"right_lung": ["c"]}
     assert some.background == {"trachea": [5], "left_lung": ["a", "b"], "liver": ["liver"]}
     both = dataset(lobes).keep({"lungs": ["left_lung", "right_lung"], "organ": "liver"})
     assert both.labels == {"lungs": ["a", "b", "c"], "organ": ["liver"]}
     assert both.background == {"trachea": [5]}
-    assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {"y": 2, "trachea": 5, "x_rest": [1, 3]}
-    with pytest.raises(UserError, match="labels: spleen is not in the data set, which has trachea, left_lung"):
+    assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {
+        "y": 2,
+        "trachea": 5,
+        "x_rest": [1, 3],
+    }
+    with pytest.raises(
+        UserError, match="labels: spleen is not in the data set, which has trachea, left_lung"
+    ):
         dataset(lobes).keep(["spleen"])
     assert dataset(lobes).keep("liver").labels == {"liver": ["liver"]}
 
@@ -62,10 +83,19 @@ def test_labels_are_kept_and_merged_by_name() -> None:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"a/b": "x"}, "labels: 'a/b' cannot name a label, which has letters, digits, _ and -; write a_b."),
-        ({7: "x"}, "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7."),
+        (
+            {"a/b": "x"},
+            "labels: 'a/b' cannot name a label, which has letters, digits, _ and -; write a_b.",
+        ),
+        (
+            {7: "x"},
+            "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7.",
+        ),
         (5, "labels: expected names, [a,b], or new labels, {lungs: [a,b]}, but got 5."),
-        ("lung", "labels: lung is not in the data set, which has trachea, x; give some of these names."),
+        (
+            "lung",
+            "labels: lung is not in the data set, which has trachea, x; give some of these names.",
+        ),
     ],
 )
 def test_labels_that_cannot_be_chosen(wanted: Any, said: str) -> None:
@@ -89,7 +119,11 @@ def test_no_member_is_lost_when_a_part_of_a_label_is_kept(
     some = dataset(labels).keep(wanted)
     assert some.labels == kept
     assert some.background == {"trachea": [5], **background}
-    lines = [item.name for item in some.closing_items() if (item.kind, item.fate) == ("label", "left out")]
+    lines = [
+        item.name
+        for item in some.closing_items()
+        if (item.kind, item.fate) == ("label", "left out")
+    ]
     assert [line.split(" (")[0] for line in lines] == list(some.background)
     named = [int(number) for line in lines for number in re.findall(r"\d+", line.partition("(")[2])]
     assert sorted(named) == sorted(value for values in some.background.values() for value in values)
@@ -120,22 +154,33 @@ def test_names_of_labels_are_safe_and_sides_written_out_only_in_pairs() -> None:
 )
 def test_channels_by_name(name: str, modality: str) -> None:
     channel = channel_of(name)
-    assert (channel.modality, channel.normalise) == (modality, "window" if modality == "ct" else "zscore")
+    assert (channel.modality, channel.normalise) == (
+        modality,
+        "window" if modality == "ct" else "zscore",
+    )
 
 
-def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are_told(tmp_path: Path) -> None:
+def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are_told(
+    tmp_path: Path,
+) -> None:
     inside, elsewhere = tmp_path / "data" / "a.nii.gz", tmp_path / "b.nii.gz"
     inside.parent.mkdir()
     inside.touch()
     elsewhere.touch()
     (inside.parent / "link.nii.gz").symlink_to(elsewhere)
     case = Case("a", inside, None, "a")
-    with pytest.raises(UserError, match=r"a.nii.gz and .*a.nii.gz would both be the case 'a'; rename"):
+    with pytest.raises(
+        UserError, match=r"a.nii.gz and .*a.nii.gz would both be the case 'a'; rename"
+    ):
         check_dataset(dataset({"x": [1]}, (case, case)), inside.parent)
     with pytest.raises(UserError, match=r"the case name '../a' cannot name a file"):
         check_dataset(dataset({"x": [1]}, (Case("../a", inside, None, "a"),)), inside.parent)
-    with pytest.raises(UserError, match=r"gone.nii.gz: there is no such file, but the data set names it"):
-        check_dataset(dataset({"x": [1]}, (Case("a", tmp_path / "gone.nii.gz", None, "a"),)), inside.parent)
+    with pytest.raises(
+        UserError, match=r"gone.nii.gz: there is no such file, but the data set names it"
+    ):
+        check_dataset(
+            dataset({"x": [1]}, (Case("a", tmp_path / "gone.nii.gz", None, "a"),)), inside.parent
+        )
     with pytest.raises(UserError, match="has no case"):
         check_dataset(dataset({"x": [1]}), inside.parent)
     cases = (case, Case("A", elsewhere, inside.parent / "link.nii.gz", "A"))

@@ -49,7 +49,11 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
         data.keep(["right_lung"]).require_structures()
     data.keep(["left_lung"]).require_structures()
     stated = data.state_absence()
-    assert [sorted(case.trust) for case in stated.cases] == [["Heart"], ["right_lung"], ["right_lung"]]
+    assert [sorted(case.trust) for case in stated.cases] == [
+        ["Heart"],
+        ["right_lung"],
+        ["right_lung"],
+    ]
     case = data.cases[1]
     assert case.labels is not None
     values = file_values(data.task()["data"]["label_values"])
@@ -69,8 +73,14 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     data = import_dataset(tmp_path)
     assert [case.name for case in data.cases] == ["LCTSC-Train-S1-000"]
     reasons = {item.name: item.why for item in data.closing_items() if item.fate == "left out"}
-    assert reasons["LCTSC-Train-S1-000/1.2.826.0/again/2.dcm"] == "a copy of LCTSC-Train-S1-000/1.2.826.0/1.2.826.0.2/1-1.dcm"
-    assert reasons["LCTSC-Train-S1-001/1.2.826.1/1.2.826.1.2/1-1.dcm"] == "labels a series that is not below the folder"
+    assert (
+        reasons["LCTSC-Train-S1-000/1.2.826.0/again/2.dcm"]
+        == "a copy of LCTSC-Train-S1-000/1.2.826.0/1.2.826.0.2/1-1.dcm"
+    )
+    assert (
+        reasons["LCTSC-Train-S1-001/1.2.826.1/1.2.826.1.2/1-1.dcm"]
+        == "labels a series that is not below the folder"
+    )
     assert reasons["1.2.826.2.1"] == "no labels refer to it"
 
 
@@ -104,14 +114,20 @@ def test_mistakes_of_a_dicom_folder(tmp_path: Path) -> None:
     make_dicom(tmp_path / "a")
     for path in (tmp_path / "a").glob("*/*/*.2"):
         shutil.move(path, tmp_path / f"{path.name}.labels")
-    with pytest.raises(UserError, match=r"expected DICOM labels \(SEG or RTSTRUCT\) beside 3 image series, but found none"):
+    with pytest.raises(
+        UserError,
+        match=r"expected DICOM labels \(SEG or RTSTRUCT\) beside 3 image series, but found none",
+    ):
         import_dicom(tmp_path / "a")
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(UserError, match=r"1-1.dcm and 2 more: the series that it labels is not below"):
+    with pytest.raises(
+        UserError, match=r"1-1.dcm and 2 more: the series that it labels is not below"
+    ):
         import_dicom(tmp_path)
     path = next(tmp_path.rglob("1-1.dcm"))
     image = make_totalsegmentator(tmp_path / "nifti") / "s0000" / "ct.nii.gz"
     with pytest.raises(
-        UserError, match="a DICOM RTSTRUCT is read on the slices of its series, but the image of the case is not DICOM"
+        UserError,
+        match="a DICOM RTSTRUCT is read on the slices of its series, but the image of the case is not DICOM",
     ):
         read_reference(path, {"Lung_L": "left_lung"}, image)

@@ -38,28 +38,42 @@ def test_the_mr_data_set_has_mr_images(tmp_path: Path) -> None:
 def test_mistakes_of_totalsegmentator(tmp_path: Path) -> None:
     make_totalsegmentator(tmp_path)
     (tmp_path / "meta.csv").write_text("image_id;split\ns0000;training\n", encoding="utf-8")
-    with pytest.raises(UserError, match="expected train, val, test as the split of s0000, got 'training'"):
+    with pytest.raises(
+        UserError, match="expected train, val, test as the split of s0000, got 'training'"
+    ):
         import_totalsegmentator(tmp_path)
     (tmp_path / "meta.csv").write_text("image_id,split\ns0000,train\n", encoding="utf-8")
-    with pytest.raises(UserError, match="expected the columns image_id and split, separated by ';'"):
+    with pytest.raises(
+        UserError, match="expected the columns image_id and split, separated by ';'"
+    ):
         import_totalsegmentator(tmp_path)
     (tmp_path / "meta.csv").unlink()
     shutil.rmtree(tmp_path / "s0001" / "segmentations")
     (tmp_path / "s0001" / "segmentations").mkdir()
-    with pytest.raises(UserError, match=r"s0001/segmentations: expected masks such as liver.nii.gz"):
+    with pytest.raises(
+        UserError, match=r"s0001/segmentations: expected masks such as liver.nii.gz"
+    ):
         import_totalsegmentator(tmp_path)
     (tmp_path / "s0000" / "ct.nii.gz").unlink()
-    with pytest.raises(UserError, match=r"s0000: expected an image ct or mri \(.nii.gz\) beside segmentations"):
+    with pytest.raises(
+        UserError, match=r"s0000: expected an image ct or mri \(.nii.gz\) beside segmentations"
+    ):
         import_totalsegmentator(tmp_path)
 
 
 def test_subsets_of_luna16_are_folds_and_its_masks_approximate(tmp_path: Path) -> None:
     data = import_luna16(make_luna16(tmp_path))
-    assert (data.labels, data.background) == ({"left_lung": [3], "right_lung": [4]}, {"trachea": [5]})
+    assert (data.labels, data.background) == (
+        {"left_lung": [3], "right_lung": [4]},
+        {"trachea": [5]},
+    )
     assert [case.fold for case in data.cases] == [0, 0, 1, 1]
     assert data.cases[0].trust == {"left_lung": "approximate", "right_lung": "approximate"}
     shutil.rmtree(tmp_path / "subset1")  # a part of the download is a data set too
-    assert [(case.name[-1], case.fold) for case in import_luna16(tmp_path).cases] == [("0", None), ("1", None)]
+    assert [(case.name[-1], case.fold) for case in import_luna16(tmp_path).cases] == [
+        ("0", None),
+        ("1", None),
+    ]
 
 
 def test_mistakes_of_luna16(tmp_path: Path) -> None:
@@ -68,13 +82,19 @@ def test_mistakes_of_luna16(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no mask of the scan 1"):
         import_luna16(tmp_path)
     shutil.rmtree(tmp_path / "seg-lungs-LUNA16")
-    with pytest.raises(UserError, match="expected lung masks in seg-lungs-LUNA16, which LUNA16 offers as a file of its own"):
+    with pytest.raises(
+        UserError,
+        match="expected lung masks in seg-lungs-LUNA16, which LUNA16 offers as a file of its own",
+    ):
         import_luna16(tmp_path)
 
 
 def test_pairs_take_the_values_of_their_label_maps(tmp_path: Path) -> None:
     data = import_pairs(make_pairs(tmp_path))
-    assert ([case.name for case in data.cases], data.labels) == (["p0", "p1", "p2"], {"label_1": [1], "label_2": [2]})
+    assert ([case.name for case in data.cases], data.labels) == (
+        ["p0", "p1", "p2"],
+        {"label_1": [1], "label_2": [2]},
+    )
     assert data.channels[0].modality == "ct"
     assert (
         data.notes[0]
@@ -101,9 +121,9 @@ def test_pairs_of_an_image_and_a_folder_of_masks(tmp_path: Path) -> None:
 def test_segmentations_that_slicer_saves_beside_their_volumes(tmp_path: Path) -> None:
     data = import_pairs(make_slicer(tmp_path))
     assert data.labels == {"left_lung": [1], "right_lung": [2]}
-    assert [(case.name, case.image.name, case.labels and case.labels.name) for case in data.cases] == [
-        (f"p{n}", f"p{n}.nrrd", f"p{n}.seg.nrrd") for n in range(3)
-    ]
+    assert [
+        (case.name, case.image.name, case.labels and case.labels.name) for case in data.cases
+    ] == [(f"p{n}", f"p{n}.nrrd", f"p{n}.seg.nrrd") for n in range(3)]
     for path in tmp_path.glob("*.seg.nrrd"):
         (tmp_path / "labels").mkdir(exist_ok=True)
         path.rename(tmp_path / "labels" / path.name)
@@ -115,6 +135,10 @@ def test_segmentations_that_slicer_saves_beside_their_volumes(tmp_path: Path) ->
     other.SetMetaData("Segment0_Name", "heart")
     SimpleITK.WriteImage(other, str(tmp_path / "labels" / "p1.seg.nrrd"))
     data = import_pairs(tmp_path)
-    assert data.labels == {"heart": ["heart"], "left_lung": ["left lung"], "right_lung": ["right lung"]}
+    assert data.labels == {
+        "heart": ["heart"],
+        "left_lung": ["left lung"],
+        "right_lung": ["right lung"],
+    }
     with pytest.raises(UserError, match=r"p0, p2 \(2 of 3 cases\): the structure heart is missing"):
         data.require_structures()

@@ -30,16 +30,26 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
         import_dataset(tmp_path / "gone")
     make_nnunet(tmp_path / "Dataset001_A")
     make_nnunet(tmp_path / "Dataset002_B")
-    with pytest.raises(UserError, match="it holds 2 data sets: Dataset001_A, Dataset002_B; give one of them"):
+    with pytest.raises(
+        UserError, match="it holds 2 data sets: Dataset001_A, Dataset002_B; give one of them"
+    ):
         import_dataset(tmp_path)
     part = tmp_path / "Dataset001_A" / "imagesTr"
-    with pytest.raises(UserError, match=r"found a part of the nnunet data set .*/Dataset001_A; give that folder"):
+    with pytest.raises(
+        UserError, match=r"found a part of the nnunet data set .*/Dataset001_A; give that folder"
+    ):
         import_dataset(part)
 
 
-def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(tmp_path: Path) -> None:
-    cases = read_cases(make_nnunet(tmp_path), hu=HuScale(1.0, -1024.0), ignore_findings=frozenset({"padding"}))
-    assert {(case.hu.offset, case.ignore_findings) for case in cases} == {(-1024.0, frozenset({"padding"}))}
+def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(
+    tmp_path: Path,
+) -> None:
+    cases = read_cases(
+        make_nnunet(tmp_path), hu=HuScale(1.0, -1024.0), ignore_findings=frozenset({"padding"})
+    )
+    assert {(case.hu.offset, case.ignore_findings) for case in cases} == {
+        (-1024.0, frozenset({"padding"}))
+    }
 
 
 def test_an_empty_file_is_no_data_set(tmp_path: Path) -> None:
@@ -53,8 +63,13 @@ def test_an_empty_file_is_no_data_set(tmp_path: Path) -> None:
 
 def test_a_folder_of_folders_without_a_data_set_has_none(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
-    with pytest.raises(UserError, match="expected a data set in one of these layouts, but found none"):
+    with pytest.raises(
+        UserError, match="expected a data set in one of these layouts, but found none"
+    ):
         import_dataset(tmp_path)
     make_nnunet(tmp_path / "Dataset001_A")
-    with pytest.raises(UserError, match=r"it holds a data set: Dataset001_A; give one of them, such as .*Dataset001_A"):
+    with pytest.raises(
+        UserError,
+        match=r"it holds a data set: Dataset001_A; give one of them, such as .*Dataset001_A",
+    ):
         import_dataset(tmp_path)

@@ -32,9 +32,15 @@ def test_channels_cases_and_test_cases_of_nnunet(tmp_path: Path) -> None:
         ("chest_002", None, False),
         ("chest_003", "test", True),
     ]
-    assert [path.name for path in data.cases[1].images(2)] == ["chest_001_0000.nii.gz", "chest_001_0001.nii.gz"]
+    assert [path.name for path in data.cases[1].images(2)] == [
+        "chest_001_0000.nii.gz",
+        "chest_001_0001.nii.gz",
+    ]
     assert data.labels == {"left_lung": [1], "right_lung": [2]}
-    assert [(one.modality, one.normalise) for one in data.channels] == [("ct", "window"), ("other", "zscore")]
+    assert [(one.modality, one.normalise) for one in data.channels] == [
+        ("ct", "window"),
+        ("other", "zscore"),
+    ]
     assert (data.name, data.notes) == ("Dataset001_Chest", ())
 
 
@@ -46,12 +52,21 @@ def test_endings_in_upper_case_and_an_ending_that_no_file_has(tmp_path: Path) ->
     assert [case.name for case in cases] == [f"chest_{number:03d}" for number in range(4)]
     assert all(case.image.is_file() for case in cases)
     change(folder, file_ending=".nrrd")
-    with pytest.raises(UserError, match=r"imagesTr: expected files that end in \.nrrd \(file_ending of .*\), found none"):
+    with pytest.raises(
+        UserError,
+        match=r"imagesTr: expected files that end in \.nrrd \(file_ending of .*\), found none",
+    ):
         import_nnunet(folder)
 
 
 def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) -> None:
-    labels = {"background": 0, "whole_tumor": [1, 2, 3], "tumor_core": [2, 3], "enhancing_tumor": 3, "ignore": 4}
+    labels = {
+        "background": 0,
+        "whole_tumor": [1, 2, 3],
+        "tumor_core": [2, 3],
+        "enhancing_tumor": 3,
+        "ignore": 4,
+    }
     data = import_nnunet(make_nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 3]))
     assert data.labels == {"whole_tumor_rest": [1], "tumor_core_rest": [2], "enhancing_tumor": [3]}
     assert data.ignore == 4
@@ -63,18 +78,32 @@ def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) ->
 
 def test_the_older_description_of_nnunet(tmp_path: Path) -> None:
     make_nnunet(tmp_path)
-    change(tmp_path, channel_names=None, file_ending=None, modality={"0": "CT"}, labels={"0": "background", "1": "a", "2": "b"})
+    change(
+        tmp_path,
+        channel_names=None,
+        file_ending=None,
+        modality={"0": "CT"},
+        labels={"0": "background", "1": "a", "2": "b"},
+    )
     data = import_dataset(tmp_path)
     assert (data.format, data.labels, len(data.cases)) == ("nnunet", {"a": [1], "b": [2]}, 4)
 
 
 def test_cases_that_the_description_lists_may_lie_anywhere(tmp_path: Path) -> None:
     make_nnunet(tmp_path / "source")
-    image, labels = tmp_path / "source/imagesTr/chest_000_0000.nii.gz", tmp_path / "source/labelsTr/chest_000.nii.gz"
+    image, labels = (
+        tmp_path / "source/imagesTr/chest_000_0000.nii.gz",
+        tmp_path / "source/labelsTr/chest_000.nii.gz",
+    )
     listed = {"one": {"images": [str(image)], "label": "../source/labelsTr/chest_000.nii.gz"}}
     write_json(
         tmp_path / "listed" / "dataset.json",
-        {"channel_names": {"0": "CT"}, "labels": {"background": 0, "a": 1, "b": 2}, "file_ending": ".nii.gz", "dataset": listed},
+        {
+            "channel_names": {"0": "CT"},
+            "labels": {"background": 0, "a": 1, "b": 2},
+            "file_ending": ".nii.gz",
+            "dataset": listed,
+        },
     )
     data = import_dataset(tmp_path / "listed")
     assert [case.name for case in data.cases] == ["one"]
@@ -85,7 +114,9 @@ def test_cases_that_the_description_lists_may_lie_anywhere(tmp_path: Path) -> No
     assert outside == [str(image), str(labels)]
 
 
-@pytest.mark.parametrize("place", ["nnUNet_raw/D1/splits_final.json", "nnUNet_preprocessed/D1/splits_final.json"])
+@pytest.mark.parametrize(
+    "place", ["nnUNet_raw/D1/splits_final.json", "nnUNet_preprocessed/D1/splits_final.json"]
+)
 def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
     folder = make_nnunet(tmp_path / "nnUNet_raw" / "D1")
     folds = [
@@ -93,11 +124,24 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
         {"train": ["chest_000"], "val": ["chest_001", "chest_002"]},
     ]
     write_json(tmp_path / place, folds)
-    assert [(case.fold, case.split) for case in import_nnunet(folder).cases] == [(0, None), (1, None), (1, None), (None, "test")]
-    twice = [{"train": ["chest_001"], "val": ["chest_000"]}, {"train": ["chest_002"], "val": ["chest_000"]}]
+    assert [(case.fold, case.split) for case in import_nnunet(folder).cases] == [
+        (0, None),
+        (1, None),
+        (1, None),
+        (None, "test"),
+    ]
+    twice = [
+        {"train": ["chest_001"], "val": ["chest_000"]},
+        {"train": ["chest_002"], "val": ["chest_000"]},
+    ]
     write_json(tmp_path / place, twice)
     data = import_nnunet(folder)
-    assert [case.fold_sides for case in data.cases] == [("val", "val"), ("train", None), (None, "train"), (None, None)]
+    assert [case.fold_sides for case in data.cases] == [
+        ("val", "val"),
+        ("train", None),
+        (None, "train"),
+        (None, None),
+    ]
     assert data.notes == (
         "the folds of splits_final.json are in the case table: data.fold=0 … data.fold=1 chooses one, together with data.num_folds=2",
     )
@@ -119,9 +163,12 @@ def test_a_fold_trains_on_its_list_alone(tmp_path: Path) -> None:
 def test_a_split_that_writes_letters_in_another_way_is_found(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path)
     for path in [*folder.glob("*/chest_000*")]:
-        path.rename(path.with_name(path.name.replace("chest_000", unicodedata.normalize("NFD", "Müller"))))
+        path.rename(
+            path.with_name(path.name.replace("chest_000", unicodedata.normalize("NFD", "Müller")))
+        )
     write_json(
-        folder / "splits_final.json", [{"train": ["chest_001", "chest_002"], "val": [unicodedata.normalize("NFC", "Müller")]}]
+        folder / "splits_final.json",
+        [{"train": ["chest_001", "chest_002"], "val": [unicodedata.normalize("NFC", "Müller")]}],
     )
     folds = {case.patient: case.fold for case in import_dataset(folder).cases}
     assert folds == {"Müller": 0, "chest_001": None, "chest_002": None, "chest_003": None}
@@ -133,10 +180,15 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
         "imagesTr: chest_001 lacks the channel 0001, expected 2 channels",
     ),
     (
-        lambda at: shutil.copy(at / "imagesTr/chest_001_0000.nii.gz", at / "imagesTr/chest_001_0002.nii.gz"),
+        lambda at: shutil.copy(
+            at / "imagesTr/chest_001_0000.nii.gz", at / "imagesTr/chest_001_0002.nii.gz"
+        ),
         "has a channel 0002, but",
     ),
-    (lambda at: (at / "labelsTr/chest_001.nii.gz").unlink(), "labelsTr: no labels for chest_001, which imagesTr holds; add them"),
+    (
+        lambda at: (at / "labelsTr/chest_001.nii.gz").unlink(),
+        "labelsTr: no labels for chest_001, which imagesTr holds; add them",
+    ),
     (
         lambda at: [one.unlink() for one in at.glob("imagesTr/chest_001*")],
         "imagesTr: no image for chest_001, which labelsTr holds",
@@ -145,18 +197,35 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
         lambda at: shutil.copy(at / "labelsTr/chest_001.nii.gz", at / "imagesTr/x.nii.gz"),
         "such as x_0000.nii.gz; rename the file",
     ),
-    (lambda at: shutil.rmtree(at / "labelsTr"), "labelsTr does not exist, but an nnU-Net data set needs it"),
+    (
+        lambda at: shutil.rmtree(at / "labelsTr"),
+        "labelsTr does not exist, but an nnU-Net data set needs it",
+    ),
     (lambda at: change(at, file_ending=".png"), "expected file_ending to be one of .nii.gz"),
-    (lambda at: change(at, labels={"a": 1.5}), "expected whole numbers from 0 as values of the label 'a', got 1.5"),
-    (lambda at: change(at, labels={"background": 0}), "expected at least one label beside the background"),
+    (
+        lambda at: change(at, labels={"a": 1.5}),
+        "expected whole numbers from 0 as values of the label 'a', got 1.5",
+    ),
+    (
+        lambda at: change(at, labels={"background": 0}),
+        "expected at least one label beside the background",
+    ),
     (lambda at: change(at, labels=["a"]), "expected 'labels' as a mapping, got \"['a']\""),
     (lambda at: change(at, channel_names=["CT"]), "expected 'channel_names' as a mapping"),
     (lambda at: (at / "dataset.json").write_text("{"), "expected JSON, but the file is damaged"),
     (lambda at: (at / "dataset.json").write_text("[]"), "expected a description of a data set"),
-    (lambda at: write_json(at / "splits_final.json", {}), "splits_final.json: expected a list of folds"),
-    (lambda at: write_json(at / "splits_final.json", [{"train": 3, "val": []}]), "splits_final.json: expected a list of folds"),
     (
-        lambda at: change(at, dataset={"x": {"images": ["imagesTr/chest_000_0000.nii.gz"], "label": "x"}}),
+        lambda at: write_json(at / "splits_final.json", {}),
+        "splits_final.json: expected a list of folds",
+    ),
+    (
+        lambda at: write_json(at / "splits_final.json", [{"train": 3, "val": []}]),
+        "splits_final.json: expected a list of folds",
+    ),
+    (
+        lambda at: change(
+            at, dataset={"x": {"images": ["imagesTr/chest_000_0000.nii.gz"], "label": "x"}}
+        ),
         "expected 2 images of x",
     ),
     (
@@ -182,34 +251,61 @@ def test_the_decathlon_has_channels_in_one_file(tmp_path: Path) -> None:
     assert (data.format, data.name) == ("msd", "BRATS")
     assert data.labels == {"edema": [1], "non-enhancing_tumor": [2]}
     assert [channel.modality for channel in data.channels] == ["mr", "mr"]
-    assert [(case.name, case.split) for case in data.cases][2:] == [("BRATS_002", None), ("BRATS_003", "test")]
+    assert [(case.name, case.split) for case in data.cases][2:] == [
+        ("BRATS_002", None),
+        ("BRATS_003", "test"),
+    ]
     assert data.cases[0].images(2) == [data.cases[0].image] * 2
 
 
 def test_a_datalist_of_monai(tmp_path: Path) -> None:
     make_nnunet(tmp_path / "data")
     pair = [
-        {"image": f"data/imagesTr/chest_{n:03d}_0000.nii.gz", "label": f"data/labelsTr/chest_{n:03d}.nii.gz"} for n in range(3)
+        {
+            "image": f"data/imagesTr/chest_{n:03d}_0000.nii.gz",
+            "label": f"data/labelsTr/chest_{n:03d}.nii.gz",
+        }
+        for n in range(3)
     ]
-    path = write_json(tmp_path / "folds.json", {"training": [{**one, "fold": n} for n, one in enumerate(pair)], "testing": []})
+    path = write_json(
+        tmp_path / "folds.json",
+        {"training": [{**one, "fold": n} for n, one in enumerate(pair)], "testing": []},
+    )
     data = import_dataset(path)
-    assert [(case.name, case.fold) for case in data.cases] == [("chest_000", 0), ("chest_001", 1), ("chest_002", 2)]
+    assert [(case.name, case.fold) for case in data.cases] == [
+        ("chest_000", 0),
+        ("chest_001", 1),
+        ("chest_002", 2),
+    ]
     assert (data.labels, data.channels[0].modality) == ({"label_1": [1], "label_2": [2]}, "ct")
     assert len(data.notes) == 2
     path = write_json(
-        tmp_path / "split.json", {"training": pair[:2], "validation": pair[2:], "test": ["data/imagesTs/chest_003_0000.nii.gz"]}
+        tmp_path / "split.json",
+        {
+            "training": pair[:2],
+            "validation": pair[2:],
+            "test": ["data/imagesTs/chest_003_0000.nii.gz"],
+        },
     )
-    assert [(case.name, case.split) for case in import_msd(path).cases][2:] == [("chest_002", "val"), ("chest_003", "test")]
+    assert [(case.name, case.split) for case in import_msd(path).cases][2:] == [
+        ("chest_002", "val"),
+        ("chest_003", "test"),
+    ]
     many = {"image": [pair[0]["image"]] * 2, "label": pair[0]["label"]}
     path = write_json(
-        tmp_path / "channels.json", {"training": [many], "modality": {"0": "CT", "1": "PET"}, "labels": {"1": "a", "2": "b"}}
+        tmp_path / "channels.json",
+        {"training": [many], "modality": {"0": "CT", "1": "PET"}, "labels": {"1": "a", "2": "b"}},
     )
-    assert [path.name for path in import_msd(path).cases[0].images(2)] == ["chest_000_0000.nii.gz"] * 2
+    assert [path.name for path in import_msd(path).cases[0].images(2)] == [
+        "chest_000_0000.nii.gz"
+    ] * 2
 
 
 def test_files_of_one_name_are_named_by_their_folders(tmp_path: Path) -> None:
     listed = [{"image": f"p{n}/ct.nii.gz", "label": f"p{n}/seg.nii.gz"} for n in range(2)]
-    path = write_json(tmp_path / "list.json", {"training": listed, "labels": {"1": "a"}, "modality": {"0": "CT"}})
+    path = write_json(
+        tmp_path / "list.json", {"training": listed, "labels": {"1": "a"}, "modality": {"0": "CT"}}
+    )
     assert [case.name for case in import_msd(path).cases] == ["p0_ct", "p1_ct"]
 
 
@@ -217,16 +313,28 @@ def test_files_of_one_name_are_named_by_their_folders(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ({}, "expected 'training' as a list, got 'None'"),
-        ({"training": [{"label": "x"}]}, "expected the path of an image or a label map, got 'None'"),
         (
-            {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": "0"}], "labels": {"1": "a"}},
+            {"training": [{"label": "x"}]},
+            "expected the path of an image or a label map, got 'None'",
+        ),
+        (
+            {
+                "training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": "0"}],
+                "labels": {"1": "a"},
+            },
             "expected a fold >= 0 for a, got '0'",
         ),
         (
-            {"training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": 0}], "validation": [{"image": "c.nii.gz"}]},
+            {
+                "training": [{"image": "a.nii.gz", "label": "b.nii.gz", "fold": 0}],
+                "validation": [{"image": "c.nii.gz"}],
+            },
             "expected a list validation or a fold of each case, but it has both",
         ),
-        ({"training": [{"image": "a.nii.gz"}], "labels": {"one": "a"}}, "expected labels as name: value or value: name"),
+        (
+            {"training": [{"image": "a.nii.gz"}], "labels": {"one": "a"}},
+            "expected labels as name: value or value: name",
+        ),
     ],
 )
 def test_mistakes_of_a_datalist(tmp_path: Path, content: dict[str, Any], said: str) -> None:
@@ -235,18 +343,37 @@ def test_mistakes_of_a_datalist(tmp_path: Path, content: dict[str, Any], said: s
     assert said in str(error.value)
 
 
-VALUES: list[Any] = [None, True, -1, 1.5, 10**30, "", "../../x", "\0", [], {}, [[1]], {"a": None}, {"1": "a"}, {"a": [1, "b"]}]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    1.5,
+    10**30,
+    "",
+    "../../x",
+    "\0",
+    [],
+    {},
+    [[1]],
+    {"a": None},
+    {"1": "a"},
+    {"a": [1, "b"]},
+]
 
 
 @pytest.mark.parametrize("make", [make_nnunet, make_msd])
-def test_any_value_in_a_description_is_read_or_refused(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+def test_any_value_in_a_description_is_read_or_refused(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
     folder = make(tmp_path)
     about = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
     refused = 0
     for key in [*about, "dataset", "validation"]:
         for value in VALUES:
             entries = (
-                [[{"image": value}], [{"image": "a", "label": value, "fold": value}]] if key == "training" else [{"0": value}]
+                [[{"image": value}], [{"image": "a", "label": value, "fold": value}]]
+                if key == "training"
+                else [{"0": value}]
             )
             for one in (value, *entries):
                 write_json(folder / "dataset.json", {**about, key: one})
@@ -272,11 +399,16 @@ def test_the_number_of_images_of_each_case_is_that_of_the_channels(
     tmp_path: Path, counts: list[int], modality: dict[str, str] | None, said: str | None
 ) -> None:
     listed = [
-        {"image": [f"case{index}_{number}.nii.gz" for number in range(count)], "label": f"labels{index}.nii.gz"}
+        {
+            "image": [f"case{index}_{number}.nii.gz" for number in range(count)],
+            "label": f"labels{index}.nii.gz",
+        }
         for index, count in enumerate(counts)
     ]
     content: dict[str, Any] = {"training": listed, "labels": {"1": "a"}}
-    path = write_json(tmp_path / "list.json", content | ({"modality": modality} if modality else {}))
+    path = write_json(
+        tmp_path / "list.json", content | ({"modality": modality} if modality else {})
+    )
     if said is None:
         assert [len(case.images(max(counts))) for case in import_msd(path).cases] == counts
         return
@@ -286,7 +418,9 @@ def test_the_number_of_images_of_each_case_is_that_of_the_channels(
 
 
 def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Path) -> None:
-    data = import_nnunet(make_nnunet(tmp_path, labels={"background": [0, 7], "left_lung": 1, "right_lung": 2}))
+    data = import_nnunet(
+        make_nnunet(tmp_path, labels={"background": [0, 7], "left_lung": 1, "right_lung": 2})
+    )
     assert data.labels == {"left_lung": [1], "right_lung": [2]}
     assert data.background == {"background": [7]}
     change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "air": 0})
@@ -294,7 +428,9 @@ def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Pat
     assert data.labels == {"left_lung": [1], "right_lung": [2]}
     assert data.background == {}
     change(tmp_path, labels={"background": 0, "left_lung": [0, 1], "right_lung": 2})
-    with pytest.raises(UserError, match="the label 'left_lung' has the value 0, which is the background"):
+    with pytest.raises(
+        UserError, match="the label 'left_lung' has the value 0, which is the background"
+    ):
         import_nnunet(tmp_path)
     change(tmp_path, labels={"background": 0, "left_lung": 1, "right_lung": 2, "ignore": [3, 4]})
     with pytest.raises(UserError, match=r"expected one value of the label 'ignore', got \[3, 4\]"):
@@ -309,22 +445,38 @@ def test_a_fold_that_validates_nothing_keeps_its_sides(tmp_path: Path) -> None:
     ]
     write_json(folder / "splits_final.json", folds)
     cases = import_nnunet(folder).cases[:3]
-    assert [case.fold_sides for case in cases] == [("val", "train"), ("train", "train"), ("train", "train")]
+    assert [case.fold_sides for case in cases] == [
+        ("val", "train"),
+        ("train", "train"),
+        ("train", "train"),
+    ]
     assert {case.fold for case in cases} == {None}
 
 
 def test_the_test_list_of_the_older_description_chooses_the_test_cases(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path)
-    listed = [{"image": f"./imagesTr/chest_{n:03d}.nii.gz", "label": f"./labelsTr/chest_{n:03d}.nii.gz"} for n in range(3)]
+    listed = [
+        {"image": f"./imagesTr/chest_{n:03d}.nii.gz", "label": f"./labelsTr/chest_{n:03d}.nii.gz"}
+        for n in range(3)
+    ]
     labels = {"0": "background", "1": "left_lung", "2": "right_lung"}
-    first_version = {"channel_names": None, "modality": {"0": "CT"}, "labels": labels, "training": listed}
+    first_version = {
+        "channel_names": None,
+        "modality": {"0": "CT"},
+        "labels": labels,
+        "training": listed,
+    }
     change(folder, **first_version, test=["./imagesTs/chest_003.nii.gz"])
-    assert [case.name for case in import_nnunet(folder).cases if case.split == "test"] == ["chest_003"]
+    assert [case.name for case in import_nnunet(folder).cases if case.split == "test"] == [
+        "chest_003"
+    ]
     change(folder, test=[])
     assert not [case for case in import_nnunet(folder).cases if case.split == "test"]
     change(folder, test=["./imagesTs/chest_003.nii.gz"])
     shutil.rmtree(folder / "imagesTs")
-    with pytest.raises(UserError, match=r"the list test names cases, but .*imagesTs does not exist"):
+    with pytest.raises(
+        UserError, match=r"the list test names cases, but .*imagesTs does not exist"
+    ):
         import_nnunet(folder)
 
 
@@ -335,8 +487,13 @@ def test_a_datalist_accounts_for_the_folders_of_its_files_alone(tmp_path: Path) 
     (deep / "notes.txt").touch()
     (tmp_path / "data" / "imagesTr" / "beside.txt").touch()
     (tmp_path / "elsewhere.txt").touch()
-    listed = [{"image": "data/imagesTr/chest_000_0000.nii.gz", "label": "data/labelsTr/chest_000.nii.gz"}]
-    path = write_json(tmp_path / "list.json", {"training": listed, "labels": {"1": "a", "2": "b"}, "modality": {"0": "CT"}})
+    listed = [
+        {"image": "data/imagesTr/chest_000_0000.nii.gz", "label": "data/labelsTr/chest_000.nii.gz"}
+    ]
+    path = write_json(
+        tmp_path / "list.json",
+        {"training": listed, "labels": {"1": "a", "2": "b"}, "modality": {"0": "CT"}},
+    )
     named = " ".join(f"{item.name} {item.why}" for item in import_dataset(path).account.items)
     assert "beside.txt" in named
     assert "notes.txt" not in named
@@ -346,6 +503,10 @@ def test_a_datalist_accounts_for_the_folders_of_its_files_alone(tmp_path: Path) 
 def test_a_case_whose_name_is_not_utf_8_is_told_so(tmp_path: Path) -> None:
     make_nnunet(tmp_path)
     for place, end in (("imagesTr", "_0000"), ("labelsTr", "")):
-        (tmp_path / place / f"chest_001{end}.nii.gz").rename(tmp_path / place / f"M\udcfcller{end}.nii.gz")
-    with pytest.raises(UserError, match=r"'M\\udcfcller' cannot name a file; .* letters in UTF-8 alone"):
+        (tmp_path / place / f"chest_001{end}.nii.gz").rename(
+            tmp_path / place / f"M\udcfcller{end}.nii.gz"
+        )
+    with pytest.raises(
+        UserError, match=r"'M\\udcfcller' cannot name a file; .* letters in UTF-8 alone"
+    ):
         import_dataset(tmp_path)

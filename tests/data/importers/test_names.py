@@ -29,15 +29,28 @@ def decathlon(folder: Path, names: list[str]) -> Path:
         save(folder / "labelsTr" / name)
     training = [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names]
     labels = {"0": "background", "1": "lung"}
-    about = {"name": "X", "modality": {"0": "CT"}, "labels": labels, "numTraining": len(names), "training": training, "test": []}
+    about = {
+        "name": "X",
+        "modality": {"0": "CT"},
+        "labels": labels,
+        "numTraining": len(names),
+        "training": training,
+        "test": [],
+    }
     (folder / "dataset.json").write_text(json.dumps(about))
     return folder
 
 
 def test_spellings_of_a_structure_are_one_label() -> None:
     account = Account()
-    assert named_groups(["Lung_L", "lung left", "Heart"], account) == {"Lung_L": ["Lung_L"], "Heart": ["Heart"]}
-    assert named_groups(["Lung_L", "Lung_R"], account) == {"left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
+    assert named_groups(["Lung_L", "lung left", "Heart"], account) == {
+        "Lung_L": ["Lung_L"],
+        "Heart": ["Heart"],
+    }
+    assert named_groups(["Lung_L", "Lung_R"], account) == {
+        "left_lung": ["Lung_L"],
+        "right_lung": ["Lung_R"],
+    }
 
 
 def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Path) -> None:
@@ -45,10 +58,15 @@ def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Pat
     assert find_format(folder) == "msd"
     cases = import_dataset(folder).cases
     assert [case.name for case in cases] == ["lung_0000", "lung_0001"]
-    assert [case.labels.name for case in cases if case.labels] == ["lung_0000.nii.gz", "lung_0001.nii.gz"]
+    assert [case.labels.name for case in cases if case.labels] == [
+        "lung_0000.nii.gz",
+        "lung_0001.nii.gz",
+    ]
 
 
-def test_the_folder_one_is_in_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_one_is_in_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = decathlon(tmp_path / "Task01_X", ["a.nii.gz"])
     monkeypatch.chdir(folder)
     assert import_dataset(Path()).cases == import_dataset(folder).cases
@@ -65,7 +83,11 @@ def test_one_file_for_two_cases_has_a_line(tmp_path: Path) -> None:
 
 
 def test_structures_of_dicom_labels_are_told_apart_by_their_numbers(tmp_path: Path) -> None:
-    assert _names(tmp_path, "RTSTRUCT", [(1, "heart"), (3, None)], {1, 3, 7}) == {1: "heart", 3: "ROI 3", 7: "ROI 7"}
+    assert _names(tmp_path, "RTSTRUCT", [(1, "heart"), (3, None)], {1, 3, 7}) == {
+        1: "heart",
+        3: "ROI 3",
+        7: "ROI 7",
+    }
     with pytest.raises(UserError, match="have the number 1; export it again"):
         _names(tmp_path, "SEG", [(1, "heart"), (1, "lung")], ())
 
@@ -75,6 +97,8 @@ def test_the_labels_that_a_refusal_proposes_are_complete_in_all_cases() -> None:
     cases = tuple(Case(name, Path(name), Path(name), name) for name in structures)
     labels = {"heart": ["heart"], "lung": ["lung"], "lung_2": ["lung 2"]}
     data = DataSet("dicom", "x", cases, labels, (), {}, structures=structures)
-    with pytest.raises(UserError, match=r"medseg import … labels=\[heart\]\), .*\(medseg import … missing=absent\)"):
+    with pytest.raises(
+        UserError, match=r"medseg import … labels=\[heart\]\), .*\(medseg import … missing=absent\)"
+    ):
         data.require_structures()
     data.keep(["heart"]).require_structures()

@@ -34,7 +34,10 @@ def test_filled_outlines_restore_the_mask(name: str) -> None:
     polygons = outlines(mask)
     assert np.array_equal(fill(polygons, mask.shape), mask)
     centres = np.indices(mask.shape).reshape(2, -1).T
-    inside = [Polygon(polygon, closed=False).contains_points(centres).reshape(mask.shape) for polygon in polygons]
+    inside = [
+        Polygon(polygon, closed=False).contains_points(centres).reshape(mask.shape)
+        for polygon in polygons
+    ]
     assert np.array_equal(np.logical_xor.reduce(inside), mask)
 
 
@@ -44,7 +47,9 @@ def test_pillow_fills_the_outlines_to_the_same_mask(name: str) -> None:
     found = np.zeros(mask.shape, bool)
     for polygon in outlines(mask):
         canvas = Image.new("1", (mask.shape[1] * scale, mask.shape[0] * scale))
-        ImageDraw.Draw(canvas).polygon([((x + 0.5) * scale, (y + 0.5) * scale) for y, x in polygon], fill=1)
+        ImageDraw.Draw(canvas).polygon(
+            [((x + 0.5) * scale, (y + 0.5) * scale) for y, x in polygon], fill=1
+        )
         found ^= np.array(canvas)[scale // 2 :: scale, scale // 2 :: scale]
     assert np.array_equal(found, mask)
 
@@ -75,5 +80,8 @@ def test_pixels_under_an_outline_are_inside() -> None:
 
 
 def test_polygons_beyond_the_slice_are_cut() -> None:
-    assert fill([np.array([[-9.0, -9.0], [-9.0, 3.4], [30.0, 3.4], [30.0, -9.0]])], (5, 6)).sum() == 5 * 4
+    assert (
+        fill([np.array([[-9.0, -9.0], [-9.0, 3.4], [30.0, 3.4], [30.0, -9.0]])], (5, 6)).sum()
+        == 5 * 4
+    )
     assert not fill([np.array([[9.0, 9.0], [9.0, 12.0], [12.0, 9.0]])], (5, 6)).any()

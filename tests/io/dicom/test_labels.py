@@ -27,7 +27,9 @@ def slices(tmp_path: Path) -> SourceSlices:
     return open_slices(make_series(tmp_path / "source", "plain", np.eye(3)))
 
 
-def save_seg(path: Path, slices: SourceSlices, pixels: Any, kind: str = "BINARY", num_segments: int = 1) -> Path:
+def save_seg(
+    path: Path, slices: SourceSlices, pixels: Any, kind: str = "BINARY", num_segments: int = 1
+) -> Path:
     """Write what highdicom alone makes of an array or a volume."""
     algorithm = AlgorithmIdentificationSequence("other", codes.DCM.ArtificialIntelligence, "1")
     names = [f"part {number}" for number in range(1, num_segments + 1)]
@@ -38,20 +40,35 @@ def save_seg(path: Path, slices: SourceSlices, pixels: Any, kind: str = "BINARY"
     headers = [dcmread(frame.path) for frame in slices.frames]
     for header in headers:
         header.SliceThickness = STEP_MM
-        for keyword in ("PatientBirthDate", "PatientSex", "AccessionNumber", "StudyID", "StudyTime"):
+        for keyword in (
+            "PatientBirthDate",
+            "PatientSex",
+            "AccessionNumber",
+            "StudyID",
+            "StudyTime",
+        ):
             setattr(header, keyword, "")
-    Segmentation(headers, pixels, kind, described, "1.2.3.7", 1, "1.2.3.8", 1, "other", "other", "1", "1").save_as(path)
+    Segmentation(
+        headers, pixels, kind, described, "1.2.3.7", 1, "1.2.3.8", 1, "other", "other", "1", "1"
+    ).save_as(path)
     return path
 
 
-def add_contours(path: Path, slices: SourceSlices, polygons: Sequence[tuple[int, Any]], kind: str = "CLOSED_PLANAR") -> Path:
+def add_contours(
+    path: Path,
+    slices: SourceSlices,
+    polygons: Sequence[tuple[int, Any]],
+    kind: str = "CLOSED_PLANAR",
+) -> Path:
     """Replace the contours of a file by polygons in (row, column) of a slice."""
     empty = np.zeros(slices.grid.shape, np.uint8)
     write_structure_set(path, empty, slices, [Structure("part", 1)])
     dataset = dcmread(path)
     contours = []
     for index, polygon in polygons:
-        points = points_of(slices.frames[0], np.array(polygon, float)) + np.array([0, 0, STEP_MM * index])
+        points = points_of(slices.frames[0], np.array(polygon, float)) + np.array(
+            [0, 0, STEP_MM * index]
+        )
         item = Dataset()
         item.ContourGeometricType, item.NumberOfContourPoints = kind, len(points)
         item.ContourData = [f"{value:.3f}" for value in points.ravel()]
@@ -76,7 +93,9 @@ def test_a_fraction_counts_from_the_threshold(tmp_path: Path, slices: SourceSlic
         assert np.array_equal(found, np.rint(shares * 255) >= threshold * 255)
 
 
-def test_of_segments_that_overlap_the_last_one_is_kept(tmp_path: Path, slices: SourceSlices) -> None:
+def test_of_segments_that_overlap_the_last_one_is_kept(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
     pixels = np.zeros((*slices.grid.shape, 2), np.uint8)
     pixels[1:5, ..., 0] = pixels[4:7, 2:4, ..., 1] = 1
     file = open_label_file(save_seg(tmp_path / "a.dcm", slices, pixels, num_segments=2))
@@ -87,7 +106,9 @@ def test_of_segments_that_overlap_the_last_one_is_kept(tmp_path: Path, slices: S
         for number in order:
             expected[pixels[..., number - 1] == 1] = 3 * number
         assert np.array_equal(volume.array, expected)
-        assert finding_texts(volume) == ("26 pixels of a.dcm are in several segments; the last one is kept",)
+        assert finding_texts(volume) == (
+            "26 pixels of a.dcm are in several segments; the last one is kept",
+        )
     assert finding_texts(read_label_file(file, slices, {1: 1, 2: 1})) == ()
 
 
@@ -103,12 +124,19 @@ def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) 
     affine[:3, :3] *= scale
     array = (np.random.default_rng(1).random(shape) < 0.4).astype(np.uint8)
     volume = Volume(array, affine, coordinate_system="PATIENT", frame_of_reference_uid="1.2.3.9")
-    changed = {"sagittal": lambda one: one.permute_spatial_axes([2, 0, 1]), "flipped": lambda one: one.flip_spatial([0, 2])}
+    changed = {
+        "sagittal": lambda one: one.permute_spatial_axes([2, 0, 1]),
+        "flipped": lambda one: one.flip_spatial([0, 2]),
+    }
     path = save_seg(tmp_path / "a.dcm", slices, changed.get(name, lambda one: one)(volume))
     found = read_label_file(open_label_file(path), slices, {1: 1}).array
     index = np.floor(np.indices(grid.shape) / scale + 0.5).astype(int)
     inside = np.all([one < size for one, size in zip(index, shape, strict=True)], axis=0)
-    expected = np.where(inside, array[tuple(one.clip(max=size - 1) for one, size in zip(index, shape, strict=True))], 0)
+    expected = np.where(
+        inside,
+        array[tuple(one.clip(max=size - 1) for one, size in zip(index, shape, strict=True))],
+        0,
+    )
     assert np.array_equal(found, expected)
 
 
@@ -133,7 +161,9 @@ def test_holes(polygons: list[tuple[float, Any]], tmp_path: Path, slices: Source
 
 def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceSlices) -> None:
     polygons = [(index, np.array(SQUARE) + index) for index in (1.6, 2.0, 2.4)]
-    found = read_label_file(open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons)), slices, {1: 1}).array
+    found = read_label_file(
+        open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons)), slices, {1: 1}
+    ).array
     assert np.array_equal(np.argwhere(found[2])[0], [4, 5])
     assert not found[[1, 3]].any()
 
@@ -162,17 +192,29 @@ def refusal(path: Path, slices: SourceSlices) -> str:
 
 def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
     image = slices.frames[0].path
-    assert refusal(image, slices) == f"{image.name}: expected labels in a DICOM SEG or RTSTRUCT, got CT; give another file."
+    assert (
+        refusal(image, slices)
+        == f"{image.name}: expected labels in a DICOM SEG or RTSTRUCT, got CT; give another file."
+    )
     (tmp_path / "a.dcm").write_text("no DICOM" * 100, encoding="utf-8")
-    assert "expected labels in a DICOM SEG or RTSTRUCT, got another object" in refusal(tmp_path / "a.dcm", slices)
+    assert "expected labels in a DICOM SEG or RTSTRUCT, got another object" in refusal(
+        tmp_path / "a.dcm", slices
+    )
     assert "cannot be read" in refusal(tmp_path / "missing.dcm", slices)
     across = points_of(slices.frames[0], np.array(SQUARE))
     path = add_contours(tmp_path / "a.dcm", slices, [(2, SQUARE)])
     dataset = dcmread(path)
-    dataset.ROIContourSequence[0].ContourSequence[0].ContourData = [f"{value:.3f}" for value in across[:, [2, 0, 1]].ravel()]
+    dataset.ROIContourSequence[0].ContourSequence[0].ContourData = [
+        f"{value:.3f}" for value in across[:, [2, 0, 1]].ravel()
+    ]
     dataset.save_as(path)
-    assert "expected contours in the planes of the slices of source, but those of 'part' lie across them" in refusal(path, slices)
-    dataset.ReferencedFrameOfReferenceSequence[0].FrameOfReferenceUID = dataset.FrameOfReferenceUID = "1.2.3.10"
+    assert (
+        "expected contours in the planes of the slices of source, but those of 'part' lie across them"
+        in refusal(path, slices)
+    )
+    dataset.ReferencedFrameOfReferenceSequence[0].FrameOfReferenceUID = (
+        dataset.FrameOfReferenceUID
+    ) = "1.2.3.10"
     dataset.save_as(path)
     assert "lie across them" in refusal(path, slices)  # the series is the same
     study = dataset.ReferencedFrameOfReferenceSequence[0].RTReferencedStudySequence[0]
@@ -188,7 +230,10 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
 @pytest.mark.parametrize(
     ("sequence", "sentence"),
     [
-        ("SegmentIdentificationSequence", "the DICOM file cannot be read (a frame names no segment); it is damaged"),
+        (
+            "SegmentIdentificationSequence",
+            "the DICOM file cannot be read (a frame names no segment); it is damaged",
+        ),
         (
             "PlanePositionSequence",
             "expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
@@ -198,7 +243,9 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
 def test_frames_without_segment_or_position_are_refused(
     sequence: str, sentence: str, tmp_path: Path, slices: SourceSlices
 ) -> None:
-    path = save_seg(tmp_path / "a.dcm", slices, np.ones((*slices.grid.shape, 2), np.uint8), num_segments=2)
+    path = save_seg(
+        tmp_path / "a.dcm", slices, np.ones((*slices.grid.shape, 2), np.uint8), num_segments=2
+    )
     dataset = dcmread(path)
     del dataset.PerFrameFunctionalGroupsSequence[3][sequence]
     dataset.save_as(path)

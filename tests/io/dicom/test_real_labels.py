@@ -18,7 +18,13 @@ from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure
 from medseg.io.read import read_labels
 
-LUNGS = Path(__file__).resolve().parents[4] / "shared" / "ct2" / "lctsc_009" / "lungs_source_sides.nii.gz"
+LUNGS = (
+    Path(__file__).resolve().parents[4]
+    / "shared"
+    / "ct2"
+    / "lctsc_009"
+    / "lungs_source_sides.nii.gz"
+)
 SCALE = 4
 STRUCTURES = [Structure("left_lung", 1), Structure("right_lung", 2)]
 
@@ -43,13 +49,24 @@ def test_contours_of_lungs(tmp_path: Path) -> None:
     labels = drawn.array if np.linalg.det(direction) > 0 else drawn.array[::-1]
     for name, write in (("seg", write_segmentation), ("rtstruct", write_structure_set)):
         write(tmp_path / name, labels, slices, STRUCTURES)
-        assert np.array_equal(read_label_file(open_label_file(tmp_path / name), slices, {1: 1, 2: 2}).array, labels)
+        assert np.array_equal(
+            read_label_file(open_label_file(tmp_path / name), slices, {1: 1, 2: 2}).array, labels
+        )
     for item in dcmread(tmp_path / "rtstruct").ROIContourSequence:
         found = np.zeros(labels.shape, bool)
         for contour in item.ContourSequence:
-            points = slices.grid.world_to_index_zyx(np.array(contour.ContourData, float).reshape(-1, 3))
+            points = slices.grid.world_to_index_zyx(
+                np.array(contour.ContourData, float).reshape(-1, 3)
+            )
             canvas = Image.new("1", (labels.shape[2] * SCALE, labels.shape[1] * SCALE))
-            ImageDraw.Draw(canvas).polygon([((x + 0.5) * SCALE, (y + 0.5) * SCALE) for _, y, x in points], fill=1)
-            found[round(points[:, 0].mean())] ^= np.array(canvas)[SCALE // 2 :: SCALE, SCALE // 2 :: SCALE]
+            ImageDraw.Draw(canvas).polygon(
+                [((x + 0.5) * SCALE, (y + 0.5) * SCALE) for _, y, x in points], fill=1
+            )
+            found[round(points[:, 0].mean())] ^= np.array(canvas)[
+                SCALE // 2 :: SCALE, SCALE // 2 :: SCALE
+            ]
         mask = labels == item.ReferencedROINumber
-        assert 2 * np.count_nonzero(found & mask) / (np.count_nonzero(found) + np.count_nonzero(mask)) > 0.999
+        assert (
+            2 * np.count_nonzero(found & mask) / (np.count_nonzero(found) + np.count_nonzero(mask))
+            > 0.999
+        )

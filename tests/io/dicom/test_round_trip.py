@@ -7,7 +7,14 @@ from pathlib import Path
 import highdicom
 import numpy as np
 import pytest
-from dicom_sources import KINDS, ORIENTATIONS, make_series, raw_contours, raw_segments, source_planes
+from dicom_sources import (
+    KINDS,
+    ORIENTATIONS,
+    make_series,
+    raw_contours,
+    raw_segments,
+    source_planes,
+)
 
 from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
@@ -16,7 +23,10 @@ from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.label_table import Structure
 from medseg.io.write import write_labels
 
-STRUCTURES = (Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")), Structure("Gefäß", 4, "#fb923c"))
+STRUCTURES = (
+    Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
+    Structure("Gefäß", 4, "#fb923c"),
+)
 
 
 def labels_of(slices: SourceSlices) -> np.ndarray:
@@ -46,7 +56,9 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
     # From the bytes: each frame lies on a slice and has the labels of the nearest voxels.
     num_found = 0
     for number, mask, points in raw_segments(seg):
-        assert np.array_equal(mask, expected(labels, slices, points) == STRUCTURES[number - 1].value)
+        assert np.array_equal(
+            mask, expected(labels, slices, points) == STRUCTURES[number - 1].value
+        )
         assert min(np.abs(points - own).max() for own in planes.values()) < 1e-4
         num_found += np.count_nonzero(mask)
     on_slices = {key: expected(labels, slices, points) for key, points in planes.items()}
@@ -56,7 +68,9 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
     by_highdicom = highdicom.seg.segread(seg)
     options = {"combine_segments": True, "assert_missing_frames_are_empty": True}
     if kind == "multi-frame":
-        read = by_highdicom.get_pixels_by_source_frame(next(iter(planes))[0], [number for _, number in planes], **options)
+        read = by_highdicom.get_pixels_by_source_frame(
+            next(iter(planes))[0], [number for _, number in planes], **options
+        )
     else:
         read = by_highdicom.get_pixels_by_source_instance([uid for uid, _ in planes], **options)
     values = np.array([0, *(one.value for one in STRUCTURES)])
@@ -66,14 +80,18 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
     filled = raw_contours(rtstruct, planes)
     for key, one in on_slices.items():
         for number, structure in enumerate(STRUCTURES, start=1):
-            assert np.array_equal(filled.get(key, {}).get(number, np.zeros_like(one, bool)), one == structure.value)
+            assert np.array_equal(
+                filled.get(key, {}).get(number, np.zeros_like(one, bool)), one == structure.value
+            )
 
     # Onto the grid again.
     for path in (seg, rtstruct):
         file = open_label_file(path)
         assert list(file.names.values()) == [one.name for one in STRUCTURES]
         assert file.series_uids == ("1.2.3.4",)
-        back = read_label_file(file, slices, {number: one.value for number, one in enumerate(STRUCTURES, start=1)})
+        back = read_label_file(
+            file, slices, {number: one.value for number, one in enumerate(STRUCTURES, start=1)}
+        )
         assert back.grid == slices.grid
         covered = back.array != labels
         if kind == "gapped":

@@ -20,7 +20,10 @@ from medseg.io.dicom.segmentation import write_segmentation
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure
 
-LUNG, VESSEL = Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")), Structure("Gefäß", 2)
+LUNG, VESSEL = (
+    Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
+    Structure("Gefäß", 2),
+)
 
 
 def small_labels(shape: tuple[int, int, int]) -> np.ndarray:
@@ -35,7 +38,13 @@ def test_identity_codes_and_colours(tmp_path: Path) -> None:
     write_segmentation(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, [LUNG, VESSEL])
     dataset = dcmread(tmp_path / "a.dcm")
     source = dcmread(slices.frames[0].path)
-    for keyword in ("StudyInstanceUID", "FrameOfReferenceUID", "PatientID", "PatientName", "StudyDate"):
+    for keyword in (
+        "StudyInstanceUID",
+        "FrameOfReferenceUID",
+        "PatientID",
+        "PatientName",
+        "StudyDate",
+    ):
         assert dataset[keyword].value == source[keyword].value
     assert str(dataset.PatientName) == "Müller^Änne"
     assert dataset.SeriesInstanceUID != source.SeriesInstanceUID
@@ -45,31 +54,51 @@ def test_identity_codes_and_colours(tmp_path: Path) -> None:
     first, second = dataset.SegmentSequence
     assert (first.SegmentLabel, second.SegmentLabel) == ("left_lung", "Gefäß")
     kind = first.SegmentedPropertyTypeCodeSequence[0]
-    assert (kind.CodeValue, kind.CodingSchemeDesignator, kind.CodeMeaning) == ("39607008", "SCT", "Lung")
+    assert (kind.CodeValue, kind.CodingSchemeDesignator, kind.CodeMeaning) == (
+        "39607008",
+        "SCT",
+        "Lung",
+    )
     assert kind.SegmentedPropertyTypeModifierCodeSequence[0].CodeMeaning == "Left"
     assert second.SegmentedPropertyTypeCodeSequence[0].CodingSchemeDesignator == "99MEDSEG"
-    assert highdicom.color.CIELabColor.from_dicom_value(first.RecommendedDisplayCIELabValue).to_rgb(clip=True) == (56, 189, 248)
+    assert highdicom.color.CIELabColor.from_dicom_value(first.RecommendedDisplayCIELabValue).to_rgb(
+        clip=True
+    ) == (56, 189, 248)
     assert "RecommendedDisplayCIELabValue" not in second
     assert {first.SegmentAlgorithmType, second.SegmentAlgorithmType} == {"AUTOMATIC"}
 
 
 @pytest.mark.parametrize(("kind", "num_all", "num_filled"), [("binary", 16, 4), ("labelmap", 8, 3)])
-def test_empty_frames_are_kept_on_request(tmp_path: Path, kind: str, num_all: int, num_filled: int) -> None:
+def test_empty_frames_are_kept_on_request(
+    tmp_path: Path, kind: str, num_all: int, num_filled: int
+) -> None:
     slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3)))
     labels = small_labels(slices.grid.shape)
     for keep_empty_frames, num_frames in ((True, num_all), (False, num_filled)):
-        write_segmentation(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL], kind=kind, keep_empty_frames=keep_empty_frames)
+        write_segmentation(
+            tmp_path / "a.dcm",
+            labels,
+            slices,
+            [LUNG, VESSEL],
+            kind=kind,
+            keep_empty_frames=keep_empty_frames,
+        )
         dataset = dcmread(tmp_path / "a.dcm")
         assert dataset.NumberOfFrames == num_frames
         assert dataset.file_meta.TransferSyntaxUID.is_encapsulated == (kind == "labelmap")
-        assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+        assert np.array_equal(
+            read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels
+        )
 
 
 def test_values_without_a_structure_are_left_out_and_no_label_is_no_error(tmp_path: Path) -> None:
     slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3)))
     labels = small_labels(slices.grid.shape)
     write_segmentation(tmp_path / "a.dcm", labels, slices, [VESSEL])
-    assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 7}).array, 7 * (labels == 2))
+    assert np.array_equal(
+        read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 7}).array,
+        7 * (labels == 2),
+    )
     write_segmentation(tmp_path / "a.dcm", np.zeros_like(labels), slices, [LUNG])
     assert not read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1}).array.any()
     with pytest.raises(ValueError, match="not on the grid"):
@@ -79,7 +108,13 @@ def test_values_without_a_structure_are_left_out_and_no_label_is_no_error(tmp_pa
 @pytest.mark.filterwarnings("ignore:Invalid value for VR")
 def test_sources_with_poor_headers(tmp_path: Path) -> None:
     """Names and dates removed or malformed, directions that differ by rounding."""
-    poor = {"PatientName": None, "PatientID": None, "StudyDate": "2019-1-1", "PatientSex": "Female", "SliceThickness": ""}
+    poor = {
+        "PatientName": None,
+        "PatientID": None,
+        "StudyDate": "2019-1-1",
+        "PatientSex": "Female",
+        "SliceThickness": "",
+    }
     source = make_series(tmp_path / "s", "plain", ORIENTATIONS[5], **poor)
     path = next(source.iterdir())
     dataset = dcmread(path)
@@ -89,13 +124,17 @@ def test_sources_with_poor_headers(tmp_path: Path) -> None:
     labels = small_labels(slices.grid.shape)
     for write in (write_segmentation, write_structure_set):
         write(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL])
-        assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+        assert np.array_equal(
+            read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels
+        )
 
 
 def test_a_phase_of_a_multi_frame_file_whose_frames_have_their_own_geometry(tmp_path: Path) -> None:
     dataset = dcmread(make_series(tmp_path / "s", "multi-frame", ORIENTATIONS[7]) / "one.dcm")
     shared = dataset.SharedFunctionalGroupsSequence[0]
-    groups = [copy.deepcopy(group) for _ in range(2) for group in dataset.PerFrameFunctionalGroupsSequence]
+    groups = [
+        copy.deepcopy(group) for _ in range(2) for group in dataset.PerFrameFunctionalGroupsSequence
+    ]
     for number, group in enumerate(groups):
         group.FrameContentSequence[0].FrameAcquisitionNumber = 1 + number // 8
         group.PlaneOrientationSequence, group.PixelMeasuresSequence = (
@@ -103,17 +142,25 @@ def test_a_phase_of_a_multi_frame_file_whose_frames_have_their_own_geometry(tmp_
             shared.PixelMeasuresSequence,
         )
     del dataset.SharedFunctionalGroupsSequence
-    dataset.PerFrameFunctionalGroupsSequence, dataset.NumberOfFrames, dataset.PixelData = groups, 16, 2 * dataset.PixelData
+    dataset.PerFrameFunctionalGroupsSequence, dataset.NumberOfFrames, dataset.PixelData = (
+        groups,
+        16,
+        2 * dataset.PixelData,
+    )
     dataset.save_as(tmp_path / "s" / "one.dcm")
     slices = open_slices(tmp_path / "s", "4/2")
     labels = small_labels(slices.grid.shape)
     for write in (write_segmentation, write_structure_set):
         write(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL])
-        assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+        assert np.array_equal(
+            read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels
+        )
     write_segmentation(tmp_path / "a.dcm", labels, slices, [LUNG])
     for group in dcmread(tmp_path / "a.dcm").PerFrameFunctionalGroupsSequence:
         (image,) = group.DerivationImageSequence[0].SourceImageSequence
-        position = groups[image.ReferencedFrameNumber - 1].PlanePositionSequence[0].ImagePositionPatient
+        position = (
+            groups[image.ReferencedFrameNumber - 1].PlanePositionSequence[0].ImagePositionPatient
+        )
         assert image.ReferencedFrameNumber > 8
         assert position == group.PlanePositionSequence[0].ImagePositionPatient
 
@@ -132,18 +179,26 @@ def test_sources_that_cannot_be_referred_to_are_refused(tmp_path: Path) -> None:
     dataset.save_as(source / "two.dcm")
     slices = open_slices(source)
     labels = small_labels(slices.grid.shape)
-    with pytest.raises(UserError, match="but it has 2 multi-frame files, which a DICOM SEG cannot refer to as one"):
+    with pytest.raises(
+        UserError, match="but it has 2 multi-frame files, which a DICOM SEG cannot refer to as one"
+    ):
         write_segmentation(tmp_path / "a.dcm", labels, slices, [LUNG])
     write_structure_set(tmp_path / "a.dcm", labels, slices, [LUNG, VESSEL])
-    assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels)
+    assert np.array_equal(
+        read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1, 2: 2}).array, labels
+    )
 
 
-@pytest.mark.skipif(shutil.which("dciodvfy") is None, reason="dciodvfy (Debian: dicom3tools) is not installed")
+@pytest.mark.skipif(
+    shutil.which("dciodvfy") is None, reason="dciodvfy (Debian: dicom3tools) is not installed"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dciodvfy_finds_no_error_that_the_source_does_not_have(kind: str, tmp_path: Path) -> None:
     def errors(path: Path) -> set[str]:
         done = subprocess.run(["dciodvfy", "-new", path], capture_output=True, text=True)
-        return {line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Error")}
+        return {
+            line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Error")
+        }
 
     slices = open_slices(make_series(tmp_path / "s", kind, np.eye(3)))
     for write in (write_segmentation, write_structure_set):

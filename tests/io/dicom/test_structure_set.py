@@ -15,7 +15,11 @@ from medseg.io.dicom.read import open_slices
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure
 
-STRUCTURES = [Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")), Structure("Gefäß", 2), Structure("absent", 3)]
+STRUCTURES = [
+    Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
+    Structure("Gefäß", 2),
+    Structure("absent", 3),
+]
 
 
 @pytest.mark.parametrize("kind", ["plain", "multi-frame"])
@@ -27,7 +31,11 @@ def test_references_and_regions_of_interest(kind: str, tmp_path: Path) -> None:
     labels[4, 7:9, 11:] = 1  # a second part
     write_structure_set(tmp_path / "a.dcm", labels, slices, STRUCTURES)
     dataset, source = dcmread(tmp_path / "a.dcm"), dcmread(slices.frames[0].path)
-    assert (dataset.Modality, dataset.ApprovalStatus, str(dataset.PatientName)) == ("RTSTRUCT", "UNAPPROVED", "Müller^Änne")
+    assert (dataset.Modality, dataset.ApprovalStatus, str(dataset.PatientName)) == (
+        "RTSTRUCT",
+        "UNAPPROVED",
+        "Müller^Änne",
+    )
     (space,) = dataset.ReferencedFrameOfReferenceSequence
     (study,) = space.RTReferencedStudySequence
     (series,) = study.RTReferencedSeriesSequence
@@ -35,7 +43,11 @@ def test_references_and_regions_of_interest(kind: str, tmp_path: Path) -> None:
     assert study.ReferencedSOPInstanceUID == source.StudyInstanceUID
     assert series.SeriesInstanceUID == source.SeriesInstanceUID
     assert len(series.ContourImageSequence) == len(slices.frames)
-    assert [one.ROIName for one in dataset.StructureSetROISequence] == ["left_lung", "Gefäß", "absent"]
+    assert [one.ROIName for one in dataset.StructureSetROISequence] == [
+        "left_lung",
+        "Gefäß",
+        "absent",
+    ]
     assert [len(one.get("ContourSequence", [])) for one in dataset.ROIContourSequence] == [4, 1, 0]
     assert list(dataset.ROIContourSequence[0].ROIDisplayColor) == [56, 189, 248]
     assert [one.ReferencedROINumber for one in dataset.RTROIObservationsSequence] == [1, 2, 3]
@@ -55,6 +67,8 @@ def test_contours_of_more_than_64_kib(tmp_path: Path) -> None:
     dataset = dcmread(tmp_path / "a.dcm")
     assert dataset.file_meta.TransferSyntaxUID == ImplicitVRLittleEndian
     contours = dataset.ROIContourSequence[0].ContourSequence
-    assert np.array_equal(read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1}).array, labels)
+    assert np.array_equal(
+        read_label_file(open_label_file(tmp_path / "a.dcm"), slices, {1: 1}).array, labels
+    )
     assert len(contours) == 1
     assert len("\\".join(map(str, contours[0].ContourData))) > 2**16
