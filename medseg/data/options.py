@@ -82,8 +82,11 @@ class StageOptions:
         Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm"),
     ] = None
     coarse: Annotated[
-        Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")
+        Text, Knob("Checkpoint of the coarse stage, with region_from=coarse or coarse_channel.")
     ] = None
+    coarse_channel: Annotated[
+        bool, Knob("Fine stage: the network also sees the region's probability by stage.coarse.")
+    ] = False
     add_parts_mm: Annotated[
         float | None,
         Knob(
@@ -122,6 +125,8 @@ class StageOptions:
             for key in (*FINE_KEYS, "elsewhere_share", "coarse"):
                 if getattr(self, key) is not None:
                     yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+            if self.coarse_channel:
+                yield f"stage.coarse_channel: only the fine stage uses it; leave it out with stage={self.name}"
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -129,8 +134,14 @@ class StageOptions:
         for key in FINE_KEYS:
             if getattr(self, key) is None:
                 yield f"stage.{key}: the fine stage needs a value"
-        if (self.region_from is RegionFrom.coarse) != (self.coarse is not None):
-            yield "stage.region_from=coarse and stage.coarse=<checkpoint> go together; give both or neither"
+        uses_coarse = self.region_from is RegionFrom.coarse or self.coarse_channel
+        if uses_coarse and self.coarse is None:
+            yield (
+                "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse stage; "
+                "add stage.coarse=<checkpoint>"
+            )
+        if self.coarse is not None and not uses_coarse:
+            yield "stage.coarse: nothing uses it; add stage.region_from=coarse or stage.coarse_channel=true"
 
 
 @dataclass(kw_only=True)

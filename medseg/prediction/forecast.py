@@ -162,7 +162,7 @@ def _pass_bytes(
     def held(size: float) -> float:
         return size if size <= array_bytes else 0.0
 
-    plan, channels = stage.plan(shape, options), len(stage.task.channels)
+    plan, channels = stage.plan(shape, options), stage.num_channels
     seen = network_size(plan.tile_size or shape, stage.divisor)
     padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
     # One pass gives its probabilities when its features are free.

@@ -31,6 +31,7 @@ from medseg.training.data_module import CasesDataModule
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
 from medseg.training.network import (
+    count_channels,
     count_classes,
     find_divisor,
     make_network,
@@ -266,6 +267,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "add_parts_mm": stage.add_parts_mm,
+        "coarse_channel": stage.coarse_channel,
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),
         "config": plain_config,
@@ -305,7 +307,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         lambda: make_network(config),
         (
             1,
-            len(make_task(config.task).channels),
+            count_channels(config),
             *(config.stage.patch_size or config.spacing.size or (128, 128, 128)),
         ),
         loss=make_loss(config),

@@ -271,8 +271,10 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"stage.slab_share": 0.0}, "stage.slab_share: only the coarse stage uses it"),
     ("fine", {"stage.side_share": 0.0}, "stage.side_share: only the coarse stage uses it"),
     ("fine", {"stage.add_parts_mm": 5.0}, "stage.add_parts_mm: only the coarse stage uses it"),
-    ("fine", {"stage.coarse": FILE}, "stage.region_from=coarse and stage.coarse=<checkpoint> go together"),
-    ("fine", {"stage.region_from": RegionFrom.coarse}, "stage.region_from=coarse and stage.coarse=<checkpoint> go together"),
+    ("fine", {"stage.coarse": FILE}, "stage.coarse: nothing uses it; add stage.region_from=coarse"),
+    ("fine", {"stage.region_from": RegionFrom.coarse}, "add stage.coarse=<checkpoint>"),
+    ("fine", {"stage.coarse_channel": True}, "add stage.coarse=<checkpoint>"),
+    ("coarse", {"stage.coarse_channel": True}, "leave it out with stage=coarse"),
     (
         "fine",
         {"task.regions": regions(both=["left_lung", "right_lung"], left=["left_lung"])},
@@ -422,6 +424,7 @@ ACCEPTED: list[tuple[str, Change]] = [
         },
     ),
     ("fine", {"stage.coarse": FILE, "stage.region_from": RegionFrom.coarse}),
+    ("fine", {"stage.coarse": FILE, "stage.coarse_channel": True}),
 ]
 
 
