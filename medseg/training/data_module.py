@@ -5,7 +5,7 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -72,6 +72,8 @@ class CasesDataModule(pl.LightningDataModule):
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
         coarse: Trained coarse stage, for its boxes and probabilities; None where neither is used.
+        coarse_by_case: Case name to the coarse stage whose probabilities it sees instead; the other
+            cases see those of `coarse`.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class CasesDataModule(pl.LightningDataModule):
         divisor: Shape,
         augmentation: Transforms | None = None,
         coarse: TrainedStage | None = None,
+        coarse_by_case: Mapping[str, TrainedStage] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.sources, self.task = config, sources, task
-        self.divisor, self.augmentation, self.coarse = divisor, augmentation, coarse
+        self.divisor, self.augmentation = divisor, augmentation
+        self.coarse, self.coarse_by_case = coarse, coarse_by_case or {}
         self.rule = make_grid_rule(config.spacing)
         data = config.data
         self.num_workers = propose_workers(config) if data.num_workers is None else data.num_workers
@@ -142,7 +146,9 @@ class CasesDataModule(pl.LightningDataModule):
         if self.coarse is not None and options.region_from is RegionFrom.coarse:
             boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in cases}
         if self.coarse is not None and options.coarse_channel:
-            probs = {case.name: kept_probs(case, self.coarse, self.task) for case in cases}
+            for case in cases:
+                stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
+                probs[case.name] = kept_probs(case, stage_of_case, self.task)
         self.crops = StageCrops(
             self.rule,
             scan_spacings,
