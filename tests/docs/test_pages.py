@@ -1,0 +1,60 @@
+"""Pages of the documentation: short, narrow, and on the index of decisions what the packages decided."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("medseg/**/README.md")])
+MAX_WORDS = 1200
+MAX_COLUMNS = 120
+# A page of the site that leads on to the next one.
+WAY = ["first_lungs", "predict", "first_results", "data", "training", "extending", "memory"]
+SECTION = re.compile(r"^## Decision: (.+)\n\n\* \*\*(\d{4}-\d\d-\d\d)", re.MULTILINE)
+LINE = re.compile(r"^\* (\d{4}-\d\d-\d\d): (.+)\n  \(\[why\]\(\.\./(\S+)#(\S+)\)\)$", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchor(heading: str) -> str:
+    """Anchor of a heading, as the site and code hosts make it."""
+    words = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+    return re.sub(r"[-\s]+", "-", words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_short_and_narrow(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= MAX_WORDS
+    wide = [line for line in text.splitlines() if len(line) > MAX_COLUMNS]
+    assert not wide
+
+
+def test_each_decision_of_a_package_is_on_the_index() -> None:
+    decisions = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        sections = SECTION.findall(text)
+        assert len(sections) == len(re.findall(r"^#+ Decision\b", text, re.MULTILINE)), (
+            f"{name_of(page)}: a decision is `## Decision: …`, and its first line begins with a date"
+        )
+        decisions |= {
+            (date, heading, name_of(page), anchor(f"Decision: {heading}"))
+            for heading, date in sections
+        }
+    assert len(decisions) > 40
+    index = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    assert set(LINE.findall(index)) == decisions
+
+
+def test_each_page_of_the_way_names_the_next_one() -> None:
+    for name, following in zip(WAY, WAY[1:], strict=False):
+        last_line = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").rstrip()
+        last_paragraph = last_line.rpartition("\n\n")[2]
+        assert last_paragraph.startswith("Next: "), name
+        assert f"]({following}.md)" in last_paragraph, name
