@@ -72,3 +72,10 @@ def test_each_page_of_the_way_names_the_next_one() -> None:
         last_paragraph = last_line.rpartition("\n\n")[2]
         assert last_paragraph.startswith("Next: "), name
         assert f"]({following}.md)" in last_paragraph, name
+
+
+def test_the_figure_of_the_packages_has_every_package() -> None:
+    figure = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    drawn = set(re.findall(r'font-weight="600" fill="#fff"[^>]*>([\w ]+)<', figure))
+    packages = {path.parent.name for path in (ROOT / "medseg").glob("*/__init__.py")}
+    assert drawn == packages | {"ground floor"}
