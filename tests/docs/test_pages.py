@@ -31,6 +31,15 @@ SECTION = re.compile(r"^## Decision: (.+)\n\n\* \*\*(\d{4}-\d\d-\d\d)", re.MULTI
 LINE = re.compile(r"^\* (\d{4}-\d\d-\d\d): (.+)\n  \(\[why\]\(\.\./(\S+)#(\S+)\)\)$", re.MULTILINE)
 
 
+# Paths of the repository in code, and the names of its modules.
+PATH = re.compile(r"(?<![\w/.<-])(?:medseg|conf|tests|benchmarks|docs|scripts|examples)/[\w/.-]+")
+FOLDERS = ("medseg", "conf", "docs", "benchmarks", "examples", "scripts", "tests")
+MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")} | {
+    "train.py",
+    "torch.py",  # of a user, in an example
+}
+
+
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
@@ -79,3 +88,14 @@ def test_the_figure_of_the_packages_has_every_package() -> None:
     drawn = set(re.findall(r'font-weight="600" fill="#fff"[^>]*>([\w ]+)<', figure))
     packages = {path.parent.name for path in (ROOT / "medseg").glob("*/__init__.py")}
     assert drawn == packages | {"ground floor"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of
+)
+def test_the_files_that_a_page_names_exist(page: Path) -> None:
+    codes = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    for path in re.findall(PATH, " ".join(codes)):
+        assert (ROOT / path.rstrip(".")).exists(), path
+    modules = {code for code in codes if re.fullmatch(r"[\w/]+\.py", code)}
+    assert {Path(module).name for module in modules} <= MODULES
