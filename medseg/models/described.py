@@ -14,7 +14,12 @@ from medseg.task import Task
 
 
 def make_described_network(
-    node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()
+    node: dict[str, Any],
+    task: Task,
+    stage: str,
+    trusted: Sequence[str] = (),
+    *,
+    has_coarse_channel: bool = False,
 ) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
@@ -24,6 +29,7 @@ def make_described_network(
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
+        has_coarse_channel: Whether its input has a channel with the probability of the region.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
@@ -43,7 +49,7 @@ def make_described_network(
         )()
         return network
 
-    channels = len(task.channels)
+    channels = len(task.channels) + has_coarse_channel
     try:
         traits = _find_traits(
             lambda: make(channels),

@@ -312,9 +312,9 @@ def _first_trace(
     cubes = [(side, side, side) for side in TRACED_SIDES]
     if divisor is not None:
         cubes = [
-            tuple(step * -(-side // step) for step, side in zip(divisor, cube, strict=True))
+            tuple(step * -(-side // step) for step, side in zip(divisor, cube, strict=True))  # type: ignore[misc]
             for cube in cubes
-        ]  # type: ignore[misc]
+        ]
     errors: list[str] = []
     for shape in [fixed_size] if fixed_size else cubes:
         try:

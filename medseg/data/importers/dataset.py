@@ -581,9 +581,8 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         UserError: If two names become one.
 
     Example:
-        >>> label_names(["Femur_L", "Femur_R", "left atrium", "Heart"])
-        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium', 'Heart':
-        'Heart'}
+        >>> label_names(["Femur_L", "Femur_R", "left atrium"])
+        {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
     known = {name: safe_name(name) for name in names}
     organs = [side_of(name) for name in known.values()]
