@@ -295,7 +295,7 @@ def _groups_of(wanted: Any) -> dict[str, Any]:
         return {str(name): [name] for name in wanted}
     if not isinstance(wanted, Mapping):
         raise UserError(
-            f"labels: expected names, [a,b], or new labels, {{lungs: [a,b]}}, but got {wanted!r}."
+            f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {wanted!r}."
         )
     for label in map(str, wanted):
         name = f"label_{label}" if label.isdigit() else safe_name(label)
