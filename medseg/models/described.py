@@ -15,7 +15,12 @@ from medseg.task import Task
 
 
 def make_described_network(
-    node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()
+    node: dict[str, Any],
+    task: Task,
+    stage: str,
+    trusted: Sequence[str] = (),
+    *,
+    has_coarse_channel: bool = False,
 ) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
@@ -25,6 +30,7 @@ def make_described_network(
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
+        has_coarse_channel: Whether its input has a channel with the probability of the region.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
@@ -42,7 +48,7 @@ def make_described_network(
         network: nn.Module = bind_arguments("model", "model", network_class, arguments)()
         return network
 
-    channels = len(task.channels)
+    channels = len(task.channels) + has_coarse_channel
     key = repr((network_class, node, divisor, blocks, channels, num_classes))
     try:
         if key not in _traits:

@@ -16,9 +16,8 @@ from medseg.memory.options import Precision
 from medseg.memory.switches import switch_on
 from medseg.memory.tracker import Timeline
 from medseg.preprocess.options import SpacingStrategy
-from medseg.task_options import make_task
 from medseg.training.extensions import make_loss
-from medseg.training.network import count_classes, find_divisor, make_network
+from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig
 
@@ -151,7 +150,7 @@ def count_memory(
     try:
         return count_step(
             make_baseline or make_configured,
-            (samples, len(make_task(config.task).channels), *shape),
+            (samples, count_channels(config), *shape),
             loss=make_loss(config),
             make_optimizer=make_scheduled_optimizer(config),
             precision=memory.precision.value,
@@ -206,7 +205,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         Bytes beside weights, image and operations, and the operations of the case or of one tile.
     """
     tile_size = config.inference.tile_size
-    num_channels = len(make_task(config.task).channels)
+    num_channels = count_channels(config)
     divisor = find_divisor(config)
 
     def call(network: nn.Module, image: Tensor) -> Tensor:

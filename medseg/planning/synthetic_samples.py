@@ -62,7 +62,7 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
 def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: bool) -> Samples:
     """Make the data set of a synthetic case in which samples of a shape can be cut."""
     folder.mkdir()
-    stage = replace(config.stage, coarse=None)
+    stage = replace(config.stage, coarse=None, coarse_folds=None)
     if stage.patch_size is not None:
         stage = replace(stage, patch_size=shape)
     data = make_data_module(replace(config, stage=stage), sources=[])
