@@ -91,7 +91,7 @@ def test_labels_are_kept_and_merged_by_name() -> None:
             {7: "x"},
             "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7.",
         ),
-        (5, "labels: expected names, [a,b], or new labels, {lungs: [a,b]}, but got 5."),
+        (5, "labels: expected names, [a,b], or new labels, {both: [a,b]}, but got 5."),
         (
             "lung",
             "labels: lung is not in the data set, which has trachea, x; give some of these names.",
