@@ -317,6 +317,8 @@ def settle(config: TrainConfig) -> None:
     ):  # fmt: skip
         if getattr(group, key):
             setattr(group, key, os.path.abspath(getattr(group, key)))
+    if config.stage.coarse_folds:
+        config.stage.coarse_folds = list(map(os.path.abspath, config.stage.coarse_folds))
     find_spacing(config.spacing, config.data, config.task)
 
 

@@ -97,7 +97,8 @@ def _plan_path(config: TrainConfig) -> Path:
     decisive = {name: values[name] for name in DECISIVE} | {
         name: values["data"][name] for name in DECISIVE_DATA
     }
-    del decisive["memory"]["budget_gib"], decisive["stage"]["coarse"]
+    del decisive["memory"]["budget_gib"]
+    del decisive["stage"]["coarse"], decisive["stage"]["coarse_folds"]
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()[
         :16
     ]
