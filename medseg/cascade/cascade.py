@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medseg.anatomy.additions import add_coarse_parts
@@ -33,7 +34,7 @@ from medseg.inference.tile_workers import TileWorkers, process_group, serve_tile
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import release_free_memory
-from medseg.preprocess.crop import erase_outside, resample_crop
+from medseg.preprocess.crop import erase_outside, probability_channel, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
@@ -232,7 +233,8 @@ class Cascade:
             parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
         else:
             with timed("localise"):
-                found = localise(images, grid, self.coarse, options)
+                keep_probs = self.fine.has_coarse_channel
+                found = localise(images, grid, self.coarse, options, keep_probs=keep_probs)
             result.findings += found.findings
             _note_crop(
                 result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid
@@ -241,7 +243,9 @@ class Cascade:
         not_added: list[str] = []
         apart: list[str] = []
         with timed("join"):
-            if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
+            # A fine stage that sees the coarse probabilities decides about these parts itself.
+            adds_parts = options.add_parts and not self.last.has_coarse_channel
+            if found is not None and adds_parts and self.coarse.add_parts_mm is not None:
                 added = add_coarse_parts(
                     found.labels,
                     found.grid,
@@ -448,7 +452,7 @@ def _refine_regions(
                 fine.rule,
                 fine.least_size,
             )
-            prediction = refine(images, grid, crop, region, fine, options, intensities)
+            prediction = refine(images, grid, crop, region, fine, options, intensities, found)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):
@@ -511,6 +515,7 @@ def refine(
     stage: TrainedStage,
     options: InferenceOptions | None = None,
     intensities: Sequence[Intensity] | None = None,
+    found: Localisation | None = None,
 ) -> Prediction:
     """Segment one region; only its crop is resampled.
 
@@ -522,6 +527,7 @@ def refine(
         stage: The fine stage.
         options: How the networks run; the defaults where None.
         intensities: Map of each channel to the range of the network; None = by its values.
+        found: Result of the coarse stage with its probabilities, for a stage with a coarse channel.
 
     Returns:
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
@@ -549,6 +555,13 @@ def refine(
             )
         ]
     )
+    if stage.has_coarse_channel:
+        assert found is not None, "it has the probabilities"
+        assert found.probs is not None, "they were asked for"
+        assert found.probs_grid is not None, "it comes with them"
+        values = stage.task.region_values(region)
+        coarse = probability_channel(found.probs, found.probs_grid, crop, values)
+        image = torch.cat([image, coarse[None]])
     # Right sides look like left ones to the network.
     flipped = [X_AXIS] if region.side == "right" else []
     if flipped:

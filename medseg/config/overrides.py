@@ -287,12 +287,14 @@ def text_of(value: Any) -> str:
     """Write a value as a command-line argument in Hydra's grammar.
 
     Example:
-        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2])]
-        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]']
+        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2], {"liver": 1})]
+        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):
         is_word = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
         return value if is_word else quote(value)
     if isinstance(value, list):
         return f"[{','.join(map(text_of, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{text_of(member)}" for key, member in value.items()) + "}"
     return json.dumps(value)

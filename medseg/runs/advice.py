@@ -4,10 +4,13 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from medseg.conf_folder import conf_dir
 from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
-from medseg.config.overrides import PATH_KEYS
+from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.data.options import StageName
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import free_memory_bytes, private_bytes
@@ -15,6 +18,20 @@ from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import quote_for_shell, shell_line
 
+# Keys of `data` that choose the cases, the split and the values of a run: the next stage must not
+# train on other cases.
+SHARED_KEYS = (
+    "labels_column",
+    "hu_slope",
+    "hu_offset",
+    "train_trust",
+    "ignore_findings",
+    "cache",
+    "fold",
+    "num_folds",
+    "val_patients",
+    "test_patients",
+)
 # Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
@@ -50,9 +67,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         checkpoint: Its best checkpoint.
     """
     if config.stage.name is StageName.coarse and config.task.regions:
-        arguments = ["train", "stage=fine", *_task_argument(config)]
-        if config.data.cases:
-            arguments.append(f"data.cases={config.data.cases}")
+        arguments = ["train", "stage=fine", *_task_argument(config), *_data_arguments(config)]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
     else:
         arguments = ["predict", "input=<scan>", "output=<folder>"]
@@ -68,6 +83,27 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         is_to_be_filled_in = "<" in argument
         words.append(argument if is_to_be_filled_in else quote_for_shell(argument))
     return " ".join(words)
+
+
+def _data_arguments(config: TrainConfig) -> list[str]:
+    """Arguments for the cases of a run, the split and the values in their files, as far as they differ from the defaults."""
+    data = config.data
+    arguments = [f"data.cases={data.cases}"] if data.cases else []
+    defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")
+    for key in SHARED_KEYS:
+        value = getattr(data, key)
+        if value != defaults[key]:
+            # Paths stand as they are: `quote_paths` quotes them.
+            is_path = f"data.{key}" in PATH_KEYS
+            arguments.append(f"data.{key}={value if is_path else text_of(value)}")
+    # An imported task brings its values along.
+    if (
+        data.label_values
+        and data.label_values != config.task.labels
+        and SOURCE_VARIABLE not in os.environ
+    ):
+        arguments.append(f"++data.label_values={text_of(data.label_values)}")
+    return arguments
 
 
 def _task_argument(config: TrainConfig) -> list[str]:

@@ -360,6 +360,8 @@ def settle(config: TrainConfig) -> None:
         path = getattr(options, key)
         if path:
             setattr(options, key, os.path.abspath(path))
+    if config.stage.coarse_folds:
+        config.stage.coarse_folds = list(map(os.path.abspath, config.stage.coarse_folds))
     find_spacing(config.spacing, config.data, config.task)
 
 

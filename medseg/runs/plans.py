@@ -107,9 +107,10 @@ def _plan_path(config: TrainConfig) -> Path:
     values = plain(config)
     decisive = {name: values[name] for name in DECISIVE}
     decisive |= {name: values["data"][name] for name in DECISIVE_DATA}
-    # A bound and a path change neither memory nor time.
+    # A bound and paths change neither memory nor time.
     del decisive["memory"]["budget_gib"]
     del decisive["stage"]["coarse"]
+    del decisive["stage"]["coarse_folds"]
     text = json.dumps(decisive, sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
     return machine_folder() / "plans" / f"{key}.json"
