@@ -39,11 +39,6 @@ from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
-# A region with a lower Dice coefficient of the two stages counts as absent.
-MIN_AGREEMENT = 0.1
-# A region below the usual agreement and below this share of its least plausible volume
-# (`task.volume_ml`) counts as absent.
-MIN_DOUBTFUL_SHARE = 0.03
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
