@@ -29,8 +29,8 @@ from medseg.cascade import cascade as cascade_module
 from medseg.prediction import batch
 from medseg.geometry.grid import VoxelBox
 
-def everywhere(image_hu, grid, stage, options, localise=cascade_module.localise):
-    found = localise(image_hu, grid, stage, options)
+def everywhere(image_hu, grid, stage, *others, localise=cascade_module.localise, **options):
+    found = localise(image_hu, grid, stage, *others, **options)
     full = VoxelBox.full(found.grid.shape)
     return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
 
