@@ -173,7 +173,9 @@ class SmoothNoise:
         ):
             offsets = (coordinates.reshape(-1, 1) - centres_mm) / self.grain_mm
             weights = np.exp(-(offsets**2))
-            weights /= np.sqrt((weights**2).sum(axis=1, keepdims=True))
+            size = np.sqrt((weights**2).sum(axis=1, keepdims=True))
+            # Far beyond the lattice all weights are zero, and so is the noise.
+            weights /= np.maximum(size, 1e-150)
             values = np.tensordot(values, weights.astype(np.float32), (0, 1))
         return values
 

@@ -10,6 +10,7 @@ import pytest
 from scipy import ndimage
 
 from medseg.phantom.scan import Phantom, _drop_crumbs, make_phantom
+from medseg.phantom.shapes import Points, SmoothNoise
 from medseg.phantom.spec import CHOICES, VIEWS, PhantomSpec, draw_spec
 
 PLAIN = PhantomSpec(
@@ -298,3 +299,13 @@ def test_pieces_of_a_lung_below_a_millilitre_are_dropped_at_any_spacing(voxel_mm
     expected[28] = 0
     _drop_crumbs(labels, voxel_mm3)
     np.testing.assert_array_equal(labels, expected)
+
+
+def test_noise_is_finite_however_far_the_scan_reaches() -> None:
+    noise = SmoothNoise(np.random.default_rng(1), 5.0)
+    near, far = np.float32([0, 5]), np.float32([0, 1e4])
+    points = Points(far.reshape(1, 1, -1), near.reshape(1, -1, 1), -far.reshape(-1, 1, 1))
+    values = noise.at(points)
+    assert np.isfinite(values).all()
+    assert np.all(values[1] == 0)
+    assert np.all(values[0, :, 0] != 0)
