@@ -1,1 +1,1 @@
-"""From a case table to samples: splits, audit, cache, sampling and augmentation."""
+"""Cases and training samples: case tables, splits, audit, cache, sampling and augmentation."""

@@ -96,6 +96,11 @@ def _is_spatial(transform: Any) -> bool:
     return f"{type(transform).__module__}.".startswith(SPATIAL_MODULES)
 
 
+def _moves_all_channels(transform: Any) -> bool:
+    """Whether a transform that moves voxels also moves the channels that no scanner made."""
+    return isinstance(transform, Affine) or _is_spatial(transform)
+
+
 def _apply(
     transform: Any,
     image: Tensor,
@@ -147,7 +152,12 @@ def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) 
 
 
 def check_transform(
-    transform: Any, *, has_sides: bool, is_coarse: bool, num_channels: int = 1
+    transform: Any,
+    *,
+    has_sides: bool,
+    is_coarse: bool,
+    num_channels: int = 1,
+    has_coarse_channel: bool = False,
 ) -> None:
     """Try a transform on samples of four blocks.
 
@@ -157,6 +167,8 @@ def check_transform(
         is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges
             left and right.
         num_channels: Channels of the image.
+        has_coarse_channel: Whether the network sees the probabilities of a coarse stage, which must
+            move with the voxels.
 
     Raises:
         ValueError: If it fails, changes the shape, interpolates labels, moves the image without the
@@ -200,6 +212,12 @@ def check_transform(
         if not set(target.unique().tolist()) <= {0, *PROBE_VALUES}:
             raise ValueError(
                 "it interpolates between labels; give mode=nearest for the labels, such as mode=[bilinear,nearest]"
+            )
+        moves_labels = not torch.equal(target, labels)
+        if has_coarse_channel and moves_labels and not _moves_all_channels(transform):
+            raise ValueError(
+                "it moves voxels, and stage.coarse_channel would stay where it was; name a transform of "
+                "monai.transforms.spatial or croppad, or state is_spatial=True in the class of an effect"
             )
         if has_sides and _is_mirrored(target, is_coarse=is_coarse):
             raise ValueError(

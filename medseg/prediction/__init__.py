@@ -1,1 +1,1 @@
-"""From scans to result files: finding scans, batches, engines, and the Python API."""
+"""Prediction of whole scans: finding them, batches, engines, result files, and the Python API."""

@@ -127,6 +127,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
             has_sides=has_sides,
             is_coarse=is_coarse,
             num_channels=len(task.channels),
+            has_coarse_channel=config.stage.coarse_channel,
         )
         _call(key, partial(check, made[-1]))
     return _call("augment.transforms", partial(transforms.Transforms, made))

@@ -7,12 +7,15 @@ import re
 from typing import Any
 
 import monai.transforms as monai
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from medseg.data.augment import Affine, Circle, Flip, Narrow, Noise, Truncate, WindowShift
 from medseg.data.sampler import sample_rng
 from medseg.data.transforms import Transforms, check_transform, default_arguments
+from medseg.preprocess.effect import Effect, Spacing
 
 AFFINE = Affine(1.0, (15.0, 7.5, 7.5), (0.8, 1.25), 0.05, (10.0, 10.0, 10.0))
 SPACING_MM = (2.0, 1.0, 1.0)
@@ -134,3 +137,40 @@ def test_what_breaks_labels_or_sides_is_refused(
 def test_one_affine_resamples_once() -> None:
     with pytest.raises(ValueError, match="a sample is resampled only once"):
         Transforms([AFFINE, AFFINE])
+
+
+class MovedByHand(Effect):
+    """Flips the rows without stating that it is spatial."""
+
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
+        return image.flip(2), labels.flip(1)
+
+
+class StatedMove(MovedByHand):
+    """The same, stated."""
+
+    is_spatial = True
+
+
+@pytest.mark.parametrize(
+    ("transform", "is_refused"),
+    [
+        (MovedByHand(), True),
+        (StatedMove(), False),
+        (Noise(1.0, (0.1, 0.2)), False),
+        (made(monai.RandGaussianNoised, prob=1.0), False),
+        (made(monai.RandFlipd, prob=1.0, spatial_axis=1), False),
+        (monai.OneOf([made(monai.RandFlipd, prob=1.0, spatial_axis=1)]), True),
+    ],
+)
+def test_a_move_that_leaves_the_coarse_channel_behind_is_refused(
+    transform: Any, is_refused: bool
+) -> None:
+    check_transform(transform, has_sides=False, is_coarse=False)
+    if not is_refused:
+        check_transform(transform, has_sides=False, is_coarse=False, has_coarse_channel=True)
+        return
+    with pytest.raises(ValueError, match=r"stage\.coarse_channel would stay where it was"):
+        check_transform(transform, has_sides=False, is_coarse=False, has_coarse_channel=True)

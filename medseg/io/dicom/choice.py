@@ -1,4 +1,4 @@
-"""What `series=` says: the patient or study, and the series in it."""
+"""Parser of `series=`: a patient or study, and a series in it."""
 
 from __future__ import annotations
 
