@@ -144,6 +144,7 @@ def _overlap(groups: list[list[Frame]]) -> bool:
     heights_mm = [heights_of(group, normal) for group in groups]
     steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
     steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
+    # The median: a gap between the groups must not count as their step.
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
     ranges_mm = sorted((heights.min(), heights.max()) for heights in heights_mm)
     starts_mm, stops_mm = np.array(ranges_mm).T
@@ -158,6 +159,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
+    # Each slice goes to the first one that it is parallel to.
     planes = group_by(
         frames, lambda frame: next(first for first in frames if _is_parallel(frame, first))
     )
@@ -186,6 +188,7 @@ def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np
         The slices, and their positions along the normal in mm.
     """
     heights_mm = heights_of(frames, normal_of(frames[0]))
+    # Rounded, so that noise does not decide between slices of one position.
     steps = [round(height_mm / SAME_POSITION_MM) for height_mm in heights_mm]
     order = sorted(
         range(len(frames)),
@@ -293,6 +296,7 @@ def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
         series_stacks, alone = find_stacks(same_series)
         stacks += series_stacks
         left_out += alone
+    # Messages list the stacks in this order.
     stacks.sort(key=lambda stack: (natural(stack.series.number), stack.series.uid, stack.part))
     return Contents(images, stacks, left_out, unreadable)
 
@@ -335,15 +339,12 @@ def choose_stack(
             f"{_list(chosen, contents.stacks)}; choose one with series=, or in the "
             "column series of a case table."
         )
-    uids = {stack.series.uid for stack in chosen}
-    if not chosen:
-        # Files that cannot be read may be why there is none: they are refused first. A name that
-        # no stack has may be that of an unreadable series.
-        uids = {
-            image.series.uid
-            for image in contents.images
-            if only_file in (None, image.path) and (not candidates or choice.is_meant(image.series))
-        }
+    if chosen:
+        uids = {chosen[0].series.uid}
+    else:
+        # Files that cannot be read may be why there is none, and are refused first: those of the
+        # named series or, without any stack, all.
+        uids = _uids_of(contents.images, choice if candidates else parse_series(None), only_file)
     _refuse_unreadable(contents, uids)
     # Nothing selects a series: all that the folder holds is of interest.
     is_any = not choice.name and only_file is None
@@ -364,6 +365,17 @@ def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
     if file is None:
         return stacks
     return [stack for stack in stacks if any(frame.path == file for frame in stack.frames)]
+
+
+def _uids_of(
+    images: Sequence[Frame | NoSlice], choice: SeriesChoice, file: Path | None
+) -> set[str]:
+    """List the series of a choice to which images belong, of one file or, with None, of all."""
+    return {
+        image.series.uid
+        for image in images
+        if file in (None, image.path) and choice.is_meant(image.series)
+    }
 
 
 def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> str:
@@ -410,6 +422,7 @@ def _check_patient(path: Path, stack: Stack) -> None:
     Raises:
         UserError: With their number.
     """
+    # Slices without a Patient ID may be those of the only patient.
     num_patients = len({frame.series.patient for frame in stack.frames} - {""})
     if num_patients > 1:
         raise UserError(
