@@ -1,1 +1,1 @@
-"""DICOM: file headers (`frames`), choice of one stack (`stacks`), pixels of a slice (`pixels`), grid of a stack (`read`)."""
+"""DICOM: file headers (`frames`), one stack (`stacks`), its grid (`read`), pixels (`pixels`)."""

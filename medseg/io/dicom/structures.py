@@ -37,7 +37,7 @@ TYPE_2 = (
     "StudyDate",
     "StudyTime",
 )
-"""Fields of patient and study that must be present and may be empty; many public series lack them."""
+"""Fields of patient and study that must be present and may be empty; public series lack some."""
 
 
 DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
