@@ -708,7 +708,7 @@ def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
-    padding = []
+    padding: list[int] = []
     for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
         element = header.get_item(keyword)
         if isinstance(element, RawDataElement) and element.value:

@@ -349,9 +349,9 @@ def choose_stack(
     # Nothing selects a series: all that the folder holds is of interest.
     is_any = not choice.name and only_file is None
     left_out = [image for image in contents.left_out if is_any or image.series.uid in uids]
+    if not candidates:
+        raise UserError(_no_stack(path, kind, left_out))
     if not chosen:
-        if not candidates:
-            raise UserError(_no_stack(path, kind, left_out))
         raise UserError(_no_such_series(path, choice, candidates, contents.stacks))
     _check_patient(path, chosen[0])
     findings = _left_out_findings(left_out, uids)
