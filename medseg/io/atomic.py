@@ -1,4 +1,7 @@
-"""Files shared by processes: atomic writes (the old content or the whole new one) and locks, released when their holder dies."""
+"""Files shared by processes: atomic writes and locks.
+
+A write leaves the old content or the whole new one; a lock is released when its holder dies.
+"""
 
 import errno
 import fcntl
@@ -12,11 +15,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 
 PART_PREFIX = ".medseg-"
 STALE_AFTER_S = 3600.0
-"""A temporary file that was last written longer ago than this belongs to a process that was killed."""
+"""A temporary file that was last written longer ago is that of a process that was killed."""
 
 # Answers of file systems without locks, such as some network and FUSE mounts.
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
@@ -24,11 +27,11 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 @contextmanager
 def replace_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name in the same folder, which gets the wanted name at the end; missing folders are made.
+    """Yield a temporary name in the same folder, which gets the name of the target at the end.
 
-    The temporary name keeps the suffix, since libraries choose the format by it. After an error, an
-    interrupt or a full disk the old file is unchanged and the temporary one is removed. A link
-    stays a link: the file that it points to is replaced.
+    Missing folders are made. The temporary name keeps the suffix, since libraries choose the format
+    by it. After an error, an interrupt or a full disk the old file is unchanged and the temporary
+    one is removed. A link stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
@@ -37,10 +40,10 @@ def replace_path(path: Path) -> Iterator[Path]:
     # A short name of its own: the name of the target may already have the greatest length.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
-        require(
-            target.is_file() or not target.exists(),
-            f"{path}: cannot be written, since it is a folder or a device; choose another name.",
-        )
+        if target.exists() and not target.is_file():
+            raise UserError(
+                f"{path}: cannot be written, since it is a folder or a device; choose another name."
+            )
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
         move_into_place(part, target)
@@ -86,7 +89,9 @@ def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> Non
 
 
 def create_text(path: Path, text: str) -> bool:
-    """Write a new text file, whole; of several processes that do so at the same moment, one succeeds.
+    """Write a new text file, whole.
+
+    Of several processes that do so at the same moment, one succeeds.
 
     Returns:
         Whether this call has made the file; False where the path existed.
@@ -110,9 +115,10 @@ def create_text(path: Path, text: str) -> bool:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and, for a moment, a file in it, so that a long computation does not end with a failed write.
+    """Make a folder and, for a moment, a file in it.
 
-    Temporary files that killed processes left in the folder are removed.
+    So a long computation does not end with a failed write. Temporary files that killed processes
+    left in the folder are removed.
 
     Raises:
         UserError: If the folder cannot be written.
@@ -129,6 +135,7 @@ def check_writable(folder: Path) -> None:
 
 
 def _not_written(path: Path, error: OSError) -> UserError:
+    """Explain why a file or a folder cannot be written."""
     is_below_file = isinstance(error, (FileExistsError, NotADirectoryError))
     reason = "a part of its path is a file" if is_below_file else error.strerror or error
     return UserError(
@@ -171,7 +178,10 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of a file now; read access is enough, so the file may belong to another user."""
+    """Whether a process holds the lock of a file now.
+
+    Read access is enough, so the file may belong to another user.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # there is none, or nobody may hold it

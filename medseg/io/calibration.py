@@ -1,4 +1,7 @@
-"""Calibrations of this machine: numbers in files, kept while they are young and were measured on a quiet machine."""
+"""Calibrations of this machine: numbers in files.
+
+They are kept while they are young and were measured on a quiet machine.
+"""
 
 import functools
 import json
@@ -54,7 +57,9 @@ class Circumstances(NamedTuple):
 
 
 class LoadMeter:
-    """Load by other programs while a block runs. Processes that the block starts are its own, once they have ended.
+    """Load by other programs while a block runs.
+
+    Processes that the block starts do not count once they have ended.
 
     Attributes:
         load: Part of the machine's processors that other programs used, from 0 to 1; set when the
@@ -110,13 +115,17 @@ def measure_until(
 
 
 def _readings_s() -> tuple[float, float, float]:
-    """Clock, busy time of all processors, and processor time of this process and its ended children, in seconds."""
+    """Read the clock and two processor times, in seconds.
+
+    Returns:
+        The clock; the busy time of all processors; the time of this process and its ended children.
+    """
     times = psutil.cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     # `user` contains `guest` already.
     guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    own = os.times()
-    own_s = own.user + own.system + own.children_user + own.children_system
+    process = os.times()
+    own_s = process.user + process.system + process.children_user + process.children_system
     return time.perf_counter(), sum(times) - idle_s - guest_s, own_s
 
 
@@ -151,6 +160,9 @@ def read_calibration(path: Path, count: int) -> list[float] | None:
 
 
 def write_calibration(path: Path, numbers: Sequence[float], circumstances: Circumstances) -> None:
-    """Keep the numbers of a calibration; where the folder cannot be written they are measured again the next time."""
+    """Keep the numbers of a calibration.
+
+    Where the folder cannot be written, they are measured again the next time.
+    """
     with suppress(UserError):
         replace_text(path, json.dumps({"numbers": list(numbers), **circumstances._asdict()}))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 
 SUFFIXES = {
     ".nii.gz": "nifti",
@@ -36,14 +36,10 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]"
 def volume_suffix(path: Path) -> str | None:
     """Find the suffix that makes a name a volume file, in lower case; None for others."""
     name = path.name.lower()
-    return next(
-        (
-            suffix
-            for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES)
-            if name.endswith(suffix) and len(name) > len(suffix)
-        ),
-        None,
-    )
+    for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES):
+        if name.endswith(suffix) and len(name) > len(suffix):
+            return suffix
+    return None
 
 
 def volume_files(folder: Path) -> list[Path]:
@@ -53,11 +49,19 @@ def volume_files(folder: Path) -> list[Path]:
     ]
 
 
+def _scan_files(folder: Path) -> list[Path]:
+    """List the volume files of a folder but segmentations, which 3D Slicer keeps beside scans."""
+    return [path for path in volume_files(folder) if volume_suffix(path) != SEGMENTATION_SUFFIX]
+
+
 def image_in(folder: Path) -> Path | None:
-    """Find the image of a folder of a case, such as `s0001/ct.nii.gz`; None where there is none, or more than one."""
-    files = [path for path in volume_files(folder) if volume_suffix(path) != SEGMENTATION_SUFFIX]
-    found = [path for path in files if case_name(path) in CASE_IMAGES]
-    return found[0] if len(found) == 1 else None
+    """Find the image of a folder of a case, such as `s0001/ct.nii.gz`.
+
+    Returns:
+        Its path; None where there is none, or more than one.
+    """
+    images = [path for path in _scan_files(folder) if case_name(path) in CASE_IMAGES]
+    return images[0] if len(images) == 1 else None
 
 
 def is_dicom_file(path: Path) -> bool:
@@ -70,19 +74,23 @@ def is_dicom_file(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         head = file.read(132)
+    if len(head) < 132:
+        return False
+    if head[128:] == b"DICM":
+        return True
     # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
-    is_group = len(head) == 132 and head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
-    return head[128:] == b"DICM" or (
-        is_group and ((head[4:6].isalpha() and head[4:6].isupper()) or head[6:8] == b"\0\0")
-    )
+    is_group = head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
+    has_letters = head[4:6].isalpha() and head[4:6].isupper()
+    return is_group and (has_letters or head[6:8] == b"\0\0")
 
 
 def is_dicomdir(path: Path) -> bool:
-    """Whether a file is the table of contents of a medium (DICOMDIR), which stands for its folder."""
+    """Whether a file is the table of contents of a medium, which stands for its folder."""
     return path.name.upper() == "DICOMDIR" and is_dicom_file(path)
 
 
 def _visible(folder: Path) -> list[Path]:
+    """List what lies in a folder, sorted, without hidden files and folders."""
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
@@ -93,17 +101,20 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         folder: Where to look.
         is_deep: Whether also in the folders below, links followed once.
     """
-    seen, waiting = set[Path](), [folder]
+    searched: set[Path] = set()
+    waiting = [folder]
     while waiting:
         current = waiting.pop()
-        entries = [] if current.resolve() in seen else _visible(current)
-        seen.add(current.resolve())
-        yield from (
-            entry
-            for entry in entries
-            if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry)
-        )
-        waiting += reversed([entry for entry in entries if is_deep and entry.is_dir()])
+        if current.resolve() in searched:
+            continue
+        searched.add(current.resolve())
+        entries = _visible(current)
+        for entry in entries:
+            if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry):
+                yield entry
+        if is_deep:
+            # The last of the list is searched next.
+            waiting += reversed([entry for entry in entries if entry.is_dir()])
 
 
 def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
@@ -115,15 +126,23 @@ def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
 
 
 def _case_image(folder: Path) -> Path | None:
-    """Find the scan of a subfolder: its image, or itself where it holds DICOM files; None where there is none."""
+    """Find the scan of a subfolder: its image, or itself where it holds DICOM files.
+
+    None where there is none. A folder that cannot be searched counts as a scan.
+    """
     try:
-        return image_in(folder) or (folder if _has_slices(folder) else None)
+        image = image_in(folder)
+        if image is not None:
+            return image
+        return folder if _has_slices(folder) else None
     except OSError:  # as in another user's folder
         return folder
 
 
 def case_name(path: Path) -> str:
-    """Name a case after its file, without the suffix; a DICOM series after its folder. Control characters become "_".
+    """Name a case after its file, without the suffix; a DICOM series after its folder.
+
+    Control characters become "_".
 
     Example:
         >>> case_name(Path("scans/Doe, John (1.5).nii.gz"))
@@ -132,12 +151,12 @@ def case_name(path: Path) -> str:
     suffix = volume_suffix(path)
     if suffix is not None and not path.is_dir():
         return CONTROL_CHARACTERS.sub("_", path.name[: -len(suffix)])
-    folder = (
-        path.parent if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path) else path
-    )
-    return CONTROL_CHARACTERS.sub(
-        "_", folder.name if folder.name not in ("", "..") else folder.resolve().name
-    )
+    is_slice = path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path)
+    folder = path.parent if is_slice else path
+    name = folder.name
+    if name in ("", ".."):
+        name = folder.resolve().name
+    return CONTROL_CHARACTERS.sub("_", name)
 
 
 def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
@@ -161,18 +180,24 @@ def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str
 
 
 def input_format(path: Path) -> str:
-    """Find the format of an input, `nifti`, `nrrd` or `metaimage` by its name and `dicom` by its content.
+    """Find the format of an input: `nifti`, `nrrd` or `metaimage` by name, `dicom` by content.
 
     Raises:
         UserError: If the path does not exist or is none of them.
     """
-    require(path.exists(), f"{path}: this file or folder does not exist; check the path.")
+    if not path.exists():
+        raise UserError(f"{path}: this file or folder does not exist; check the path.")
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
         return SUFFIXES.get(suffix, "nrrd")
-    if any(True for _ in dicom_files(path)) if path.is_dir() else is_dicom_file(path):
+    if path.is_dir():
+        is_dicom = any(True for _ in dicom_files(path))
+        kind = "folder without DICOM files"
+    else:
+        is_dicom = is_dicom_file(path)
+        kind = "file of another kind"
+    if is_dicom:
         return "dicom"
-    kind = "folder without DICOM files" if path.is_dir() else "file of another kind"
     raise UserError(f"{path}: expected {', '.join(SUFFIXES)} or a DICOM series, got a {kind}.")
 
 
@@ -201,38 +226,65 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
         if not path.is_dir():
             input_format(path)
             return [(case_name(path), path)]
-        entries = _visible(path)
-        # 3D Slicer keeps a segmentation beside its scan.
-        found = [
-            entry for entry in volume_files(path) if volume_suffix(entry) != SEGMENTATION_SUFFIX
-        ]
-        if any(map(is_dicomdir, entries)) or _has_slices(path, is_deep=False):
-            others = [entry.name for entry in found if case_name(entry) != case_name(path)]
-            require(
-                not others or is_dicom,
-                f"{path}: holds DICOM files beside {len(others)} volume files such as '{min(others, default='')}'; give one of these files, "
-                "choose the series with series=, or move either kind into a folder of its own.",
-            )
-            return [(case_name(path), path)]
-        folders = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
-        found += [entry for entry, image in folders.items() if image is not None]
-        inner = [str(entry) for entry in folders if not found and volume_files(entry)]
-        require(
-            bool(found),
-            f"{path}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series each), but the folder holds none; "
-            + (f"give one of {', '.join(inner[:5])}." if inner else "check the path."),
-        )
-        cases: dict[str, Path] = {}
-        for entry in sorted(found):
-            name = case_name(entry)
-            if name in cases:
-                raise UserError(
-                    f"{path}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; rename one of them."
-                )
-            cases[name] = entry
-        return [(name, folders.get(entry) or entry) for name, entry in cases.items()]
+        return _list_folder(path, is_dicom=is_dicom)
     except OSError as error:
-        where = error.filename or path
+        place = error.filename or path
         raise UserError(
-            f"{where}: cannot be read ({error.strerror or error}); check the path and its permissions."
+            f"{place}: cannot be read ({error.strerror or error}); "
+            "check the path and its permissions."
         ) from error
+
+
+def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
+    """List the scans of a folder; arguments, result and errors are those of `list_inputs`."""
+    entries = _visible(folder)
+    scans = _scan_files(folder)
+    if any(map(is_dicomdir, entries)) or _has_slices(folder, is_deep=False):
+        if not is_dicom:
+            _refuse_volumes(folder, scans)
+        return [(case_name(folder), folder)]
+    images = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
+    scans += [entry for entry, image in images.items() if image is not None]
+    if not scans:
+        inner = [str(entry) for entry in images if volume_files(entry)]
+        advice = f"give one of {', '.join(inner[:5])}." if inner else "check the path."
+        raise UserError(
+            f"{folder}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series "
+            f"each), but the folder holds none; {advice}"
+        )
+    cases = _by_case_name(folder, scans)
+    # A folder of a case is named after itself and stands for its image.
+    return [(name, images.get(scan) or scan) for name, scan in cases.items()]
+
+
+def _refuse_volumes(folder: Path, scans: Iterable[Path]) -> None:
+    """Refuse volume files beside a DICOM series; only its label map may be there, by its name.
+
+    Raises:
+        UserError: With one of the files.
+    """
+    names = [scan.name for scan in scans if case_name(scan) != case_name(folder)]
+    if names:
+        raise UserError(
+            f"{folder}: holds DICOM files beside {len(names)} volume files such as "
+            f"'{min(names)}'; give one of these files, choose the series with series=, or "
+            "move either kind into a folder of its own."
+        )
+
+
+def _by_case_name(folder: Path, scans: Iterable[Path]) -> dict[str, Path]:
+    """Name the scans of a folder, sorted by path.
+
+    Raises:
+        UserError: If two would have the same name.
+    """
+    cases: dict[str, Path] = {}
+    for scan in sorted(scans):
+        name = case_name(scan)
+        if name in cases:
+            raise UserError(
+                f"{folder}: '{cases[name].name}' and '{scan.name}' would both be called '{name}'; "
+                "rename one of them."
+            )
+        cases[name] = scan
+    return cases

@@ -1,9 +1,16 @@
-"""Cache folder of this machine, which may be deleted at any time: measurements and converted networks."""
+"""Cache folder of this machine with measurements and converted networks.
+
+It may be deleted at any time.
+"""
 
 import os
 from pathlib import Path
 
 
 def machine_folder() -> Path:
-    """Path of the folder, `~/.cache/medseg` unless `XDG_CACHE_HOME` says otherwise; it may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "medseg"
+    """Path of the folder, which may not exist yet.
+
+    It is `~/.cache/medseg` unless `XDG_CACHE_HOME` says otherwise.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "medseg")

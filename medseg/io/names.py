@@ -1,4 +1,7 @@
-r"""File names that are not UTF-8, such as Latin-1 names of an old archive: Python keeps each of their bytes as a lone surrogate."""
+r"""File names that are not UTF-8, such as Latin-1 names of an old archive.
+
+Python keeps each of their bytes as a lone surrogate.
+"""
 
 import re
 import tempfile
@@ -7,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 RAW_NAMES = "surrogateescape"
-"""Error handler that turns such a surrogate into its byte and back, as Python's own file functions do."""
+"""Error handler that turns such a surrogate into its byte and back.
+
+Python's own file functions do the same.
+"""
 
 # A byte as `RAW_NAMES` keeps it, or half of a UTF-16 pair: neither can be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -25,10 +31,11 @@ def is_utf8(name: str) -> bool:
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path to the same file for libraries in C++ and Rust, which fail on a name that is not UTF-8 or end the process.
+    """Yield a path to the same file for libraries in C++ and Rust.
 
-    Such a file is reached through a temporary folder, by a link to its own folder, or to itself if
-    its name is not UTF-8 either. The path is good for opening the file, which may stay open longer.
+    They fail on a name that is not UTF-8, or end the process. Such a file is reached through a
+    temporary folder, by a link to its own folder, or to itself if its name is not UTF-8 either. The
+    path is good for opening the file, which may stay open longer.
     """
     if is_utf8(str(path)):
         yield path

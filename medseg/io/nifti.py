@@ -1,11 +1,15 @@
-"""NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz): header checks by nibabel, and the choice between sform and qform."""
+"""NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz).
+
+nibabel reads the fields of a header; they are checked here, and the choice between sform and qform
+is made as ITK does.
+"""
 
 import gzip
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from isal import igzip
@@ -14,7 +18,7 @@ from nibabel.nifti2 import Nifti2Header
 from nibabel.quaternions import quat2mat
 from nibabel.spatialimages import HeaderDataError
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.atomic import replace_path
@@ -33,6 +37,8 @@ UNIT_MM = {1: 1000.0, 3: 0.001}
 """Spatial units of `xyzt_units` other than the millimetre: metre and micrometre."""
 
 SCANNER_CODE = 1
+"""Code of an sform or qform in the coordinates of the scanner."""
+
 FORM_TOLERANCE_VOXELS = 0.1
 """Largest difference of sform and qform that counts as rounding of their 32-bit numbers."""
 
@@ -52,84 +58,113 @@ LABEL_INTENT = 1002
 """Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL)."""
 
 GZIP_LEVEL = 2
-"""Compression level of ISA-L (0 to 3): label maps become smaller than with zlib's level 1, in an eighth of its time."""
+"""Compression level of ISA-L (0 to 3).
+
+Label maps become smaller than with zlib's level 1, in an eighth of its time.
+"""
+
+HEADER_BYTES = 540
+"""Bytes of the header of NIfTI-2, the longer one."""
 
 
 def _parse(path: Path, block: bytes) -> Nifti1Header:
-    """Parse a header block of either version and byte order."""
-    types = [
-        (header_type, order)
-        for header_type in (Nifti1Header, Nifti2Header)
-        for order in ("little", "big")
-        if len(block) >= header_type.sizeof_hdr
-        and block.startswith(header_type.sizeof_hdr.to_bytes(4, order))
-    ]
-    require(
-        bool(types),
-        f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
-    )
-    header_type, order = types[0]
+    """Parse a header block of either version and byte order.
+
+    Raises:
+        UserError: If it is none, or its voxels are in another file or damaged.
+    """
+    header_type, order = _header_kind(path, block)
     header = header_type(block[: header_type.sizeof_hdr], order, check=False)
     mark = header["magic"].item()
-    require(
-        mark == header.single_magic.rstrip(b"\0"),  # NumPy drops zeros at the end
-        f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is {mark!r}; convert an ANALYZE or "
-        ".hdr/.img pair first.",
-    )
-    require(
-        header_type is not Nifti2Header
-        or header["eol_check"].tolist() in ([13, 10, 26, 10], [0, 0, 0, 0]),
-        f"{path}: the line ends of the NIfTI-2 header were changed, as by a transfer in text mode, and so were its voxels; copy it again.",
-    )
+    if mark != header.single_magic.rstrip(b"\0"):  # NumPy drops zeros at the end
+        raise UserError(
+            f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is "
+            f"{mark!r}; convert an ANALYZE or .hdr/.img pair first."
+        )
+    is_nifti_2 = header_type is Nifti2Header
+    # Like those of PNG, these four bytes show a transfer that changed line ends.
+    if is_nifti_2 and header["eol_check"].tolist() not in ([13, 10, 26, 10], [0, 0, 0, 0]):
+        raise UserError(
+            f"{path}: the line ends of the NIfTI-2 header were changed, as by a transfer in text "
+            "mode, and so were its voxels; copy it again."
+        )
     return header
+
+
+def _header_kind(path: Path, block: bytes) -> tuple[type[Nifti1Header], str]:
+    """Find version and byte order of a header, which begins with its own size.
+
+    Raises:
+        UserError: If no version begins so.
+    """
+    for header_type in (Nifti1Header, Nifti2Header):
+        size = header_type.sizeof_hdr
+        for order in ("little", "big"):
+            if len(block) >= size and block.startswith(size.to_bytes(4, order)):
+                return header_type, order
+    raise UserError(
+        f"{path}: expected a NIfTI file, but it does not start with a NIfTI header; check the file."
+    )
 
 
 def _fault(affine: np.ndarray) -> str:
     """Say why an affine is no position of a volume, "" where it is one."""
-    lengths = np.linalg.norm(affine[:3, :3], axis=0)
     if not np.isfinite(affine).all():
         return "holds NaN or infinity"
-    if not (np.isfinite(lengths).all() and lengths.min() > 0):
+    lengths = np.linalg.norm(affine[:3, :3], axis=0)
+    # The length of finite numbers may overflow.
+    if not np.isfinite(lengths).all() or lengths.min() <= 0:
         return "is singular: an axis has no length"
     unit = affine[:3, :3] / lengths
-    return "is sheared" if np.abs(unit.T @ unit - np.eye(3)).max() > DIRECTION_TOLERANCE else ""
+    if np.abs(unit.T @ unit - np.eye(3)).max() > DIRECTION_TOLERANCE:
+        return "is sheared"
+    return ""
 
 
-def _form(header: Nifti1Header, name: str) -> tuple[np.ndarray, str]:
-    """Read one of the two positions that a header may give; every qfac that is not negative counts as 1, as in nifti_clib.
+class Form(NamedTuple):
+    """One of the two positions that a header may give.
 
-    Args:
-        header: The header.
-        name: `sform` or `qform`.
-
-    Returns:
-        Affine (4, 4), index (i, j, k) to RAS in the header's own unit; why it is no position of a
-        volume, "" where it is one.
+    Attributes:
+        affine: (4, 4), index (i, j, k) to RAS in the header's own unit.
+        fault: Why it is no position of a volume, "" where it is one.
     """
-    if name == "sform":
-        affine = np.asarray(header.get_sform(), dtype=np.float64)
-        return affine, _fault(affine)
+
+    affine: np.ndarray
+    fault: str
+
+
+def _read_form(header: Nifti1Header, name: str) -> Form:
+    """Read the `sform` or the `qform` of a header."""
+    if name == "qform":
+        return _read_qform(header)
+    affine = np.asarray(header.get_sform(), dtype=np.float64)
+    return Form(affine, _fault(affine))
+
+
+def _read_qform(header: Nifti1Header) -> Form:
+    """Read the qform; every qfac that is not negative counts as 1, as in nifti_clib."""
     steps = np.array(header["pixdim"][1:4], dtype=np.float64)
     quaternion = np.array(
         [header["quatern_b"], header["quatern_c"], header["quatern_d"]], dtype=np.float64
     )
     affine = np.eye(4)
+    # A rotation is a quaternion of length 1: a² = 1 - (b² + c² + d²). NaN is no rotation either.
     real_squared = 1.0 - quaternion @ quaternion
     if not real_squared >= -QUATERNION_TOLERANCE:
-        return affine, "holds no rotation"
+        return Form(affine, "holds no rotation")
     # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
-    affine[:3, :3] = (
-        quat2mat([np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0, *quaternion]) * steps
-    )
-    affine[:3, 2] *= -1.0 if header["pixdim"][0] < 0 else 1.0
+    real = np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0
+    affine[:3, :3] = quat2mat([real, *quaternion]) * steps
+    if header["pixdim"][0] < 0:
+        affine[:3, 2] *= -1.0
     affine[:3, 3] = header["qoffset_x"], header["qoffset_y"], header["qoffset_z"]
-    is_flat = np.isfinite(steps).all() and steps.min() <= 0
-    return affine, f"has no positive spacing: pixdim is {_numbers(steps)}" if is_flat else _fault(
-        affine
-    )
+    if np.isfinite(steps).all() and steps.min() <= 0:
+        return Form(affine, f"has no positive spacing: pixdim is {_numbers(steps)}")
+    return Form(affine, _fault(affine))
 
 
 def _numbers(values: np.ndarray) -> str:
+    """Write numbers for a message."""
     return " x ".join(f"{value:.6g}" for value in values)
 
 
@@ -146,57 +181,90 @@ def _choose_form(
     Returns:
         Affine (index to RAS) and warnings for the user.
     """
-    order = ("sform", "qform") if header["sform_code"] == SCANNER_CODE else ("qform", "sform")
-    forms = {name: _form(header, name) for name in order if header[f"{name}_code"] > 0}
+    is_sform_first = header["sform_code"] == SCANNER_CODE
+    order = ("sform", "qform") if is_sform_first else ("qform", "sform")
+    forms = {name: _read_form(header, name) for name in order if header[f"{name}_code"] > 0}
     pixdim = np.array(header["pixdim"][1:4], dtype=np.float64)
     if not forms:
-        require(
-            bool(np.isfinite(pixdim).all()) and pixdim.min() > 0,
-            f"{path}: expected a positive spacing on every axis, but the NIfTI header's pixdim is {_numbers(pixdim)}; repair the header "
-            "or export the scan again.",
+        return _affine_of_pixdim(path, pixdim)
+    usable = [name for name, form in forms.items() if not form.fault]
+    if not usable:
+        name = next(iter(forms))
+        raise UserError(
+            f"{path}: expected axes of positive length at right angles, but the {name} of the "
+            f"NIfTI header {forms[name].fault}; repair the header or export the scan again."
         )
-        assumed = "the header has neither sform nor qform: its axes are assumed to be left, posterior, superior; check the sides"
-        return np.diag([*(np.diag(RAS_FROM_LPS) * pixdim), 1.0]), [assumed]
-    names = list(forms)
-    usable = [name for name in names if not forms[name][1]]
-    require(
-        bool(usable),
-        f"{path}: expected axes of positive length at right angles, but the {names[0]} of the NIfTI header "
-        f"{forms[names[0]][1]}; repair the header or export the scan again.",
-    )
-    chosen, affine = usable[0], forms[usable[0]][0]
+    chosen = usable[0]
+    affine = forms[chosen].affine
     warnings = [
-        f"the {name} of the header {forms[name][1]}: the {chosen} is used"
-        for name in names
-        if forms[name][1]
+        f"the {name} of the header {form.fault}: the {chosen} is used"
+        for name, form in forms.items()
+        if form.fault
     ]
     if len(usable) == 2:
-        other = forms[usable[1]][0]
-        require(
-            (affine[:3, :3] * other[:3, :3]).sum(axis=0).min() > 0,
-            f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that "
-            "its left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0.",
-        )
-        corners = np.array(
-            [
-                (i, j, k, 1)
-                for i in (0, shape[2] - 1)
-                for j in (0, shape[1] - 1)
-                for k in (0, shape[0] - 1)
-            ]
-        )
-        offsets = corners @ (affine - other).T[:, :3]
-        voxels = float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
-        if voxels > FORM_TOLERANCE_VOXELS:
+        distance_voxels = _disagreement(path, affine, forms[usable[1]].affine, shape)
+        if distance_voxels > FORM_TOLERANCE_VOXELS:
             warnings.append(
-                f"the sform and the qform of the header disagree by up to {voxels:.3g} voxels: the {chosen} is used, as ITK does"
+                "the sform and the qform of the header disagree by up to "
+                f"{distance_voxels:.3g} voxels: the {chosen} is used, as ITK does"
             )
     steps = np.linalg.norm(affine[:3, :3], axis=0)
     if not np.allclose(steps, pixdim, rtol=SPACING_TOLERANCE):
         warnings.append(
-            f"the header's pixdim is {_numbers(pixdim)}, but its {chosen} gives a spacing of {_numbers(steps)}: the {chosen} is used"
+            f"the header's pixdim is {_numbers(pixdim)}, but its {chosen} gives a spacing of "
+            f"{_numbers(steps)}: the {chosen} is used"
         )
     return affine, warnings
+
+
+def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    """Assume LPS axes and a zero origin for a header that gives only the spacing.
+
+    Returns:
+        Affine (index to RAS) and a warning.
+
+    Raises:
+        UserError: If the spacing is not positive.
+    """
+    if not np.isfinite(pixdim).all() or pixdim.min() <= 0:
+        raise UserError(
+            f"{path}: expected a positive spacing on every axis, but the NIfTI header's pixdim is "
+            f"{_numbers(pixdim)}; repair the header or export the scan again."
+        )
+    affine = np.diag([*(np.diag(RAS_FROM_LPS) * pixdim), 1.0])
+    warning = (
+        "the header has neither sform nor qform: its axes are assumed to be left, posterior, "
+        "superior; check the sides"
+    )
+    return affine, [warning]
+
+
+def _disagreement(
+    path: Path, affine: np.ndarray, other_affine: np.ndarray, shape: tuple[int, int, int]
+) -> float:
+    """Measure how far the corners of a volume are apart in two forms, in voxels of the first.
+
+    Args:
+        path: File, for messages.
+        affine: Index to RAS.
+        other_affine: The same by the other form.
+        shape: Voxels (D, H, W).
+
+    Raises:
+        UserError: If an axis has opposite directions: the wrong one swaps the patient's sides.
+    """
+    products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)  # of each axis with itself
+    if not products.min() > 0:  # NaN where a product overflows
+        raise UserError(
+            f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the "
+            "scan into opposite directions, so that its left and right are unknown; set the code "
+            "of the wrong one (sform_code or qform_code) to 0."
+        )
+    # Affine maps differ most at a corner.
+    last = [size - 1 for size in shape[::-1]]
+    corners = np.array([(*np.multiply(corner, last), 1) for corner in np.ndindex(2, 2, 2)])
+    offsets = corners @ (affine - other_affine).T[:, :3]
+    return float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
 
 
 def grid_of_header(
@@ -213,25 +281,29 @@ def grid_of_header(
         UserError: If it describes no regular 3D volume.
     """
     dim = [int(size) for size in header["dim"]]
-    require(
-        1 <= dim[0] <= 7,
-        f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again.",
-    )
-    require(
-        dim[0] < 5 or not dim[4] == 1 < dim[5],
-        f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); export grey values.",
-    )
+    if not 1 <= dim[0] <= 7:
+        raise UserError(
+            f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again."
+        )
+    # Vectors lie along the fifth axis (nifti1.h).
+    if dim[0] >= 5 and dim[4] == 1 < dim[5]:
+        raise UserError(
+            f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); "
+            "export grey values."
+        )
     sizes = dim[1 : 1 + dim[0]]
     if num_volumes > 1:
-        require(
-            len(sizes) == 4 and sizes[3] == num_volumes,
-            f"{path}: expected {num_volumes} channels, but the file holds {size_text(sizes)} values; give a 4D file of {num_volumes} volumes, "
-            "or a file for each channel (image_1, image_2, … of a case table, input=[a,b,…]).",
-        )
+        if len(sizes) != 4 or sizes[3] != num_volumes:
+            raise UserError(
+                f"{path}: expected {num_volumes} channels, but the file holds {size_text(sizes)} "
+                f"values; give a 4D file of {num_volumes} volumes, or a file for each channel "
+                "(image_1, image_2, … of a case table, input=[a,b,…])."
+            )
         sizes = sizes[:3]
     shape = check_shape(path, sizes)
     affine, warnings = _choose_form(path, header, shape)
-    lps = RAS_FROM_LPS @ affine[:3] * UNIT_MM.get(int(header["xyzt_units"]) & 7, 1.0)
+    unit_mm = UNIT_MM.get(int(header["xyzt_units"]) & 7, 1.0)  # the lowest bits: unit of length
+    lps = RAS_FROM_LPS @ affine[:3] * unit_mm
     return grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist()), warnings
 
 
@@ -247,49 +319,85 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         UserError: If it is no NIfTI file, no scalar volume, or holds another number of volumes.
     """
     with path.open("rb") as file:
-        encoding = "deflate" if is_gzip(file) else "raw"
-        stream: Any = file if encoding == "raw" else igzip.IGzipFile(fileobj=file, mode="rb")
-        header = _parse(path, stream.read(540))
+        is_packed = is_gzip(file)
+        stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if is_packed else file
+        header = _parse(path, stream.read(HEADER_BYTES))
     grid, warnings = grid_of_header(path, header, num_channels)
     if num_channels > 1:  # a result has one volume
         header.set_data_shape(grid.shape[::-1])
-    try:
-        dtype = header.get_data_dtype()
-    except (HeaderDataError, KeyError) as error:
-        raise UserError(
-            f"{path}: the NIfTI header is damaged: {int(header['datatype'])} is no data type; export the scan again."
-        ) from error
-    require(
-        dtype.kind in "iuf" and dtype.itemsize <= 8,
-        f"{path}: expected one number per voxel, but the NIfTI header says {header.get_value_label('datatype')} (colours, complex or "
-        "very long numbers); export the scan as grey values.",
-    )
-    offset = float(header["vox_offset"]) or float(header.single_vox_offset)
-    require(
-        header.single_vox_offset <= offset < 2**62 and offset == int(offset),
-        f"{path}: the NIfTI header is damaged: its voxels cannot start at byte {offset:g}; export the scan again.",
-    )
-    slope, intercept = float(header["scl_slope"]), float(header["scl_inter"])
-    if slope == 0.0 or not np.isfinite(slope):  # not scaled (nifti1.h)
-        slope, intercept = 1.0, 0.0
-    require(
-        bool(np.isfinite(intercept)),
-        f"{path}: the NIfTI header is damaged: values are to be scaled by {slope:g} and shifted by {intercept:g}; export the scan again.",
-    )
+    dtype = _read_dtype(path, header)
+    offset = _read_offset(path, header)
+    slope, intercept = _read_scale(path, header)
     volume_bytes = math.prod(grid.shape) * dtype.itemsize
     return lazy_volume(
         path,
         grid,
         dtype,
         [path],
-        encoding,
-        num_skipped=int(offset) + channel * volume_bytes,
+        "deflate" if is_packed else "raw",
+        num_skipped=offset + channel * volume_bytes,
         num_after=(num_channels - 1 - channel) * volume_bytes,
         slope=slope,
         intercept=intercept,
         findings=tuple(warnings_of("reading", warnings)),
         header=header,
     )
+
+
+def _read_dtype(path: Path, header: Nifti1Header) -> np.dtype[Any]:
+    """Read the type of the voxels.
+
+    Raises:
+        UserError: If it is no type of one number.
+    """
+    try:
+        dtype = header.get_data_dtype()
+    except (HeaderDataError, KeyError) as error:
+        raise UserError(
+            f"{path}: the NIfTI header is damaged: {int(header['datatype'])} is no data type; "
+            "export the scan again."
+        ) from error
+    if dtype.kind not in "iuf" or dtype.itemsize > 8:
+        raise UserError(
+            f"{path}: expected one number per voxel, but the NIfTI header says "
+            f"{header.get_value_label('datatype')} (colours, complex or very long numbers); "
+            "export the scan as grey values."
+        )
+    return dtype
+
+
+def _read_offset(path: Path, header: Nifti1Header) -> int:
+    """Read the first byte of the voxels; 0 stands for the byte after the header.
+
+    Raises:
+        UserError: If they cannot start there.
+    """
+    offset = float(header["vox_offset"]) or float(header.single_vox_offset)
+    # NIfTI-1 stores it as a 32-bit float. NaN fails the first comparison.
+    if not header.single_vox_offset <= offset < 2**62 or offset != int(offset):
+        raise UserError(
+            f"{path}: the NIfTI header is damaged: its voxels cannot start at byte {offset:g}; "
+            "export the scan again."
+        )
+    return int(offset)
+
+
+def _read_scale(path: Path, header: Nifti1Header) -> tuple[float, float]:
+    """Read slope and intercept from stored values to values.
+
+    Raises:
+        UserError: If the intercept is not finite.
+    """
+    slope = float(header["scl_slope"])
+    if slope == 0.0 or not np.isfinite(slope):  # not scaled (nifti1.h)
+        return 1.0, 0.0
+    intercept = float(header["scl_inter"])
+    if not np.isfinite(intercept):
+        raise UserError(
+            f"{path}: the NIfTI header is damaged: values are to be scaled by {slope:g} and "
+            f"shifted by {intercept:g}; export the scan again."
+        )
+    return slope, intercept
 
 
 def new_header(
@@ -303,29 +411,27 @@ def new_header(
         like: Header of the input, whose version, byte order, sform, qform and unit are kept; None:
             sform and qform are equal, code 1.
     """
-    # NIfTI-1 counts voxels with 16 bits.
-    header_type = (
-        type(like)
-        if like is not None
-        else Nifti1Header
-        if max(grid.shape) < 2**15
-        else Nifti2Header
-    )
-    header = header_type(endianness="<" if like is None else like.endianness)
+    if like is not None:
+        header = type(like)(endianness=like.endianness)
+    else:
+        # NIfTI-1 counts voxels with 16 bits.
+        is_small = max(grid.shape) < 2**15
+        header_type = Nifti1Header if is_small else Nifti2Header
+        header = header_type(endianness="<")
     header.set_data_dtype(dtype)
     header.set_data_shape(grid.shape[::-1])
     if like is None:
         columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
-        affine = np.vstack(
-            [RAS_FROM_LPS @ np.column_stack([columns, grid.origin_xyz_mm]), [0.0, 0.0, 0.0, 1.0]]
-        )
+        lps = np.column_stack([columns, grid.origin_xyz_mm])
+        affine = np.vstack([RAS_FROM_LPS @ lps, [0.0, 0.0, 0.0, 1.0]])
         header.set_sform(affine, SCANNER_CODE)
         header.set_qform(affine, SCANNER_CODE)
         header.set_xyzt_units("mm", "sec")
     else:
         for name in GEOMETRY_FIELDS:
             header[name] = like[name]
-    header["magic"], header["vox_offset"] = header.single_magic, header.single_vox_offset
+    header["magic"] = header.single_magic
+    header["vox_offset"] = header.single_vox_offset
     header["scl_slope"], header["scl_inter"] = 1.0, 0.0
     return header
 
@@ -357,12 +463,10 @@ def write_nifti(
         header.extensions.append(Nifti1Extension(EXTENSION_CODE, nifti_extension(structures)))
     header["vox_offset"] = 0  # nibabel adds the size of the extensions
     with replace_path(path) as part, part.open("xb") as file:
-        # Without a name and a time in the stream, equal labels give equal files.
-        packed = (
-            igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
-            if path.name.lower().endswith(".gz")
-            else nullcontext(file)
-        )
+        packed: Any = nullcontext(file)
+        if path.name.lower().endswith(".gz"):
+            # Without a name and a time in the stream, equal labels give equal files.
+            packed = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
         with packed as target:
             header.write_to(target)
             for plane in array:
@@ -389,6 +493,5 @@ def packed_nifti(
     header = new_header(array.dtype, grid)
     header["scl_slope"], header["scl_inter"] = slope, intercept
     header["intent_code"] = LABEL_INTENT if is_labels else 0
-    return gzip.compress(
-        header.binaryblock.ljust(int(header["vox_offset"]), b"\0") + array.tobytes(), 9, mtime=0
-    )
+    head = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
+    return gzip.compress(head + array.tobytes(), 9, mtime=0)

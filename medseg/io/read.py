@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 from isal.igzip_lib import IsalError
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import input_format
 from medseg.io.volume import LazyVolume, Volume, load_image, load_labels
@@ -30,10 +30,11 @@ def _open(
         from medseg.io.dicom.read import open_dicom
 
         return open_dicom(path, series, modality, files)
-    require(
-        series is None,
-        f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; leave series out.",
-    )
+    if series is not None:
+        raise UserError(
+            f"{path}: series={series} chooses among DICOM series, but this is a {kind} file; "
+            "leave series out."
+        )
     if kind == "nifti":
         from medseg.io.nifti import open_nifti
 
@@ -50,14 +51,17 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         # as air.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
-    except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]  # the stub of isal lacks the base class
+    # The stub of isal lacks the base class.
+    except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(
-                f"{path}: the file cannot be read ({error.strerror}); check the file and its permissions."
+                f"{path}: the file cannot be read ({error.strerror}); "
+                "check the file and its permissions."
             ) from error
         reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"
         raise UserError(
-            f"{path}: the file cannot be read: its compressed voxels {reason}; copy or export it again."
+            f"{path}: the file cannot be read: its compressed voxels {reason}; "
+            "copy or export it again."
         ) from error
 
 
@@ -80,9 +84,11 @@ def read_grid(
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
-    return _explained(
-        path, lambda known: _open(known, series, modality, 0, num_channels, files).grid
-    )
+
+    def read(file: Path) -> VoxelGrid:
+        return _open(file, series, modality, 0, num_channels, files).grid
+
+    return _explained(path, read)
 
 
 def read_image(
@@ -115,8 +121,8 @@ def read_image(
     """
     air = AIR_HU if modality == "ct" else 0
 
-    def read(known: Path) -> Volume:
-        return load_image(_open(known, series, modality, channel, num_channels, files), air)
+    def read(file: Path) -> Volume:
+        return load_image(_open(file, series, modality, channel, num_channels, files), air)
 
     return _explained(path, read)
 
@@ -133,7 +139,7 @@ def read_labels(path: Path) -> Volume:
     Raises:
         UserError: If it cannot be read, or a value is not a whole number.
     """
-    return _explained(path, lambda known: load_labels(_open(known)))
+    return _explained(path, lambda file: load_labels(_open(file)))
 
 
 def read_layer(path: Path, layer: int) -> Volume:
@@ -148,4 +154,4 @@ def read_layer(path: Path, layer: int) -> Volume:
     """
     from medseg.io.simpleitk import open_layer
 
-    return _explained(path, lambda known: load_labels(open_layer(known, layer)))
+    return _explained(path, lambda file: load_labels(open_layer(file, layer)))

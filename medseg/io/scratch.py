@@ -1,4 +1,4 @@
-"""Scratch arrays: voxels in a temporary file instead of memory, read and written like any other array.
+"""Scratch arrays: voxels in a temporary file instead of memory, used like any other array.
 
 Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays.
 Their pages leave the memory of this process a moment after they were used; the values stay in the
@@ -33,7 +33,10 @@ _lock = threading.Lock()
 
 
 def scratch_folder() -> Path:
-    """Folder of temporary files: TMPDIR where it is set, else /var/tmp, because /tmp is memory on many systems."""
+    """Folder of temporary files: TMPDIR where it is set, else /var/tmp.
+
+    On many systems /tmp is memory.
+    """
     if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
         return Path("/var/tmp")
     return Path(tempfile.gettempdir())
@@ -41,7 +44,10 @@ def scratch_folder() -> Path:
 
 @contextmanager
 def scratch_above(num_bytes: float) -> Iterator[None]:
-    """Put arrays of more bytes that this thread makes with `new_array` and `new_tensor` into temporary files."""
+    """Put larger arrays into temporary files that this thread makes in the block.
+
+    It makes them with `new_array` and `new_tensor`.
+    """
     token = _limit_bytes.set(num_bytes)
     try:
         yield
@@ -74,7 +80,9 @@ def new_tensor(
 
 
 def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Make an array of zeros in a temporary file without a name, which the system removes with the array.
+    """Make an array of zeros in a temporary file without a name.
+
+    The system removes the file with the array.
 
     Raises:
         UserError: If the disk has no room for it.
@@ -91,8 +99,8 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             pages = mmap.mmap(file.fileno(), num_bytes)
     except OSError as error:
         raise UserError(
-            f"{folder}: expected room for a temporary file of {num_bytes / 2**30:.2f} GiB, but found none ({error.strerror}); free some, or "
-            "set TMPDIR to a folder on a larger disk"
+            f"{folder}: expected room for a temporary file of {num_bytes / 2**30:.2f} GiB, but "
+            f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"
         ) from error
     with _lock:
         if not _maps:

@@ -1,4 +1,4 @@
-"""NRRD and MetaImage by SimpleITK: checked headers, streams of voxels, the writer, and images in memory.
+"""NRRD and MetaImage by SimpleITK: headers, streams of voxels, writer, images in memory.
 
 SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts
 the heap on a damaged header and opens whatever file a header names. The voxels are decoded here,
@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import SimpleITK
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
@@ -35,7 +35,11 @@ from medseg.io.volume import (
 )
 from medseg.task import AIR_HU
 
-MAX_HEADER_BYTES, MAX_DATA_FILES = 2**20, 100_000
+MAX_HEADER_BYTES = 2**20
+"""Longer headers are not read: no program writes them."""
+
+MAX_DATA_FILES = 100_000
+"""Largest number of files that a pattern of a header may name."""
 
 # Patterns of one word. No number is so long that a C program reads it in another way than Python.
 NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
@@ -54,7 +58,10 @@ LENGTHS = (
     r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*",
     "lengths in mm",
 )
-NRRD_TYPES = "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|u?int(8|16|32|64)(_t)?|float|double"
+NRRD_TYPES = (
+    "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|"
+    "u?int(8|16|32|64)(_t)?|float|double"
+)
 NRRD_RULES: Rules = {
     "dimension": (None, "[3-5]", "3 to 5 axes"),
     "sizes": SIZES,
@@ -111,9 +118,11 @@ META_RULES: Rules = {
     "DistanceUnits": LENGTHS,
 }
 LPS_SPACES = re.compile(
-    r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)(-time|t)?",
+    r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
+    r"(-time|t)?",
     re.I,
 )
+"""Spaces of NRRD whose axes are those of the patient."""
 
 NUMPY_CODES = {
     "8-bit unsigned integer": "u1",
@@ -147,82 +156,142 @@ def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
         UserError: If it is no header of its format, gives a field twice, or names files outside its
             own folder.
     """
-    nrrd, fields = is_nrrd(path), dict[str, str]()
-    name, separator, data_key = (
-        ("NRRD", ":", "data file") if nrrd else ("MetaImage", "=", "ElementDataFile")
-    )
+    is_of_nrrd = is_nrrd(path)
+    data_key = "data file" if is_of_nrrd else "ElementDataFile"
     with path.open("rb") as file:
-        require(
-            not nrrd or re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is not None,
-            f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
-        )
-        while line := file.readline(MAX_HEADER_BYTES):
-            text = line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
-            key, found, value = (part.strip() for part in text.partition(separator))
-            if file.tell() > MAX_HEADER_BYTES or (nrrd and not text):
-                break
-            if (nrrd and (text.startswith("#") or value.startswith("="))) or not text.strip():
-                continue  # a comment or a pair of NRRD, an empty line of MetaImage
-            require(
-                bool(found and key),
-                f"{path}: expected a {name} file with a name, '{separator}' and a value on each line of its header, got {shown(text)}; check the file.",
+        if is_of_nrrd and re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is None:
+            raise UserError(
+                f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version "
+                "up to 5; check the file."
             )
-            key = NRRD_SYNONYMS.get(key.lower(), key.lower()) if nrrd else key
-            require(
-                key not in fields,
-                f"{path}: the header gives the field {shown(key)} twice; remove one of the lines.",
-            )
-            fields[key] = value
-            if key == data_key and (not nrrd or value.upper().startswith("LIST")):
-                break
+        fields = _read_fields(path, file, data_key)
         offset = file.tell()
-        following = (
-            file.read(MAX_HEADER_BYTES)
-            if fields.get(data_key, "").upper().startswith("LIST")
-            else b""
+        is_list = fields.get(data_key, "").upper().startswith("LIST")
+        following = file.read(MAX_HEADER_BYTES) if is_list else b""
+    if offset > MAX_HEADER_BYTES or (not is_of_nrrd and data_key not in fields):
+        name = "NRRD" if is_of_nrrd else "MetaImage"
+        raise UserError(
+            f"{path}: expected a {name} file, but its header does not say where the voxels are "
+            f"({data_key}); check the file."
         )
-    require(
-        offset <= MAX_HEADER_BYTES and (nrrd or data_key in fields),
-        f"{path}: expected a {name} file, but its header does not say where the voxels are ({data_key}); check the file.",
-    )
-    is_attached = fields.get(data_key, "LOCAL").upper() == "LOCAL" and not (
-        nrrd and data_key in fields
-    )
-    listed = following.decode("utf-8", "surrogateescape").splitlines()
-    return fields, offset, (path,) if is_attached else _data_files(path, fields[data_key], listed)
+    if data_key not in fields:
+        return fields, offset, (path,)
+    if not is_of_nrrd and fields[data_key].upper() == "LOCAL":
+        return fields, offset, (path,)
+    names = following.decode("utf-8", "surrogateescape").splitlines()
+    return fields, offset, _data_files(path, fields[data_key], names)
+
+
+def _field_lines(file: BinaryIO, *, is_of_nrrd: bool) -> Iterator[str]:
+    """Yield the lines of a header that should be fields, one at a time.
+
+    An empty line ends a header of NRRD and is skipped in one of MetaImage.
+    """
+    while line := file.readline(MAX_HEADER_BYTES):
+        # Bytes that are no UTF-8 may be those of a file name.
+        text = line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
+        if file.tell() > MAX_HEADER_BYTES or (is_of_nrrd and not text):
+            return
+        if is_of_nrrd:
+            _, _, value = text.partition(":")
+            is_pair = value.strip().startswith("=")  # for `_read_pairs`
+            if is_pair or text.startswith("#"):
+                continue
+        if text.strip():
+            yield text
+
+
+def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
+    """Read the fields of a header up to its end.
+
+    A header of MetaImage ends with the field of the voxels; one of NRRD with a list of files in
+    that field or with an empty line.
+
+    Args:
+        path: File, for messages.
+        file: Open at the first field.
+        data_key: The field that says where the voxels are.
+
+    Raises:
+        UserError: If a line is no field, or repeats one.
+    """
+    is_of_nrrd = is_nrrd(path)
+    separator = ":" if is_of_nrrd else "="
+    fields: dict[str, str] = {}
+    for text in _field_lines(file, is_of_nrrd=is_of_nrrd):
+        key, delimiter, value = (part.strip() for part in text.partition(separator))
+        if not delimiter or not key:
+            name = "NRRD" if is_of_nrrd else "MetaImage"
+            raise UserError(
+                f"{path}: expected a {name} file with a name, '{separator}' and a value on each "
+                f"line of its header, got {shown(text)}; check the file."
+            )
+        if is_of_nrrd:
+            key = NRRD_SYNONYMS.get(key.lower(), key.lower())
+        if key in fields:
+            raise UserError(
+                f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
+            )
+        fields[key] = value
+        if key == data_key and (not is_of_nrrd or value.upper().startswith("LIST")):
+            break
+    return fields
 
 
 def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...]:
-    """Find the files that a header means: `name`, `name%03d.raw first last step`, or `LIST` and a name on each following line.
+    """Find the files that a header means.
+
+    Args:
+        path: File of the header.
+        value: `name`, `name%03d.raw first last step`, or `LIST`.
+        following: The lines after the header: for `LIST` a name on each.
 
     Raises:
         UserError: If it means none, or one outside the folder of the header.
     """
-    words, names = value.split(), [value]
+    words = value.split()
     if words and words[0].upper() == "LIST":
         names = [line.strip() for line in following if line.strip()]
     elif "%" in value and len(words) >= 4:
-        is_pattern = re.fullmatch(
-            r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?", " ".join(words), re.ASCII
+        names = _numbered_names(path, value)
+    else:
+        names = [value]
+    if not names or not all(names):
+        raise UserError(
+            f"{path}: expected the names of the files with the voxels, got {shown(value)}; "
+            "repair the header."
         )
-        first, last, step = map(int, words[1:4]) if is_pattern else (0, 0, 1)
-        numbers = range(first, last + (1 if step > 0 else -1), step)
-        require(
-            bool(is_pattern) and len(numbers) <= MAX_DATA_FILES,
-            f"{path}: expected a pattern such as 'slice%03d.raw 1 120 1', got {shown(value)}; repair the header.",
-        )
-        names = [words[0] % number for number in numbers]
-    require(
-        bool(names) and all(names),
-        f"{path}: expected the names of the files with the voxels, got {shown(value)}; repair the header.",
-    )
     for name in names:
         # A header from elsewhere must not make this program read other files of the user.
-        require(
-            not Path(name).is_absolute() and ".." not in Path(name).parts,
-            f"{path}: expected its voxels in the folder of the header, got {shown(name)}; move the file there and repair the header.",
-        )
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(
+                f"{path}: expected its voxels in the folder of the header, got {shown(name)}; "
+                "move the file there and repair the header."
+            )
     return tuple(path.parent / name for name in names)
+
+
+def _numbered_names(path: Path, value: str) -> list[str]:
+    """List the names that a pattern of C's `printf` means, as `slice%03d.raw 1 120 1`.
+
+    Raises:
+        UserError: If it is another pattern, or means too many.
+    """
+    words = value.split()
+    pattern = r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?"
+    numbers = range(0)
+    is_pattern = re.fullmatch(pattern, " ".join(words), re.ASCII) is not None
+    if is_pattern:
+        first, last, step = map(int, words[1:4])
+        # The last number belongs to the range.
+        stop = last + 1 if step > 0 else last - 1
+        numbers = range(first, stop, step)
+    if not is_pattern or len(numbers) > MAX_DATA_FILES:
+        raise UserError(
+            f"{path}: expected a pattern such as 'slice%03d.raw 1 120 1', got {shown(value)}; "
+            "repair the header."
+        )
+    return [words[0] % number for number in numbers]
 
 
 def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
@@ -238,96 +307,99 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
     if is_nrrd(path):
         rules, required = NRRD_RULES, ["dimension", "sizes", "type", "encoding"]
     for key in required:
-        require(
-            bool(fields.get(key)),
-            f"{path}: expected the field '{key}' in the header, but it is missing or empty; check the file.",
-        )
+        if not fields.get(key):
+            raise UserError(
+                f"{path}: expected the field '{key}' in the header, but it is missing or empty; "
+                "check the file."
+            )
+    # `( 1 , 2 )` becomes `(1,2)`, and `(1)(2)` two words.
     blanks = re.compile(r"(?<=[(,])\s+|\s+(?=[,)])")
     values = {
         key: " ".join(blanks.sub("", value.replace(")", ") ")).split())
         for key, value in fields.items()
     }
-    for key in [key for key in rules if key in values]:
-        power, pattern, expected = rules[key]
-        words = [values[key]] if power is None else values[key].split()
-        # The number of axes is checked first: it is a digit here.
-        count = 1 if power is None else int(values[required[0]]) ** power
-        require(
-            len(words) == count
-            and all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words),
-            f"{path}: expected {expected} in the header field '{key}', got {shown(fields[key])}; repair the header or export the scan "
-            "again.",
-        )
+    for key, (power, pattern, expected) in rules.items():
+        if key not in values:
+            continue
+        words, count = [values[key]], 1
+        if power is not None:
+            words = values[key].split()
+            # The number of axes is checked first: it is a digit here.
+            count = int(values[required[0]]) ** power
+        are_valid = all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words)
+        if len(words) != count or not are_valid:
+            raise UserError(
+                f"{path}: expected {expected} in the header field '{key}', got "
+                f"{shown(fields[key])}; repair the header or export the scan again."
+            )
     return values
 
 
 def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[VoxelGrid, str]:
-    """Read the grid and NumPy's code of the voxel type by SimpleITK, from a copy of the checked fields.
+    """Read the grid and NumPy's code of the voxel type, by SimpleITK from a copy of the header.
 
     Raises:
         UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
     """
-    directions = values.get("space directions", "").split()
-    if (
-        "none" in directions and "kinds" not in values
-    ):  # SimpleITK finds axes that are not spatial by their kind alone
-        values = values | {
-            "kinds": " ".join(
-                "list" if direction == "none" else "domain" for direction in directions
-            )
-        }
-    if is_nrrd(path):
-        lines = [
-            "NRRD0005",
-            *(
-                f"{key}: {value}"
-                for key, value in values.items()
-                if key not in ("data file", "line skip", "byte skip")
-            ),
-            "\n",
-        ]
-    else:
-        geometry = [f"{key} = {values[key]}" for key in META_GEOMETRY if key in values]
-        lines = ["ObjectType = Image", *geometry, "ElementDataFile = LOCAL\n"]
     reader = SimpleITK.ImageFileReader()
     with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
         copy = Path(folder) / ("header.nrrd" if is_nrrd(path) else "header.mha")
+        lines = _nrrd_lines(values) if is_nrrd(path) else _meta_lines(values)
         copy.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
         reader.SetFileName(str(copy))
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:
-            reason = re.sub(
-                r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?",
-                "",
-                str(error).strip().splitlines()[-1],
-            )
+            # The last line of an ITK error has the reason, after its place in the source.
+            place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
+            reason = re.sub(place, "", str(error).strip().splitlines()[-1])
             plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
             raise UserError(
                 f"{path}: the header cannot be read ({plain}); repair it or export the scan again."
             ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
-    # The layers of a segmentation are expected; any other number of components is refused by
-    # `grid_of`.
-    return grid_of(
-        path, reader, 1 if num_components == num_layers else num_components
-    ), NUMPY_CODES[type_name]
+    if num_components == num_layers:
+        # The layers of a segmentation are expected; `grid_of` refuses any other number.
+        num_components = 1
+    return grid_of(path, reader, num_components), NUMPY_CODES[type_name]
+
+
+def _nrrd_lines(values: dict[str, str]) -> list[str]:
+    """Write a NRRD header of checked fields, without those that lead to voxels."""
+    directions = values.get("space directions", "").split()
+    if "none" in directions and "kinds" not in values:
+        # SimpleITK finds axes that are not spatial by their kind alone.
+        kinds = ["list" if direction == "none" else "domain" for direction in directions]
+        values = values | {"kinds": " ".join(kinds)}
+    left_out = ("data file", "line skip", "byte skip")
+    fields = [f"{key}: {value}" for key, value in values.items() if key not in left_out]
+    return ["NRRD0005", *fields, "\n"]
+
+
+def _meta_lines(values: dict[str, str]) -> list[str]:
+    """Write a MetaImage header of checked fields, without voxels."""
+    fields = [f"{key} = {values[key]}" for key in META_GEOMETRY if key in values]
+    return ["ObjectType = Image", *fields, "ElementDataFile = LOCAL\n"]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
     """Name what the header does not give, and what is assumed for it."""
+    keys = values.keys()
+    # The axes of other spaces than those of the patient are unknown.
     is_lps = "space directions" in values and LPS_SPACES.fullmatch(values.get("space", ""))
-    properties = [
-        ("spacing", "1 mm", values.keys() & {"space directions", "spacings", *META_SPACINGS}),
-        ("orientation", "left, posterior, superior", is_lps or values.keys() & {*META_DIRECTIONS}),
-        ("origin", "0", values.keys() & {"space origin", "axis mins", *META_ORIGINS}),
-    ]
-    missing = [(f"no {name}", assumed) for name, assumed, given in properties if not given]
+    missing: dict[str, str] = {}
+    if keys.isdisjoint(("space directions", "spacings", *META_SPACINGS)):
+        missing["no spacing"] = "1 mm"
+    if not is_lps and keys.isdisjoint(META_DIRECTIONS):
+        missing["no orientation"] = "left, posterior, superior"
+    if keys.isdisjoint(("space origin", "axis mins", *META_ORIGINS)):
+        missing["no origin"] = "0"
     if not missing:
         return ()
-    lacking, taken = (" and ".join(words) for words in zip(*missing, strict=True))
-    return (f"the header gives {lacking}; taken instead: {taken}; check size, sides and place",)
+    lacking = " and ".join(missing)
+    assumed = " and ".join(missing.values())
+    return (f"the header gives {lacking}; taken instead: {assumed}; check size, sides and place",)
 
 
 def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
@@ -347,22 +419,21 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
     grid, code = _geometry(path, values, num_layers)
     depth, height, width = grid.shape
     stored = replace(grid, shape=(depth, height, width * num_layers))
-    true = {key for key, value in values.items() if value.lower() in ("true", "1")}
+    true_keys = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
-        is_big, encoding = (
-            values.get("endian", "").lower() == "big",
-            NRRD_ENCODINGS[values["encoding"].lower()],
-        )
+        is_big_endian = values.get("endian", "").lower() == "big"
+        encoding = NRRD_ENCODINGS[values["encoding"].lower()]
     else:
-        is_big, is_text = (
-            not true.isdisjoint(META_ORDERS),
-            "BinaryData" in values and "BinaryData" not in true,
-        )
-        encoding = "deflate" if "CompressedData" in true else "text" if is_text else "raw"
+        is_big_endian = not true_keys.isdisjoint(META_ORDERS)
+        encoding = "raw"
+        if "CompressedData" in true_keys:
+            encoding = "deflate"
+        elif "BinaryData" in values and "BinaryData" not in true_keys:
+            encoding = "text"
     return lazy_volume(
         path,
         stored,
-        np.dtype((">" if is_big else "<") + code),
+        np.dtype(f"{'>' if is_big_endian else '<'}{code}"),
         files,
         encoding,
         offset=offset if files == (path,) else 0,
@@ -400,46 +471,59 @@ def read_segments(path: Path) -> list[Segment]:
     """
     num_layers = _num_layers(read_header(path)[0])
     pairs = _read_pairs(path)
-    fields = r"Segment(\d{1,6})_(?:Name|ID|LabelValue)"
-    numbers = {int(match[1]) for key in pairs if (match := re.fullmatch(fields, key, re.ASCII))}
+    pattern = re.compile(r"Segment(\d{1,6})_(?:Name|ID|LabelValue)", re.ASCII)
+    matches = filter(None, map(pattern.fullmatch, pairs))
     segments: list[Segment] = []
     owners: dict[tuple[int, int], str] = {}
-    for number in sorted(numbers):
-        # 3D Slicer shows the ID of a segment without a name.
-        name = (
-            pairs.get(f"Segment{number}_Name")
-            or pairs.get(f"Segment{number}_ID")
-            or f"Segment {number}"
-        )
-        value, layer = (
-            pairs.get(f"Segment{number}_LabelValue", ""),
-            pairs.get(f"Segment{number}_Layer", "0"),
-        )
-        if not (
-            re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII)
-            and re.fullmatch(r"\d{1,6}", layer, re.ASCII)
-        ):
-            raise UserError(
-                f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got {shown(value)} and "
-                f"{shown(layer)}; save the segmentation again."
-            )
-        segment = Segment(name, int(value), int(layer), num_layers)
-        if segment.layer >= num_layers:
-            raise UserError(
-                f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; save it again."
-            )
+    for number in sorted({int(match[1]) for match in matches}):
+        segment = _read_segment(path, pairs, number, num_layers)
         place = segment.layer, segment.value
         if place in owners:
             raise UserError(
-                f"{path}: the segments {shown(owners[place])} and {shown(name)} share the value {value}; save it again."
+                f"{path}: the segments {shown(owners[place])} and {shown(segment.name)} share the "
+                f"value {segment.value}; save it again."
             )
-        owners[place] = name
+        owners[place] = segment.name
         segments.append(segment)
     return segments
 
 
+def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers: int) -> Segment:
+    """Read one segment from the pairs of a header.
+
+    Args:
+        path: File, for messages.
+        pairs: The pairs.
+        number: Number of the segment in the keys, from 0.
+        num_layers: Layers of the file.
+
+    Raises:
+        UserError: If it has no value, or no layer of the file.
+    """
+    # 3D Slicer shows the ID of a segment without a name.
+    name = pairs.get(f"Segment{number}_Name") or pairs.get(f"Segment{number}_ID")
+    name = name or f"Segment {number}"
+    value = pairs.get(f"Segment{number}_LabelValue", "")
+    layer = pairs.get(f"Segment{number}_Layer", "0")
+    is_value = re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII)
+    is_layer = re.fullmatch(r"\d{1,6}", layer, re.ASCII)
+    if not is_value or not is_layer:
+        raise UserError(
+            f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got "
+            f"{shown(value)} and {shown(layer)}; save the segmentation again."
+        )
+    if int(layer) >= num_layers:
+        raise UserError(
+            f"{path}: {shown(name)} is in layer {layer}, but the file has {num_layers}; "
+            "save it again."
+        )
+    return Segment(name, int(value), int(layer), num_layers)
+
+
 def _read_pairs(path: Path) -> dict[str, str]:
-    """Read the lines `key:=value` of a NRRD header, in which programs keep what the format does not define.
+    """Read the lines `key:=value` of a NRRD header.
+
+    Programs keep there what the format does not define.
 
     Raises:
         UserError: If a key has two values.
@@ -452,19 +536,23 @@ def _read_pairs(path: Path) -> dict[str, str]:
                 continue
             if pairs.setdefault(key, value) != value:
                 raise UserError(
-                    f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
+                    f"{path}: the header gives the field {shown(key)} twice; "
+                    "remove one of the lines."
                 )
     return pairs
 
 
 def _num_layers(fields: Mapping[str, str]) -> int:
-    """Count the layers of a segmentation of 3D Slicer, which are its first axis where it has four."""
+    """Count the layers of a segmentation of 3D Slicer: its first axis where it has four."""
     sizes = fields.get("sizes", "").split()
-    return int(sizes[0]) if len(sizes) == 4 and sizes[0].isdecimal() else 1
+    has_layers = len(sizes) == 4 and sizes[0].isdecimal()
+    return int(sizes[0]) if has_layers else 1
 
 
 def open_layer(path: Path, layer: int) -> LazyVolume:
-    """Open one layer of a segmentation of 3D Slicer, whose voxels lie beside those of the other layers.
+    """Open one layer of a segmentation of 3D Slicer.
+
+    The voxels of its layers lie side by side.
 
     Raises:
         UserError: As for `open_text_volume`.
@@ -477,6 +565,7 @@ def open_layer(path: Path, layer: int) -> LazyVolume:
     grid = replace(volume.grid, shape=(depth, height, width // num_layers))
 
     def runs() -> Iterator[np.ndarray]:
+        # Every `num_layers`-th value, wherever a run begins.
         num_read = 0
         for values in volume.runs():
             yield values[(layer - num_read) % num_layers :: num_layers]
@@ -497,16 +586,17 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     Raises:
         UserError: If it is not one regular 3D volume of grey values.
     """
-    require(
-        num_components == 1,
-        f"{path}: expected one number per voxel, got {num_components}; export grey values.",
-    )
+    if num_components != 1:
+        raise UserError(
+            f"{path}: expected one number per voxel, got {num_components}; export grey values."
+        )
     shape = check_shape(path, source.GetSize())
     direction = np.reshape(source.GetDirection(), (source.GetDimension(), -1))
-    require(
-        not (direction[:3, 3:].any() or direction[3:, :3].any()),
-        f"{path}: expected three axes in space and one in time, but the direction {direction.tolist()} mixes them; repair the header.",
-    )
+    if direction[:3, 3:].any() or direction[3:, :3].any():
+        raise UserError(
+            f"{path}: expected three axes in space and one in time, but the direction "
+            f"{direction.tolist()} mixes them; repair the header."
+        )
     return grid_from_columns(
         path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3]
     )
@@ -525,10 +615,10 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     Raises:
         UserError: If it is no image, or not one regular 3D volume of numbers.
     """
-    require(
-        isinstance(image, SimpleITK.Image),
-        f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}",
-    )
+    if not isinstance(image, SimpleITK.Image):
+        raise UserError(
+            f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}"
+        )
     path = Path("SimpleITK image")
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
@@ -550,7 +640,18 @@ def _save(
     grid: VoxelGrid,
     fields: Mapping[str, str] | None = None,
 ) -> None:
-    """Write voxels to a temporary file, compressed; its suffix chooses the format, `path` is for messages."""
+    """Write voxels to a temporary file, compressed.
+
+    Args:
+        path: The target, for messages.
+        part: The temporary file; its suffix chooses the format.
+        array: Voxels (D, H, W).
+        grid: Their position.
+        fields: Further pairs of a NRRD header.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
     image = SimpleITK.GetImageFromArray(array)
     for key, value in (fields or {}).items():
         image.SetMetaData(key, value)
@@ -563,38 +664,42 @@ def _save(
     except RuntimeError as error:
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
         raise UserError(
-            f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
+            f"{path}: cannot be written ({reason}); "
+            "check the folder, its permissions and its space."
         ) from error
 
 
 def write_text_volume(
     path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None
 ) -> None:
-    """Write voxels (D, H, W), compressed, to a .nrrd or .mha, or to a .mhd and a .zraw beside it, replacing an old pair as one.
+    """Write voxels (D, H, W), compressed, to a .nrrd, .mha or .mhd.
 
-    Until the new header is in place, the old pair of files is whole. `fields` are further pairs of
-    the header of a .nrrd.
+    A .mhd gets a .zraw beside it, and the two replace an old pair as one: until the new header is
+    in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
     """
-    if path.suffix.lower() != ".mhd":
-        with replace_path(path) as part:
-            _save(path, part, array, grid, fields)
+    if path.suffix.lower() == ".mhd":
+        _write_pair(Path(os.path.realpath(path)), array, grid)
         return
-    path = Path(os.path.realpath(path))
+    with replace_path(path) as part:
+        _save(path, part, array, grid, fields)
+
+
+def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
+    """Write a .mhd and its .zraw as `write_text_volume` does; `path` is no link."""
     # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.
     stem = path.name[:-4]
     if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
-    old: list[Path] = []
+    old_files: list[Path] = []
     with suppress(OSError, UserError):
+        # Only files that this function may have written: another header names files of its user.
         pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
-        old = [file for file in read_header(path)[2] if re.fullmatch(pattern, str(file))]
-    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
-    voxels = next(
-        new for name in names if not os.path.lexists(new := path.with_name(f"{name}.zraw"))
-    )
+        _, _, data_files = read_header(path)
+        old_files = [file for file in data_files if re.fullmatch(pattern, str(file))]
+    voxels = _free_name(path.with_name(stem))
     try:
         with replace_path(voxels) as part:
             # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one
@@ -602,9 +707,8 @@ def write_text_volume(
             whole = part.with_suffix(".mha")
             try:
                 _save(path, whole, array, grid)
-                header, _, data = whole.read_bytes().partition(
-                    b"LOCAL\n"
-                )  # the value of ElementDataFile, the last field
+                # LOCAL is the value of ElementDataFile, the last field.
+                header, _, data = whole.read_bytes().partition(b"LOCAL\n")
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
@@ -614,5 +718,15 @@ def write_text_volume(
         with suppress(OSError):
             voxels.unlink()
         raise
-    for file in old:
+    for file in old_files:
         file.unlink(missing_ok=True)
+
+
+def _free_name(stem: Path) -> Path:
+    """Find a name of voxels that no file has: `<stem>.zraw`, else `<stem>-2.zraw` and so on."""
+    voxels = stem.with_name(f"{stem.name}.zraw")
+    for count in itertools.count(2):
+        if not os.path.lexists(voxels):
+            break
+        voxels = stem.with_name(f"{stem.name}-{count}.zraw")
+    return voxels

@@ -1,11 +1,11 @@
-"""Tables of all commands: rows as dictionaries, written as CSV or Markdown, or printed in aligned columns."""
+"""Tables of all commands: rows as dictionaries, as CSV, as Markdown or in aligned columns."""
 
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
@@ -16,9 +16,16 @@ FORMULA_SIGNS = ("=", "+", "-", "@")
 
 Rows = Sequence[Mapping[str, Any]]
 Columns = Sequence[str] | Mapping[str, str] | None
-"""Keys of the rows in order, or key to heading; None takes every key of the rows in the order of first appearance."""
+"""Keys of the rows in order, or key to heading.
+
+None takes every key of the rows in the order of first appearance.
+"""
+
 Formats = Mapping[str, str | Callable[[Any], str]] | None
-"""Column key to a format such as `.4f`, or to a function of the value. Other values are written by `str`."""
+"""Column key to a format such as `.4f`, or to a function of the value.
+
+Other values are written by `str`.
+"""
 
 
 def write_csv(
@@ -46,29 +53,39 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
         ValueError: If a row has a key that is not in `columns`.
 
     Example:
-        >>> csv_text([{"case": "a,b", "dice": 0.5}, {"case": "c", "dice": None}], formats={"dice": ".3f"})
+        >>> rows = [{"case": "a,b", "dice": 0.5}, {"case": "c", "dice": None}]
+        >>> csv_text(rows, formats={"dice": ".3f"})
         'case,dice\n"a,b",0.500\nc,\n'
     """
-    headings, text = _headings(rows, columns), io.StringIO(newline="")
-    if unknown := {key for row in rows for key in row} - headings.keys():
-        raise ValueError(f"the rows have the keys {sorted(unknown)}, which are no columns")
-    lines = [[_safe_cell(cell) for cell in line] for line in _cells(rows, headings, formats)]
-    csv.writer(text, lineterminator="\n").writerows([headings.values(), *lines])
+    headings = _headings(rows, columns)
+    unknown_keys = set(_keys(rows)) - headings.keys()
+    if unknown_keys:
+        raise ValueError(f"the rows have the keys {sorted(unknown_keys)}, which are no columns")
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(headings.values())
+    for cells in _cells(rows, headings, formats):
+        writer.writerow(map(_safe_cell, cells))
     return text.getvalue()
 
 
 def _safe_cell(cell: str) -> str:
-    """Put an apostrophe before a text that a spreadsheet would take for a formula; numbers stay as they are."""
+    """Put an apostrophe before a text that a spreadsheet would take for a formula.
+
+    Numbers stay as they are, also negative ones.
+    """
     try:
         float(cell)
     except ValueError:
-        return "'" + cell if cell.startswith(FORMULA_SIGNS) else cell
+        if cell.startswith(FORMULA_SIGNS):
+            return f"'{cell}"
     return cell
 
 
 def plain_cell(cell: str) -> str:
     """Remove the apostrophe that `csv_text` puts before a text that begins like a formula."""
-    return cell[1:] if cell.startswith("'") and cell[1:].startswith(FORMULA_SIGNS) else cell
+    content = cell.removeprefix("'")
+    return content if content.startswith(FORMULA_SIGNS) else cell
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -83,50 +100,58 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         raise UserError(
             f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it."
         ) from error
-    return [
-        {key: plain_cell(cell) if isinstance(cell, str) else cell for key, cell in row.items()}
-        for row in rows
-    ]
+    # The surplus cells of a line are a list, missing ones None.
+    for row in rows:
+        for key, cell in row.items():
+            if isinstance(cell, str):
+                row[key] = plain_cell(cell)
+    return rows
 
 
-def refuse_table(path: Path, columns: Sequence[str], what: str) -> None:
+def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
     """Refuse to replace the table of another command, which begins with other columns.
 
     Args:
         path: Table that would be written.
         columns: First columns of the table that must stay.
-        what: What it holds, and the cure.
+        content: What it holds, and the cure.
 
     Raises:
         UserError: If the file begins with these columns.
     """
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         if file.readline(1000).startswith(",".join(columns)):
-            raise UserError(f"{path} holds {what}")
+            raise UserError(f"{path} holds {content}")
 
 
 def markdown_table(
     rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
 ) -> str:
-    r"""Format rows as a Markdown table that ends with a line break; None and a missing key give `missing`.
+    r"""Format rows as a Markdown table that ends with a line break.
+
+    None and a missing key give `missing`.
 
     Example:
-        >>> markdown_table([{"case": "a", "dice": 0.5}], {"case": "case", "dice": "Dice"}, {"dice": ".2f"})
+        >>> headings = {"case": "case", "dice": "Dice"}
+        >>> markdown_table([{"case": "a", "dice": 0.5}], headings, {"dice": ".2f"})
         '| case | Dice |\n|---|---|\n| a | 0.50 |\n'
     """
     headings = _headings(rows, columns)
     lines = [headings.values(), *_cells(rows, headings, formats, missing)]
-    first, *others = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join([first, "|---" * len(headings) + "|\n", *others])
+    first, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join([first, "|---" * len(headings) + "|\n", *rest])
 
 
 def table_lines(
     rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
 ) -> list[str]:
-    """Lay rows out for a terminal: columns of numbers to the right, all others to the left, two spaces between them.
+    """Lay rows out for a terminal, with two spaces between columns.
+
+    Columns of numbers are aligned to the right, all others to the left.
 
     Example:
-        >>> print(*table_lines([{"row": "plain", "MiB": 1024.0}, {"row": "amp", "MiB": 61}], formats={"MiB": ".1f"}), sep="|")
+        >>> rows = [{"row": "plain", "MiB": 1024.0}, {"row": "amp", "MiB": 61}]
+        >>> print(*table_lines(rows, formats={"MiB": ".1f"}), sep="|")
         row       MiB|plain  1024.0|amp      61.0
     """
     from rich.console import Console
@@ -135,9 +160,10 @@ def table_lines(
     headings = _headings(rows, columns)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for key, heading in headings.items():
-        values = [value for row in rows if (value := row.get(key)) is not None]
-        is_number = bool(values) and all(isinstance(value, int | float) for value in values)
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+        values = [row[key] for row in rows if row.get(key) is not None]
+        are_numbers = bool(values) and all(isinstance(value, int | float) for value in values)
+        side: Literal["left", "right"] = "right" if are_numbers else "left"
+        table.add_column(heading, justify=side, no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
     # Cells are text of users: brackets and colons in them are no markup. A line is as long as its
@@ -158,17 +184,31 @@ def print_table(
 def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
     """Column key to its heading, in order."""
     if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-    return dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
+        columns = _keys(rows)
+    if isinstance(columns, Mapping):
+        return dict(columns)
+    return {key: key for key in columns}
+
+
+def _keys(rows: Rows) -> list[str]:
+    """List the keys of all rows, each once, in the order of first appearance."""
+    keys: dict[str, None] = {}
+    for row in rows:
+        keys.update(dict.fromkeys(row))
+    return list(keys)
 
 
 def _cells(
     rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = ""
 ) -> list[list[str]]:
+    """Format the cells of rows, in the order of the headings."""
+
     def text(key: str, value: Any) -> str:
         if value is None:
             return missing
-        form = (formats or {}).get(key, "")
-        return form(value) if callable(form) else format(value, form) if form else str(value)
+        value_format = (formats or {}).get(key, "")
+        if callable(value_format):
+            return value_format(value)
+        return format(value, value_format) if value_format else str(value)
 
     return [[text(key, row.get(key)) for key in headings] for row in rows]

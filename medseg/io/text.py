@@ -1,4 +1,7 @@
-"""Text files of unknown origin: UTF-8, JSON and YAML, read up to a limit; a device, a damaged or an oversized file is refused."""
+"""Text files of unknown origin: UTF-8, JSON and YAML, read up to a limit.
+
+A device, a damaged or an oversized file is refused.
+"""
 
 import codecs
 import json
@@ -8,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 
 MAX_TEXT_BYTES = 2**28
 """Limit of tables and JSON files: a history of a million steps has a tenth of it."""
@@ -22,7 +25,9 @@ _ESCAPED_BYTE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    """Read a text file in UTF-8, with or without a byte order mark, or in UTF-16 with one, as spreadsheets write it.
+    """Read a text file in UTF-8, or in UTF-16 with a byte order mark, as spreadsheets write it.
+
+    UTF-8 may have such a mark too.
 
     Args:
         path: The file.
@@ -35,16 +40,17 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     """
     try:
         # Devices and pipes may have no end.
-        require(
-            path.is_file() or not path.exists(),
-            f"{path}: expected a text file, got a folder, a pipe or a device; check the path.",
-        )
+        if path.exists() and not path.is_file():
+            raise UserError(
+                f"{path}: expected a text file, got a folder, a pipe or a device; check the path."
+            )
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
-        require(
-            len(data) <= max_bytes,
-            f"{path}: expected a text file of at most {max_bytes / 2**20:g} MiB, got a longer one; check the path.",
-        )
+        if len(data) > max_bytes:
+            raise UserError(
+                f"{path}: expected a text file of at most {max_bytes / 2**20:g} MiB, "
+                "got a longer one; check the path."
+            )
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return data.decode("utf-16")
         return data.decode("utf-8-sig", errors)
@@ -54,7 +60,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
         ) from error
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions."
+            f"{path}: cannot be read ({error.strerror or error}); "
+            "check the path and its permissions."
         ) from error
 
 
@@ -70,6 +77,7 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Make a mapping of pairs, and refuse a repeated key."""
         mapping: dict[str, Any] = {}
         for key, value in pairs:
             if key in mapping:
@@ -84,7 +92,8 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
         return json.loads(text, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: expected JSON, but the file is damaged ({first_line(error)}); restore or remove it."
+            f"{path}: expected JSON, but the file is damaged ({first_line(error)}); "
+            "restore or remove it."
         ) from error
 
 
@@ -101,16 +110,18 @@ def read_yaml_text(path: Path) -> str:
     try:
         # The quick parser refuses the escaped bytes of a file name, which the one that builds the
         # values accepts.
-        events = yaml.parse(
-            _ESCAPED_BYTE.sub(r"\\ufffd", text), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        )
+        safe_text = _ESCAPED_BYTE.sub(r"\\ufffd", text)
+        # The loader in C is not part of every PyYAML.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        events = yaml.parse(safe_text, loader)
         has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: expected YAML, but the file is damaged ({first_line(error)}); restore or remove it."
+            f"{path}: expected YAML, but the file is damaged ({first_line(error)}); "
+            "restore or remove it."
         ) from error
-    require(
-        not has_alias,
-        f"{path}: expected YAML without aliases (&name, *name); write the repeated values out.",
-    )
+    if has_alias:
+        raise UserError(
+            f"{path}: expected YAML without aliases (&name, *name); write the repeated values out."
+        )
     return text

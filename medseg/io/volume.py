@@ -1,4 +1,7 @@
-"""Lazy volumes: the header is read first, and voxels are decoded chunk by chunk, so memory never holds a second copy."""
+"""Lazy volumes: the header is read first, the voxels later and chunk by chunk.
+
+So memory never holds a second copy of the voxels.
+"""
 
 import bz2
 import math
@@ -15,7 +18,7 @@ import numpy as np
 from isal import igzip
 from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import new_array
@@ -25,10 +28,16 @@ MIN_SPACING_MM = 1e-4
 """No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""
 
 MAX_ORIGIN_MM = 1e6
-"""Scanners measure positions from a point in their room; with much larger numbers, rounding would merge neighbouring voxels."""
+"""Scanners measure positions from a point in their room.
 
-MAX_EXTENT_MM, MAX_FIELD_MM3 = 4e3, 8e9
+With much larger numbers, rounding would merge neighbouring voxels.
+"""
+
+MAX_EXTENT_MM = 4e3
 """No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
+
+MAX_FIELD_MM3 = 8e9
+"""Largest volume of a scan, 8 m³, for the same reason."""
 
 SLAB_BYTES = 2**20
 """Bytes that are decoded at once: large enough for speed, small beside a volume."""
@@ -40,14 +49,20 @@ MAX_WORD_BYTES = 100
 """Longest text of one voxel; a longer word is not a number."""
 
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
-"""Largest factor by which bytes of an encoding grow when they are decoded; a header that promises more is damaged."""
+"""Largest factor by which decoding enlarges bytes; a header that promises more is damaged."""
 
-SURE_BYTES, SURE_RATIO = 2**28, 16
-"""Above this size and this ratio to the compressed bytes, decode once to verify the promised length."""
+SURE_BYTES = 2**28
+"""Above this size and `SURE_RATIO`, decode once to verify the promised length."""
+
+SURE_RATIO = 16
+"""Ratio of voxel bytes to compressed bytes that real scans hardly reach."""
 
 ROUNDING = 2.0**-23
-"""Largest relative error of a scaled label that counts as rounding, the distance of neighbouring 32-bit numbers near 1: half of it
-for the slope and the intercept of a header, which most formats store in 32 bits, and half for the value or its product."""
+"""Largest relative error of a scaled label that counts as rounding.
+
+It is the distance of neighbouring 32-bit numbers near 1: half of it for the slope and the intercept
+of a header, which most formats store in 32 bits, and half for the value or its product.
+"""
 
 MAX_ROUNDING = 0.25
 """Largest distance from a whole number that counts as rounding, however large the label is."""
@@ -108,8 +123,10 @@ class LazyVolume:
 
 
 def shown(text: str) -> str:
-    """Quote a value for a message: on one line, short, without characters that a terminal would act on."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    """Quote a value for a message: short, without characters that a terminal would act on."""
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return repr(text)
 
 
 def size_text(sizes: Sequence[int]) -> str:
@@ -134,36 +151,46 @@ def grid_from_columns(
         UserError: If the axes are sheared, an axis has no length, or the scan is larger than any
             scanner.
     """
-    spacing = np.linalg.norm(columns, axis=0)
-    require(
-        bool(np.isfinite([*columns.flat, *spacing, *origin]).all()) and spacing.min() > 0,
-        f"{path}: expected three axes of positive length and a finite origin, but the header gives steps of "
-        f"{columns.T.tolist()} mm from {list(origin)}; repair the header or export the scan again.",
-    )
-    require(
-        max(map(abs, origin)) <= MAX_ORIGIN_MM,
-        f"{path}: expected a scan within {MAX_ORIGIN_MM / 1e6:g} km of its scanner, but the header gives the origin "
-        f"{', '.join(f'{value:.4g}' for value in origin)} mm; repair the header or export the scan again.",
-    )
-    require(
-        spacing.min() >= MIN_SPACING_MM,
-        f"{path}: expected voxels of at least {MIN_SPACING_MM:g} mm, but the header gives a spacing of "
-        f"{' x '.join(f'{step:.4g}' for step in spacing)} mm; check whether its spacing is in mm.",
-    )
-    extents = [float(step) * size for step, size in zip(spacing, shape[::-1], strict=True)]
-    require(
-        max(extents) <= MAX_EXTENT_MM and math.prod(extents) <= MAX_FIELD_MM3,
-        f"{path}: expected a scan of at most {MAX_EXTENT_MM / 1e3:g} m along each axis and {MAX_FIELD_MM3 / 1e9:g} m³ in all, but the "
-        f"header makes it {' x '.join(f'{extent / 1e3:.4g}' for extent in extents)} m; check its sizes, and whether its spacing is in "
-        "mm.",
-    )
-    z_mm, y_mm, x_mm = spacing[::-1]
+    spacing_xyz_mm = np.linalg.norm(columns, axis=0)
+    is_finite = bool(np.isfinite([*columns.flat, *spacing_xyz_mm, *origin]).all())
+    if not is_finite or spacing_xyz_mm.min() <= 0:
+        raise UserError(
+            f"{path}: expected three axes of positive length and a finite origin, but the header "
+            f"gives steps of {columns.T.tolist()} mm from {list(origin)}; "
+            "repair the header or export the scan again."
+        )
+    if max(map(abs, origin)) > MAX_ORIGIN_MM:
+        raise UserError(
+            f"{path}: expected a scan within {MAX_ORIGIN_MM / 1e6:g} km of its scanner, but the "
+            f"header gives the origin {', '.join(f'{value:.4g}' for value in origin)} mm; "
+            "repair the header or export the scan again."
+        )
+    if spacing_xyz_mm.min() < MIN_SPACING_MM:
+        raise UserError(
+            f"{path}: expected voxels of at least {MIN_SPACING_MM:g} mm, but the header gives a "
+            f"spacing of {' x '.join(f'{step:.4g}' for step in spacing_xyz_mm)} mm; "
+            "check whether its spacing is in mm."
+        )
+    extents_mm = [
+        float(step_mm) * size for step_mm, size in zip(spacing_xyz_mm, shape[::-1], strict=True)
+    ]
+    if max(extents_mm) > MAX_EXTENT_MM or math.prod(extents_mm) > MAX_FIELD_MM3:
+        raise UserError(
+            f"{path}: expected a scan of at most {MAX_EXTENT_MM / 1e3:g} m along each axis and "
+            f"{MAX_FIELD_MM3 / 1e9:g} m³ in all, but the header makes it "
+            f"{' x '.join(f'{extent / 1e3:.4g}' for extent in extents_mm)} m; "
+            "check its sizes, and whether its spacing is in mm."
+        )
+    z_mm, y_mm, x_mm = spacing_xyz_mm[::-1]
     x0, y0, z0 = origin
     try:
-        return VoxelGrid(shape, (z_mm, y_mm, x_mm), (x0, y0, z0), (columns / spacing).tolist())
+        return VoxelGrid(
+            shape, (z_mm, y_mm, x_mm), (x0, y0, z0), (columns / spacing_xyz_mm).tolist()
+        )
     except ValueError as error:
         raise UserError(
-            f"{path}: expected axes at right angles, but {error}; resample the scan to a regular grid first."
+            f"{path}: expected axes at right angles, but {error}; "
+            "resample the scan to a regular grid first."
         ) from None
 
 
@@ -173,15 +200,20 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
     Raises:
         UserError: If it is not one 3D volume.
     """
-    require(
-        len(sizes) >= 3 and set(sizes[3:]) <= {1} and min(sizes) >= 1,
-        f"{path}: expected one 3D volume, but the file holds {size_text(sizes)} values; give one volume per file.",
-    )
+    # Further axes, such as time, may have one step.
+    if len(sizes) < 3 or set(sizes[3:]) - {1} or min(sizes) < 1:
+        raise UserError(
+            f"{path}: expected one 3D volume, but the file holds {size_text(sizes)} values; "
+            "give one volume per file."
+        )
     return int(sizes[2]), int(sizes[1]), int(sizes[0])
 
 
 def is_gzip(file: BinaryIO) -> bool:
-    """Whether gzip data begin at the current position: names and headers are often wrong about it."""
+    """Whether gzip data begin at the current position.
+
+    Names and headers are often wrong about it.
+    """
     magic = file.read(2)
     file.seek(-len(magic), 1)
     return magic == b"\x1f\x8b"
@@ -203,13 +235,11 @@ def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> 
         return _encode_text(path, file, dtype)
     if encoding == "deflate" and not is_gzip(file):
         return _inflate(path, file)
-    stream: Any = (
-        file
-        if encoding == "raw"
-        else bz2.BZ2File(file)
-        if encoding == "bzip2"
-        else igzip.IGzipFile(fileobj=file, mode="rb")
-    )
+    stream: Any = file
+    if encoding == "bzip2":
+        stream = bz2.BZ2File(file)
+    elif encoding == "deflate":
+        stream = igzip.IGzipFile(fileobj=file, mode="rb")
     return iter(partial(stream.read, SLAB_BYTES), b"")
 
 
@@ -223,30 +253,158 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
         yield decoder.decompress(packed, PACKED_BYTES)
     # Some programs fill up the file with zeros.
     rest = decoder.unused_data + file.read(PACKED_BYTES)
-    require(
-        not rest.strip(b"\0"),
-        f"{path}: the file cannot be read: other bytes follow its compressed voxels; export it again.",
-    )
+    if rest.strip(b"\0"):
+        raise UserError(
+            f"{path}: the file cannot be read: other bytes follow its compressed voxels; "
+            "export it again."
+        )
 
 
 def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Convert numbers that are separated by white space to bytes; a line may be as long as the file."""
-    rest, part = b"", file.read(PACKED_BYTES)
+    """Convert numbers that are separated by white space to bytes.
+
+    A line may be as long as the file.
+    """
+    rest = b""
+    part = file.read(PACKED_BYTES)
     while part or rest:
         words = (rest + part).split()
         # The last word may continue in the next part.
         rest = words.pop() if part and not part[-1:].isspace() else b""
+        # NumPy reserves the length of the longest word for every word.
+        is_too_long = max(map(len, [*words, rest])) > MAX_WORD_BYTES
         try:
-            # 1_000 is a number in Python only. NumPy reserves the length of the longest word for
-            # every word.
-            if b"_" in part or max(map(len, [*words, rest])) > MAX_WORD_BYTES:
+            # 1_000 is a number in Python only.
+            if is_too_long or b"_" in part:
                 raise ValueError
             yield np.array(words, "S").astype(dtype).tobytes()
         except (ValueError, OverflowError):
             raise UserError(
-                f"{path}: the file cannot be read: a value of its voxels is no number of the type {dtype.name}; export it again."
+                f"{path}: the file cannot be read: a value of its voxels is no number of the type "
+                f"{dtype.name}; export it again."
             ) from None
         part = file.read(PACKED_BYTES)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Storage of the voxels in the files of a volume, each of which holds an equal share.
+
+    Attributes:
+        path: File of the header, for messages.
+        shape: Share of each file in voxels (D, H, W).
+        dtype: Type of the stored values, with byte order.
+        encoding: As for `decoded`.
+        num_skipped: As for `lazy_volume`.
+        num_after: As for `lazy_volume`.
+    """
+
+    path: Path
+    shape: tuple[int, int, int]
+    dtype: np.dtype[Any]
+    encoding: str
+    num_skipped: int
+    num_after: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the share of a file, decoded."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the voxels lie in their file as they are."""
+        return self.encoding == "raw"
+
+    def find(self, file: Path, offset: int, num_lines: int) -> tuple[int, int]:
+        """Find the voxels of a file, and check that it can hold them.
+
+        Args:
+            file: The file.
+            offset: As for `lazy_volume`.
+            num_lines: As for `lazy_volume`.
+
+        Returns:
+            First byte of the voxels or of their encoded stream, and the number of these bytes.
+
+        Raises:
+            UserError: If the file is missing, too short or too long.
+        """
+        if not file.is_file():
+            raise UserError(
+                f"{self.path}: its voxels should be in {shown(file.name)}, which does not exist; "
+                "copy both files."
+            )
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(offset)
+            deque(islice(stream, num_lines), maxlen=0)
+            start = stream.tell()
+        stop = size
+        # What is to be skipped of an encoded stream can only be counted once it is decoded.
+        if self.is_raw:
+            stop -= self.num_after
+            if self.num_skipped >= 0:
+                start += self.num_skipped
+            else:
+                start = max(start, size - self.num_bytes)
+        num_stored = max(0, stop - start)
+        ratio = MAX_RATIOS[self.encoding]
+        if self.num_bytes > ratio * num_stored:
+            holds = "holds" if ratio == 1 else "can hold at most"
+            raise UserError(
+                f"{self._expected()}, but the file {holds} {ratio * num_stored}; "
+                "it is truncated or damaged: copy or export it again."
+            )
+        # Only of voxels as they are the size is known before decoding.
+        if self.is_raw and self.num_bytes < num_stored:
+            raise self._surplus()
+        return start, num_stored
+
+    def read(self, file: Path, start: int) -> Iterator[np.ndarray]:
+        """Yield the values of a file from its first byte of voxels on.
+
+        Raises:
+            UserError: If the file holds more or fewer.
+        """
+        num_to_skip = 0 if self.is_raw else self.num_skipped
+        num_read = 0
+        rest = b""  # the first bytes of a voxel that the next chunk completes
+        with file.open("rb") as stream:
+            stream.seek(start)
+            for chunk in decoded(self.path, stream, self.encoding, self.dtype):
+                data = rest + chunk[num_to_skip:]
+                num_to_skip = max(0, num_to_skip - len(chunk))
+                # The voxels of other volumes are not wanted; anything else behind is a surplus.
+                if self.num_after:
+                    data = data[: self.num_bytes - num_read]
+                num_values = len(data) // self.dtype.itemsize
+                rest = data[num_values * self.dtype.itemsize :]
+                num_read += len(data) - len(rest)
+                if num_read + len(rest) > self.num_bytes:
+                    raise self._surplus()
+                yield np.frombuffer(data, self.dtype, num_values)
+        if num_read != self.num_bytes:
+            num_slices = self.shape[0]
+            last = num_read // (self.num_bytes // num_slices) + 1
+            raise UserError(
+                f"{self.path}: expected {num_slices} slices, but the file ends in slice {last}; "
+                "it is truncated or damaged: copy or export it again."
+            )
+
+    def _expected(self) -> str:
+        """Begin a message: how many bytes the header promises."""
+        return (
+            f"{self.path}: expected {self.num_bytes} bytes of voxels "
+            f"({size_text(self.shape[::-1])} of {self.dtype.itemsize} bytes)"
+        )
+
+    def _surplus(self) -> UserError:
+        """Refuse a file that holds more voxels than the header says."""
+        return UserError(
+            f"{self._expected()}, but the file holds more; "
+            "its header belongs to other voxels: export it again."
+        )
 
 
 def lazy_volume(
@@ -260,11 +418,11 @@ def lazy_volume(
     num_lines: int = 0,
     num_skipped: int = 0,
     num_after: int = 0,
-    **others: Any,
+    **attributes: Any,
 ) -> LazyVolume:
-    """Describe voxels in files, after a check that the files can hold them: a damaged header causes no allocation.
+    """Describe voxels in files, after a check that the files can hold them.
 
-    The function is long because every layout of a file has its own refusal.
+    So a damaged header causes no allocation.
 
     Args:
         path: File of the header, for messages.
@@ -277,72 +435,39 @@ def lazy_volume(
         num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last
             bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.
-        **others: Further attributes of the lazy volume.
+        **attributes: Further attributes of the lazy volume.
 
     Raises:
         UserError: If a file is missing, too short or too long, or the header asks for what no
             program writes.
     """
     depth, height, width = grid.shape
-    require(
-        depth % len(files) == 0 and (num_skipped >= 0 or encoding == "raw"),
-        f"{path}: expected the slices divided evenly among the data files, and a byte skip of -1 only for uncompressed voxels, but the "
-        f"header gives {len(files)} {encoding} file(s) for {depth} slices and a byte skip of {num_skipped}; save it as one file.",
-    )
-    share, slice_bytes = depth // len(files), height * width * dtype.itemsize
-    share_bytes, ratio = share * slice_bytes, MAX_RATIOS[encoding]
-    expected = f"{path}: expected {share_bytes} bytes of voxels ({size_text((width, height, share))} of {dtype.itemsize} bytes)"
-    surplus = (
-        f"{expected}, but the file holds more; its header belongs to other voxels: export it again."
-    )
-    # First byte of the voxels in each file, or of their encoded stream.
-    starts: dict[Path, int] = {}
+    if depth % len(files) or (num_skipped < 0 and encoding != "raw"):
+        raise UserError(
+            f"{path}: expected the slices divided evenly among the data files, and a byte skip of "
+            f"-1 only for uncompressed voxels, but the header gives {len(files)} {encoding} "
+            f"file(s) for {depth} slices and a byte skip of {num_skipped}; save it as one file."
+        )
+    share_shape = (depth // len(files), height, width)
+    layout = _Layout(path, share_shape, dtype, encoding, num_skipped, num_after)
+    starts: list[int] = []
     packed_bytes = 0
-    for name in files:
-        require(
-            name.is_file(),
-            f"{path}: its voxels should be in {shown(name.name)}, which does not exist; copy both files.",
-        )
-        with name.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(offset)
-            deque(islice(file, num_lines), maxlen=0)
-            start = file.tell()
-        if encoding == "raw":
-            start += num_skipped if num_skipped >= 0 else max(0, size - start - share_bytes)
-        held, starts[name] = max(0, size - start - num_after * (encoding == "raw")), start
-        packed_bytes += held
-        require(
-            share_bytes <= ratio * held,
-            f"{expected}, but the file {'holds' if ratio == 1 else 'can hold at most'} {ratio * held}; it is truncated or damaged: "
-            "copy or export it again.",
-        )
-        require(ratio > 1 or share_bytes == held, surplus)
+    for file in files:
+        start, num_stored = layout.find(file, offset, num_lines)
+        starts.append(start)
+        packed_bytes += num_stored
 
     def runs() -> Iterator[np.ndarray]:
-        for name in files:
-            # `rest` holds the first bytes of a voxel that the next chunk completes.
-            skipped, rest, num_bytes = 0 if encoding == "raw" else num_skipped, b"", 0
-            with name.open("rb") as file:
-                file.seek(starts[name])
-                for chunk in decoded(path, file, encoding, dtype):
-                    data = rest + chunk[skipped:]
-                    skipped = max(0, skipped - len(chunk))
-                    if num_after:
-                        data = data[: share_bytes - num_bytes]
-                    num_values = len(data) // dtype.itemsize
-                    rest = data[num_values * dtype.itemsize :]
-                    num_bytes += len(data) - len(rest)
-                    require(num_bytes + len(rest) <= share_bytes, surplus)
-                    yield np.frombuffer(data, dtype, num_values)
-            require(
-                num_bytes == share_bytes,
-                f"{path}: expected {share} slices, but the file ends in slice {num_bytes // slice_bytes + 1}; it is truncated or damaged: "
-                "copy or export it again.",
-            )
+        for file, start in zip(files, starts, strict=True):
+            yield from layout.read(file, start)
 
     return LazyVolume(
-        path, grid, dtype, runs, packed_bytes=None if encoding == "raw" else packed_bytes, **others
+        path,
+        grid,
+        dtype,
+        runs,
+        packed_bytes=None if layout.is_raw else packed_bytes,
+        **attributes,
     )
 
 
@@ -376,46 +501,61 @@ def _load(
         UserError: If no type holds a value, the file is too short or too long, or the machine
             cannot hold the volume.
     """
-    shape = volume.grid.shape
-    num_voxels = math.prod(shape)
-    needed_gib, memory_gib = (
-        num_voxels * np.dtype(dtypes[0]).itemsize / 2**30,
-        memory_bytes() / 2**30,
-    )
-    require(
-        needed_gib <= memory_gib,
-        f"{volume.path}: its {size_text(shape[::-1])} voxels need {needed_gib:.1f} GiB, but this machine has {memory_gib:.1f} GiB of "
-        "memory; crop or resample the scan first.",
-    )
-    if volume.packed_bytes is not None and num_voxels * volume.dtype.itemsize > max(
-        SURE_BYTES, SURE_RATIO * volume.packed_bytes
-    ):
+    _check_memory(volume, dtypes[0])
+    num_voxels = math.prod(volume.grid.shape)
+    num_bytes = num_voxels * volume.dtype.itemsize
+    packed_bytes = volume.packed_bytes
+    if packed_bytes is not None and num_bytes > max(SURE_BYTES, SURE_RATIO * packed_bytes):
+        # A damaged header is refused here, before the memory that it asks for is taken.
         deque(volume.runs(), maxlen=0)
-    array, first, num_gaps = new_array((num_voxels,), dtypes[0]), 0, 0
+    array = new_array((num_voxels,), dtypes[0])
+    first, num_gaps = 0, 0
     for values in filter(len, volume.runs()):
         if (volume.slope, volume.intercept) != (1.0, 0.0):
             values = values.astype(np.float64) * volume.slope + volume.intercept
-        is_float = values.dtype.kind == "f"
-        if is_float and np.float32 not in dtypes:
-            values = _whole(values, volume)
-        elif is_float:
-            values = values.astype(np.float32, copy=False)
-            gaps = ~np.isfinite(values)
-            if gaps.any():
-                values, num_gaps = (
-                    np.where(gaps, np.float32(air), values),
-                    num_gaps + int(gaps.sum()),
-                )
+        if values.dtype.kind == "f":
+            if np.float32 in dtypes:
+                values, num_gaps_here = _without_gaps(values, air)
+                num_gaps += num_gaps_here
+            else:
+                values = _whole(values, volume)
         fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting:
             raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
         if array.dtype not in fitting:
+            # The first value of a wider type: what has been read is copied.
             wider = new_array((num_voxels,), np.promote_types(array.dtype, fitting[0]))
             wider[:first] = array[:first]
             array = wider
         array[first : first + len(values)] = values
         first += len(values)
     return array.reshape(volume.grid.shape), num_gaps
+
+
+def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
+    """Refuse a volume that this machine cannot hold in a type.
+
+    Raises:
+        UserError: With both sizes.
+    """
+    shape = volume.grid.shape
+    needed_gib = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
+    memory_gib = memory_bytes() / 2**30
+    if needed_gib > memory_gib:
+        raise UserError(
+            f"{volume.path}: its {size_text(shape[::-1])} voxels need {needed_gib:.1f} GiB, but "
+            f"this machine has {memory_gib:.1f} GiB of memory; crop or resample the scan first."
+        )
+
+
+def _without_gaps(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
+    """Convert values of an image to float32, with air where that is not finite; count these."""
+    values = values.astype(np.float32, copy=False)
+    gaps = ~np.isfinite(values)
+    num_gaps = int(np.count_nonzero(gaps))
+    if num_gaps:
+        values = np.where(gaps, np.float32(air), values)
+    return values, num_gaps
 
 
 def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
@@ -454,13 +594,15 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
 def _no_label_map(path: Path, value: float) -> UserError:
     """Refuse a file for one of its values, with more digits than its rounding error has."""
     return UserError(
-        f"{path}: expected a label map of whole numbers, but the file holds values such as {float(value):.12g}; is it "
-        "an image or a probability map?"
+        f"{path}: expected a label map of whole numbers, but the file holds values such as "
+        f"{float(value):.12g}; is it an image or a probability map?"
     )
 
 
 def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
-    """Read an image (D, H, W): int16 where that is exact, else float32. NaN and infinity become air, with a warning.
+    """Read an image (D, H, W): int16 where that is exact, else float32.
+
+    NaN and infinity become air, with a warning.
 
     Args:
         volume: The image.
@@ -470,20 +612,25 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
-    require(
-        num_gaps < image_hu.size,
-        f"{volume.path}: expected a scan, but none of its voxels holds a number; export it again.",
-    )
-    warnings = {
-        f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) hold no number (NaN or infinity) and count as "
-        + (f"air, {air} HU" if air else "0"): num_gaps > 0,
-        f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: expect a poor result": min(
-            image_hu.shape
+    if num_gaps >= image_hu.size:
+        raise UserError(
+            f"{volume.path}: expected a scan, but none of its voxels holds a number; "
+            "export it again."
         )
-        == 1,
-    }
-    found = warnings_of("reading", (sentence for sentence, applies in warnings.items() if applies))
-    return Volume(image_hu, volume.grid, volume.header, (*volume.findings, *found))
+    sentences = []
+    if num_gaps:
+        air_text = f"air, {air} HU" if air else "0"
+        sentences.append(
+            f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) "
+            f"hold no number (NaN or infinity) and count as {air_text}"
+        )
+    if min(image_hu.shape) == 1:
+        sentences.append(
+            f"the scan of {size_text(image_hu.shape[::-1])} voxels is a single slice: "
+            "expect a poor result"
+        )
+    findings = (*volume.findings, *warnings_of("reading", sentences))
+    return Volume(image_hu, volume.grid, volume.header, findings)
 
 
 def load_labels(volume: LazyVolume) -> Volume:
@@ -492,4 +639,5 @@ def load_labels(volume: LazyVolume) -> Volume:
     Raises:
         UserError: If a value is not a whole number, or the file is too short or too long.
     """
-    return Volume(_load(volume, LABEL_DTYPES)[0], volume.grid, volume.header, volume.findings)
+    labels, _ = _load(volume, LABEL_DTYPES)
+    return Volume(labels, volume.grid, volume.header, volume.findings)

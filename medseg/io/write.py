@@ -1,4 +1,7 @@
-"""Writers of scans and label maps: NIfTI by nibabel, NRRD and MetaImage by SimpleITK; a file is written whole or not at all."""
+"""Writers of scans and label maps: a file is written whole or not at all.
+
+nibabel writes NIfTI, SimpleITK NRRD and MetaImage.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SEGMENTATION_SUFFIX, WRITTEN_SUFFIXES, volume_suffix
 from medseg.io.label_table import Structure, slicer_fields
@@ -14,26 +17,31 @@ from medseg.io.volume import LABEL_DTYPES, Volume
 
 
 def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> None:
-    """Write voxels of a type that the formats have; the library of the format is imported only now."""
+    """Write voxels of a type that the formats have.
+
+    The library of the format is imported only now.
+
+    Raises:
+        UserError: If the suffix is unknown or the file cannot be written.
+    """
     path = Path(path)
     suffix = volume_suffix(path)
-    require(
-        suffix in WRITTEN_SUFFIXES,
-        f"{path}: expected an output name that ends in {', '.join(WRITTEN_SUFFIXES)}; choose one of them.",
-    )
+    if suffix not in WRITTEN_SUFFIXES:
+        raise UserError(
+            f"{path}: expected an output name that ends in {', '.join(WRITTEN_SUFFIXES)}; "
+            "choose one of them."
+        )
     if suffix in (".nii", ".nii.gz"):
         from medseg.io.nifti import write_nifti
 
         write_nifti(path, volume.array, volume.grid, volume.header, structures)
-    else:
-        from medseg.io.simpleitk import write_text_volume
+        return
+    from medseg.io.simpleitk import write_text_volume
 
-        write_text_volume(
-            path,
-            volume.array,
-            volume.grid,
-            slicer_fields(structures, volume.array) if suffix == SEGMENTATION_SUFFIX else None,
-        )
+    fields = None
+    if suffix == SEGMENTATION_SUFFIX:
+        fields = slicer_fields(structures, volume.array)
+    write_text_volume(path, volume.array, volume.grid, fields)
 
 
 def write_labels(
@@ -64,15 +72,25 @@ def write_labels(
     """
     if labels.dtype.kind not in "biu":
         raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
-    if labels.dtype.kind == "b" or labels.dtype.itemsize > 4 or labels.dtype == np.uint32:
-        low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
-        fitting = [
-            d for d in LABEL_DTYPES[:4] if np.iinfo(d).min <= low and high <= np.iinfo(d).max
-        ]
-        if not fitting:
-            raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
-        labels = labels.astype(fitting[0])
+    # Not every format has these types.
+    is_unusual = labels.dtype.kind == "b" or labels.dtype == np.uint32
+    if is_unusual or labels.dtype.itemsize > 4:
+        labels = _narrowed(labels)
     _write(path, Volume(labels, grid, like), structures)
+
+
+def _narrowed(labels: np.ndarray) -> np.ndarray:
+    """Convert labels to the first of the usual types of up to 32 bits that holds them.
+
+    Raises:
+        ValueError: If none does.
+    """
+    low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
+    for dtype in LABEL_DTYPES[:4]:
+        limits = np.iinfo(dtype)
+        if limits.min <= low and high <= limits.max:
+            return labels.astype(dtype)
+    raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
 
 
 def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:

@@ -1,1 +1,1 @@
-"""DICOM: catalogue and choice of series, stacks of slices and their pixels, SEG and RTSTRUCT read and written."""
+"""DICOM: choice of series, slices and their pixels, SEG and RTSTRUCT read and written."""

@@ -1,4 +1,4 @@
-"""Catalogue of DICOM files: the image series below a folder, the SEG and RTSTRUCT files with labels of them, and others."""
+"""Catalogue of the DICOM files below a folder: image series, SEG and RTSTRUCT files, others."""
 
 import os
 import warnings
@@ -88,12 +88,7 @@ def read_catalogue(folder: Path) -> Catalogue:
                     str(header.get(keyword) or "") for keyword in FIELDS
                 )
             if kind in KINDS:
-                file = open_label_file(path)
-                names, empty = tuple(file.names.values()), tuple(empty_structures(file))
-                own_uid = str(file.dataset.get("SOPInstanceUID") or "")
-                catalogue.labels.append(
-                    LabelEntry(path, names, empty, file.series_uids, patient, own_uid)
-                )
+                catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
                 files.setdefault(uid, []).append(path)
                 about[uid] = modality, patient
@@ -109,8 +104,28 @@ def read_catalogue(folder: Path) -> Catalogue:
     return catalogue
 
 
+def _label_entry(path: Path, patient: str) -> LabelEntry:
+    """Read what a SEG or RTSTRUCT file labels.
+
+    Raises:
+        UserError: If it cannot be read.
+    """
+    file = open_label_file(path)
+    return LabelEntry(
+        path,
+        names=tuple(file.names.values()),
+        empty=tuple(empty_structures(file)),
+        series_uids=file.series_uids,
+        patient=patient,
+        uid=str(file.dataset.get("SOPInstanceUID") or ""),
+    )
+
+
 def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
-    """Whether two files hold one object: the identity alone is no proof, since corrected labels may keep it."""
+    """Whether two files hold one object.
+
+    The identity alone is no proof, since corrected labels may keep it.
+    """
     if not file.uid or file.uid != other.uid or file.names != other.names:
         return False
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):

@@ -29,10 +29,10 @@ class SeriesChoice(NamedTuple):
         return not self.scope or series.is_in(self.scope)
 
     def is_meant(self, series: Series, part: int = 0) -> bool:
-        """Whether it names a series and, if it names a part, this part; `part` 0 stands for any part."""
-        uid_or_number, _, wanted_part = self.name.partition("/")
+        """Whether it names a series and, if it names a part, this part; 0 stands for any part."""
+        uid_or_number, _, part_name = self.name.partition("/")
         is_series = uid_or_number in ("", series.uid, series.number)
-        is_part = not part or wanted_part in ("", str(part))
+        is_part = not part or part_name in ("", str(part))
         return is_series and is_part and self.is_scope_of(series)
 
     def is_uid_of(self, series: Series) -> bool:

@@ -1,4 +1,7 @@
-"""Contours of masks: outlines by marching squares with holes joined by keyholes, and filled polygons."""
+"""Contours of masks and filled polygons.
+
+Outlines are found by marching squares; holes are joined to them by keyholes.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,11 +12,16 @@ from contourpy import FillType, contour_generator
 from scipy.spatial import cKDTree
 
 EDGE_PX = 1e-3
-"""Pixel centres nearer than this to an outline count as inside: some programs draw through the centres of the outermost pixels."""
+"""Pixel centres nearer than this to an outline count as inside.
 
+Some programs draw through the centres of the outermost pixels.
+"""
 
 NUM_NEIGHBOURS = 4
-"""Nearest points of an outline to try as the end of a keyhole; a hole and its outline have at least as many points."""
+"""Nearest points of an outline to try as the end of a keyhole.
+
+A hole and its outline have at least as many points.
+"""
 
 
 def outlines(mask: np.ndarray) -> list[np.ndarray]:
@@ -57,9 +65,10 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
 
 
 def _keyhole(part: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
-    """Choose a point of a polygon and one of its hole that are near each other, with no pixel centre on the line between them.
+    """Choose a point of a polygon and one of its hole that are near each other.
 
-    Programs do not agree whether a centre on a line that a polygon runs along twice is inside.
+    No pixel centre is on the line between them, if that is possible. Programs do not agree whether
+    a centre on a line that a polygon runs along twice is inside.
 
     Args:
         part: Polygon (N, 2), points midway between two pixels.
@@ -71,30 +80,33 @@ def _keyhole(part: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
     distances, nearest = cKDTree(part).query(hole, k=NUM_NEIGHBOURS)
     points, neighbours = np.unravel_index(distances.argsort(axis=None), distances.shape)
     pairs = list(zip(nearest[points, neighbours].tolist(), points.tolist(), strict=True))
-    return next(
-        (pair for pair in pairs if not _meets_a_centre(part[pair[0]], hole[pair[1]])), pairs[0]
-    )
+    for point, hole_point in pairs:
+        if not _meets_a_centre(part[point], hole[hole_point]):
+            return point, hole_point
+    return pairs[0]
 
 
 def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
     """Whether a whole row and column lie on the line between two points midway between pixels."""
-    low, step = (2 * start).astype(int), (2 * (stop - start)).astype(int)
+    # In half pixels: a centre has even coordinates.
+    low = (2 * start).astype(int)
+    step = (2 * (stop - start)).astype(int)
     num_steps = np.gcd(*step)
-    return bool(
-        (((low + np.arange(num_steps + 1)[:, None] * (step // num_steps)) % 2) == 0)
-        .all(axis=1)
-        .any()
-    )
+    points = low + np.arange(num_steps + 1)[:, None] * (step // num_steps)
+    is_centre = (points % 2 == 0).all(axis=1)
+    return bool(is_centre.any())
 
 
 def _corners(ring: np.ndarray) -> np.ndarray:
     """Drop the points of a closed polygon on the straight line between their neighbours."""
-    before, after = ring - np.roll(ring, 1, axis=0), np.roll(ring, -1, axis=0) - ring
-    return np.asarray(ring[before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]])
+    before = ring - np.roll(ring, 1, axis=0)
+    after = np.roll(ring, -1, axis=0) - ring
+    is_corner = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
+    return np.asarray(ring[is_corner])
 
 
 def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Fill polygons by the even-odd rule, so that a polygon within another is a hole, and keyholes cancel.
+    """Fill polygons by the even-odd rule: one within another is a hole, and keyholes cancel.
 
     Args:
         polygons: Closed polygons, each (N, 2) in (row, column).
@@ -109,30 +121,40 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
     box = mask[low[0] : high[0], low[1] : high[1]]
-    for shift in (
-        (EDGE_PX, EDGE_PX),
-        (EDGE_PX, -EDGE_PX),
-        (-EDGE_PX, EDGE_PX),
-        (-EDGE_PX, -EDGE_PX),
-    ):
+    # Centres on an outline are inside after one of these shifts.
+    for y, x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
+        shift = (y * EDGE_PX, x * EDGE_PX)
         box |= _inside(starts - low + shift, stops - low + shift, (box.shape[0], box.shape[1]))
     return mask
 
 
 def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    """Count how many edges (N, 2) to (N, 2) lie left of each pixel centre of its row; odd is inside."""
+    """Find the pixels whose centre is inside closed polygons.
+
+    The number of edges to the left of the centre, in its row, is odd.
+
+    Args:
+        starts: First points (N, 2) of the edges, (row, column).
+        stops: Their last points (N, 2).
+        shape: Rows and columns.
+
+    Returns:
+        Boolean mask of that shape.
+    """
+    height, width = shape
+    # The rows whose centres an edge crosses: from its upper end on, without its lower end.
     first, last = (
-        np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, shape[0]).astype(int)
+        np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, height).astype(int)
         for side in (np.minimum, np.maximum)
     )
     counts = last - first
+    # One entry for each crossing of an edge with a row.
     edges = np.repeat(np.arange(len(starts)), counts)
     rows = np.arange(len(edges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
     share = (rows - starts[edges, 0]) / (stops[edges, 0] - starts[edges, 0])
-    columns = (
-        np.ceil(starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1]))
-        .clip(0, shape[1])
-        .astype(int)
-    )
-    crossings = np.bincount(rows * (shape[1] + 1) + columns, minlength=shape[0] * (shape[1] + 1))
-    return np.asarray(crossings.reshape(shape[0], shape[1] + 1)[:, :-1].cumsum(axis=1) % 2 == 1)
+    crossings_px = starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1])
+    # The first pixel right of the crossing; `width` where there is none.
+    columns = np.ceil(crossings_px).clip(0, width).astype(int)
+    crossings = np.bincount(rows * (width + 1) + columns, minlength=height * (width + 1))
+    num_left = crossings.reshape(height, width + 1)[:, :-1].cumsum(axis=1)
+    return np.asarray(num_left % 2 == 1)

@@ -4,9 +4,10 @@ import math
 import os
 import warnings
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread, uid
@@ -15,7 +16,7 @@ from pydicom.filereader import _read_file_meta_info, read_preamble
 from pydicom.multival import MultiValue
 from pydicom.tag import Tag
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
@@ -59,6 +60,24 @@ MACROS = {
 }
 """Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each."""
 
+HU_TYPES = ("", "HU", "HU_MOD", "US")
+"""Rescale types of CT whose values are HU; US means unspecified."""
+
+PLAIN_SYNTAXES = (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
+"""Encodings whose pixels are read from the file as they are."""
+
+LOSSY_SYNTAXES = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless)
+"""Encodings that always lose detail."""
+
+MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
+"""Encodings that may lose detail."""
+
+PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
+"""Tag of the pixels (7FE0,0010), little or big endian."""
+
+UNDEFINED_LENGTH = 2**32 - 1
+"""Length of an element of compressed pixels, whose end is marked instead."""
+
 PHASES = (
     ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
     ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
@@ -71,16 +90,17 @@ PHASES = (
     ("image type", "ImageType", "FrameType"),
     ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
-"""Properties that distinguish the volumes of one series: name, field of a file, field of a frame."""
+"""What distinguishes the volumes of one series: name, field of a file, field of a frame."""
 
 FIELDS = [
     Tag(keyword)
     for keyword in (
-    "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate", "SeriesInstanceUID", "SeriesNumber", "SeriesDescription",
-    "Rows", "Columns", "NumberOfFrames", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
-    "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
-    "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression", "ModalityLUTSequence",
-    *MACROS, *(keyword for _, keyword, _ in PHASES),
+    "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate",
+    "SeriesInstanceUID", "SeriesNumber", "SeriesDescription", "Rows", "Columns", "NumberOfFrames",
+    "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit",
+    "PixelRepresentation", "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
+    "ModalityLUTSequence", *MACROS, *(keyword for _, keyword, _ in PHASES),
     )
 ]  # fmt: skip
 """Tags of all fields that are read of a header."""
@@ -122,12 +142,12 @@ class Series:
         return scope in names - {""}
 
     def __str__(self) -> str:
-        name = (
-            f"series {plain(self.number or self.uid)}"
-            if self.number or self.uid
-            else "unknown series"
-        )
-        return name + (f" {shown(self.description)}" if self.description else "")
+        name = "unknown series"
+        if self.number or self.uid:
+            name = f"series {plain(self.number or self.uid)}"
+        if self.description:
+            name += f" {shown(self.description)}"
+        return name
 
 
 @dataclass(frozen=True)
@@ -192,7 +212,8 @@ class Frame:
         return AIR_HU if self.is_hu else 0
 
     def __str__(self) -> str:
-        return f"'{self.path.name}'" + (f" frame {self.index + 1}" if self.index else "")
+        name = f"'{self.path.name}'"
+        return f"{name} frame {self.index + 1}" if self.index else name
 
 
 @dataclass(frozen=True)
@@ -217,33 +238,55 @@ class NoSlice:
 
 
 def plain(text: str) -> str:
-    """Prepare a text of a header for a message: quoted only where it is long or would act on a terminal."""
-    return text if text.isprintable() and len(text) <= MAX_PLAIN else shown(text)
+    """Prepare a text of a header for a message.
+
+    It is quoted only where it is long or would act on a terminal.
+    """
+    is_plain = text.isprintable() and len(text) <= MAX_PLAIN
+    return text if is_plain else shown(text)
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """List the values of a field, which may be one alone."""
+    return value if isinstance(value, MultiValue) else [value]
 
 
 def _text(value: Any) -> str:
     """Write the value of a field on one line; "" where it is missing."""
-    values = value if isinstance(value, MultiValue) else [value]
-    texts = (
-        "" if one is None else f"{one:g}" if isinstance(one, float) else str(one) for one in values
-    )
-    return "\\".join(" ".join(text.split()) for text in texts)
+    return "\\".join(map(_word, _values(value)))
+
+
+def _word(item: Any) -> str:
+    """Write one of the values of a field on one line."""
+    if item is None:
+        return ""
+    text = f"{item:g}" if isinstance(item, float) else str(item)
+    return " ".join(text.split())
 
 
 def _whole(header: Dataset, keyword: str, default: int) -> int:
     """Read a field that is a whole number; another value raises ValueError."""
-    return default if header.get(keyword) in (None, "") else int(header[keyword].value)
+    if header.get(keyword) in (None, ""):
+        return default
+    return int(header[keyword].value)
 
 
 def field_of(places: tuple[Dataset, ...], keyword: str) -> Any:
-    """Find the value of a field in the group of a frame, in the group of all frames, else in the header of the file."""
-    items = [
-        item
-        for group in places[:-1]
-        for item in (group.get(MACROS[keyword]) or [])[:1]
-        if keyword in item
-    ]
-    return (items or places[-1:])[0].get(keyword)
+    """Find the value of a field of a frame.
+
+    Args:
+        places: The group of the frame and that of all frames, where there are such; last the header
+            of the file.
+        keyword: The field.
+
+    Returns:
+        The value in the first place that has it; None where none has.
+    """
+    for group in places[:-1]:
+        sequence = group.get(MACROS[keyword])
+        if sequence and keyword in sequence[0]:
+            return sequence[0].get(keyword)
+    return places[-1].get(keyword)
 
 
 def read_numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[float, ...] | None:
@@ -255,13 +298,20 @@ def read_numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple
     value = field_of(places, keyword)
     if value in (None, ""):
         return None
-    values = value if isinstance(value, MultiValue) else [value]
+    values = _values(value)
     numbers = tuple(map(float, values))
     # Python alone takes 1_000 and digits of other scripts for numbers.
-    is_plain = all(str(one).isascii() and "_" not in str(one) for one in values)
+    texts = map(str, values)
+    is_plain = all(text.isascii() and "_" not in text for text in texts)
     if len(numbers) != count or not is_plain or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{keyword} should hold {count} numbers and holds {value}")
     return numbers
+
+
+def _read_number(places: tuple[Dataset, ...], keyword: str) -> float | None:
+    """Read a field of one number as `read_numbers` does."""
+    numbers = read_numbers(places, keyword, 1)
+    return numbers[0] if numbers else None
 
 
 def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
@@ -287,103 +337,157 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             # Forced, because `is_dicom_file` also finds files without preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
             # First of all: access to a value replaces its raw bytes.
-            elements = [*header.file_meta.values(), *header.values()]
-            is_cut = any(
-                isinstance(one, RawDataElement) and len(one.value or b"") < one.length
-                for one in elements
-            )
+            is_cut = _ends_within(header)
             if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
                 return []
-            number = _text(header.get("SeriesNumber"))
-            # Where the file ends within its series, only a number after the UID proves that the UID
-            # is whole.
-            if number or not is_cut:
-                keywords = ("SeriesDescription", "PatientID", "StudyInstanceUID", "StudyDate")
-                about = [] if is_cut else [_text(header.get(keyword)) for keyword in keywords]
-                series = Series(_text(header.get("SeriesInstanceUID")), number, *about)
-            require(
-                not is_cut,
-                "the DICOM file is truncated: it ends within its header; copy or export it again.",
-            )
-            if reason := _other_kind(header, modality):
-                return [NoSlice(path, series, reason)]
-            pixels = _pixel_format(file, header)
-            shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
-            groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
-            places = [(group, *shared, header) for group in groups] or [(*shared, header)]
-            if len(places) != _whole(header, "NumberOfFrames", 1):
-                return [
-                    NoSlice(
-                        path,
-                        series,
-                        "multi-frame image without a position for each frame",
-                        is_image=True,
-                    )
-                ]
-            return [
-                _slice(path, index, one, series, pixels, is_hu=modality == "CT")
-                for index, one in enumerate(places)
-            ]
+            series = _read_series(header, is_cut=is_cut)
+            if is_cut:
+                raise UserError(
+                    "the DICOM file is truncated: it ends within its header; "
+                    "copy or export it again."
+                )
+            return _read_slices(path, file, header, series, modality)
     except MemoryError:
         raise
     except Exception as error:
-        why = (
-            getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        )
-        # All but refusals of this module is what a damaged file makes pydicom raise.
-        if not isinstance(error, UserError):
-            why = f"the DICOM file cannot be read ({plain(why)}); it is damaged, copy or export it again."
-        return [NoSlice(path, series, why, is_unreadable=True)]
+        return [NoSlice(path, series, _why_unreadable(error), is_unreadable=True)]
+
+
+def _ends_within(header: FileDataset) -> bool:
+    """Whether the file ends before an element of its header has all its bytes."""
+    for element in (*header.file_meta.values(), *header.values()):
+        if isinstance(element, RawDataElement) and len(element.value or b"") < element.length:
+            return True
+    return False
+
+
+def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
+    """Read the series of a file, as far as its values are certain to be whole.
+
+    Args:
+        header: The header.
+        is_cut: Whether the file ends within it.
+    """
+    uid_text = _text(header.get("SeriesInstanceUID"))
+    number = _text(header.get("SeriesNumber"))
+    if is_cut:
+        # Only the number, which follows the UID, proves that the UID is whole.
+        return Series(uid_text, number) if number else Series()
+    return Series(
+        uid_text,
+        number,
+        description=_text(header.get("SeriesDescription")),
+        patient=_text(header.get("PatientID")),
+        study=_text(header.get("StudyInstanceUID")),
+        date=_text(header.get("StudyDate")),
+    )
+
+
+def _read_slices(
+    path: Path, file: BinaryIO, header: FileDataset, series: Series, modality: str
+) -> list[Frame | NoSlice]:
+    """Read the slices that a whole header describes, or why it describes none.
+
+    Args:
+        path: The file, as the slices name it.
+        file: Open at the element of the pixels.
+        header: What precedes it.
+        series: Its series.
+        modality: As for `read_frames`.
+
+    Raises:
+        UserError: If the slices are damaged or not in HU; without the path.
+    """
+    kind = _other_kind(header, modality)
+    if kind:
+        return [NoSlice(path, series, kind)]
+    pixels = _pixel_format(file, header)
+    shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
+    groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
+    # A file of one slice has no group of its own.
+    places = [(group, *shared, header) for group in groups] or [(*shared, header)]
+    if len(places) != _whole(header, "NumberOfFrames", 1):
+        reason = "multi-frame image without a position for each frame"
+        return [NoSlice(path, series, reason, is_image=True)]
+    is_hu = modality == "CT"
+    return [
+        _slice(path, index, place, series, pixels, is_hu=is_hu)
+        for index, place in enumerate(places)
+    ]
+
+
+def _why_unreadable(error: Exception) -> str:
+    """Say in a message without the path why a file cannot be read."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    reason = reason or type(error).__name__
+    if isinstance(error, UserError):
+        return reason
+    # All but refusals of this module is what a damaged file makes pydicom raise.
+    return (
+        f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
+    )
 
 
 def _check_inflated(file: BinaryIO) -> None:
-    """Refuse a deflated file that would become larger than any image: pydicom inflates it as a whole.
+    """Refuse a deflated file that would become larger than any image.
+
+    pydicom inflates it as a whole.
 
     Raises:
         UserError: If it would; the message has no path.
     """
     read_preamble(file, force=True)
     if _read_file_meta_info(file).get("TransferSyntaxUID") == uid.DeflatedExplicitVRLittleEndian:
-        decoder, num_bytes = zlib.decompressobj(-zlib.MAX_WBITS), 0
+        decoder = zlib.decompressobj(-zlib.MAX_WBITS)
+        num_bytes = 0
         while not decoder.eof and (packed := decoder.unconsumed_tail or file.read(PACKED_BYTES)):
             num_bytes += len(decoder.decompress(packed, PACKED_BYTES))
-            require(
-                num_bytes <= MAX_INFLATED_BYTES,
-                f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is larger; copy it again, or export "
-                "it without compression.",
-            )
+            if num_bytes > MAX_INFLATED_BYTES:
+                raise UserError(
+                    "expected a deflated DICOM file of at most "
+                    f"{MAX_INFLATED_BYTES >> 20} MiB, but it is larger; copy it again, or export "
+                    "it without compression."
+                )
     file.seek(0)
 
 
-def _other_kind(header: FileDataset, wanted: str) -> str:
-    """Name an object that holds no slice of the wanted modality; "" for one that does.
+def _other_kind(header: FileDataset, wanted_modality: str) -> str:
+    """Name an object that holds no slice of a modality, "" for any; "" for one that does.
 
     Raises:
         UserError: If no image is there, and the object is an image of that modality or of unknown
             kind; the message has no path.
     """
-    modality, sop_class = _text(header.get("Modality")), _text(header.get("SOPClassUID"))
-    words = uid.UID(
-        sop_class or _text(header.file_meta.get("MediaStorageSOPClassUID"))
-    ).name.split()
-    kinds = {
-        f"{modality} object": modality in NO_IMAGES,
-        "secondary capture": sop_class.startswith(uid.SecondaryCaptureImageStorage),
-        NO_PIXELS: not _whole(header, "Rows", 0) or not _whole(header, "Columns", 0),
-        f"{plain(modality)} image": bool(wanted) and modality not in ("", wanted),
-        "image of unknown modality": bool(wanted) and not modality and wanted not in words,
-        "colour image": _whole(header, "SamplesPerPixel", 1) != 1
-        or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR",
-    }
-    kind = next((kind for kind, applies in kinds.items() if applies), "")
-    may_be_wanted = not words or (
-        (not wanted or wanted in words) and words[-2:] == ["Image", "Storage"]
+    modality = _text(header.get("Modality"))
+    sop_class = _text(header.get("SOPClassUID"))
+    storage_class = _text(header.file_meta.get("MediaStorageSOPClassUID"))
+    # Such as "CT Image Storage".
+    class_words = uid.UID(sop_class or storage_class).name.split()
+    has_pixels = bool(_whole(header, "Rows", 0) and _whole(header, "Columns", 0))
+    is_colour = (
+        _whole(header, "SamplesPerPixel", 1) != 1
+        or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
     )
-    require(
-        kind != NO_PIXELS or not may_be_wanted,
-        "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again.",
-    )
-    return kind
+    # The first that applies names it: each later test presumes an image.
+    if modality in NO_IMAGES:
+        return f"{modality} object"
+    if sop_class.startswith(uid.SecondaryCaptureImageStorage):
+        return "secondary capture"
+    if not has_pixels:
+        # What should be an image of the series and has none is damaged; another object has none.
+        is_image_class = class_words[-2:] == ["Image", "Storage"]
+        is_wanted_class = is_image_class and (not wanted_modality or wanted_modality in class_words)
+        if is_wanted_class or not class_words:  # no words: the class is missing
+            raise UserError(
+                "the DICOM file is truncated or damaged: its header ends before an image; "
+                "copy or export it again."
+            )
+        return NO_PIXELS
+    if wanted_modality and modality not in ("", wanted_modality):
+        return f"{plain(modality)} image"
+    if wanted_modality and not modality and wanted_modality not in class_words:
+        return "image of unknown modality"
+    return "colour image" if is_colour else ""
 
 
 def _slice(
@@ -401,78 +505,117 @@ def _slice(
         UserError: If it has no position, or values that are not HU; without the path.
     """
     header = places[-1]
-    if any(
-        "LOCALIZER" in _text(value).upper().split("\\")
-        for value in (header.get("ImageType"), field_of(places, "FrameType"))
-    ):
+    if _is_localiser(places):
         return NoSlice(path, series, "localiser")
-    position = read_numbers(places, "ImagePositionPatient", 3)
+    position_xyz_mm = read_numbers(places, "ImagePositionPatient", 3)
     orientation = read_numbers(places, "ImageOrientationPatient", 6)
-    if position is None or orientation is None:
+    if position_xyz_mm is None or orientation is None:
         return NoSlice(path, series, "image without a position and an orientation", is_image=True)
-    spacing_mm = read_numbers(places, "PixelSpacing", 2) or ()
-    require(
-        bool(spacing_mm) and min(spacing_mm) > 0,
-        f"expected two positive numbers in PixelSpacing, got {spacing_mm or None}; export the series again.",
-    )
-    axes = np.reshape(orientation, (2, 3))
-    lengths = np.array([math.hypot(*axis) for axis in axes])
-    require(
-        lengths.min() > 0 and math.isfinite(lengths.max()),
-        f"expected two directions in ImageOrientationPatient, got {orientation}; export the series again.",
-    )
-    axes = axes / lengths[:, None]
-    require(
-        abs(axes[0] @ axes[1]) <= DIRECTION_TOLERANCE,
-        f"expected rows and columns at right angles, but ImageOrientationPatient is {tuple(axes.round(6).ravel().tolist())}; "
-        "export the DICOM series again.",
-    )
-    slope, intercept = (
-        read_numbers(places, keyword, 1) for keyword in ("RescaleSlope", "RescaleIntercept")
-    )
-    rescale_type = _text(field_of(places, "RescaleType"))
-    # A negative slope would exchange air and bone. US means unspecified.
-    wrong = [f"a slope of {one:g}" for one in slope or () if not 0 < one <= MAX_RESCALE]
-    wrong += [f"an intercept of {one:g}" for one in intercept or () if abs(one) > MAX_RESCALE]
-    what = (
-        ""
-        if not is_hu or rescale_type.upper() in ("", "HU", "HU_MOD", "US")
-        else plain(rescale_type)
-    )
-    what = "a table of values" if header.get("ModalityLUTSequence") else wrong[0] if wrong else what
-    require(
-        not what,
-        f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU.",
-    )
-    lossy = _text(header.get("LossyImageCompression"))
-    sentences = {
-        "slices without rescale slope and intercept: their values are assumed to be HU": is_hu
-        and None in (slope, intercept),
-        "the slices were compressed with loss": lossy == "01"
-        or pixels.transfer_syntax
-        in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless),
-        "the slices may have been compressed with loss: their encoding permits it, and the header does not say": (
-            not lossy and pixels.transfer_syntax in (uid.JPEG2000, uid.HTJ2K)
-        ),
-    }
+    spacing_mm = read_numbers(places, "PixelSpacing", 2)
+    if spacing_mm is None or min(spacing_mm) <= 0:
+        raise UserError(
+            f"expected two positive numbers in PixelSpacing, got {spacing_mm}; "
+            "export the series again."
+        )
+    axes = _unit_axes(orientation)
+    slope, intercept = _read_rescale(places, is_hu=is_hu)
+    has_rescale = slope is not None and intercept is not None
+    sentences = []
+    if is_hu and not has_rescale:
+        sentences.append(
+            "slices without rescale slope and intercept: their values are assumed to be HU"
+        )
+    sentences += _loss_warnings(header, pixels.transfer_syntax)
     return Frame(
         path,
         index,
         series,
         pixels,
         spacing_mm,
-        position,
+        position_xyz_mm,
         axes,
         is_hu,
-        slope[0] if slope else 1.0,
-        intercept[0] if intercept else 0.0,
-        slope is not None and intercept is not None,
-        tuple(
+        slope=1.0 if slope is None else slope,
+        intercept=0.0 if intercept is None else intercept,
+        has_rescale=has_rescale,
+        phases=tuple(
             _text(header.get(keyword)) or _text(field_of(places, frame_keyword))
             for _, keyword, frame_keyword in PHASES
         ),
-        tuple(sentence for sentence, applies in sentences.items() if applies),
+        warnings=tuple(sentences),
     )
+
+
+def _is_localiser(places: tuple[Dataset, ...]) -> bool:
+    """Whether a slice is an overview from the side, by the type of the file or of the frame."""
+    for image_type in (places[-1].get("ImageType"), field_of(places, "FrameType")):
+        if "LOCALIZER" in _text(image_type).upper().split("\\"):
+            return True
+    return False
+
+
+def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
+    """Turn ImageOrientationPatient into LPS unit vectors (2, 3) along a row and along a column.
+
+    Raises:
+        UserError: If they have no direction, or are not at right angles; without the path.
+    """
+    axes = np.reshape(orientation, (2, 3))
+    lengths = np.array([math.hypot(*axis) for axis in axes])
+    # The length of finite numbers may overflow.
+    if lengths.min() <= 0 or not math.isfinite(lengths.max()):
+        raise UserError(
+            f"expected two directions in ImageOrientationPatient, got {orientation}; "
+            "export the series again."
+        )
+    axes = axes / lengths[:, None]
+    if abs(axes[0] @ axes[1]) > DIRECTION_TOLERANCE:
+        raise UserError(
+            "expected rows and columns at right angles, but ImageOrientationPatient is "
+            f"{tuple(axes.round(6).ravel().tolist())}; export the DICOM series again."
+        )
+    return axes
+
+
+def _read_rescale(places: tuple[Dataset, ...], *, is_hu: bool) -> tuple[float | None, float | None]:
+    """Read slope and intercept from stored values to HU or intensities; None where one is missing.
+
+    Raises:
+        UserError: If the stored values become something else; without the path.
+    """
+    # Enhanced files give the rescale per frame, others in the header.
+    slope = _read_number(places, "RescaleSlope")
+    intercept = _read_number(places, "RescaleIntercept")
+    rescale_type = _text(field_of(places, "RescaleType"))
+    fault = ""
+    if places[-1].get("ModalityLUTSequence"):
+        fault = "a table of values"
+    # A negative slope would exchange air and bone.
+    elif slope is not None and not 0 < slope <= MAX_RESCALE:
+        fault = f"a slope of {slope:g}"
+    elif intercept is not None and abs(intercept) > MAX_RESCALE:
+        fault = f"an intercept of {intercept:g}"
+    elif is_hu and rescale_type.upper() not in HU_TYPES:
+        fault = plain(rescale_type)
+    if fault:
+        raise UserError(
+            f"expected a rescale slope and intercept to HU, but the slices have {fault}; "
+            "choose or export a series in HU."
+        )
+    return slope, intercept
+
+
+def _loss_warnings(header: Dataset, transfer_syntax: uid.UID) -> list[str]:
+    """Warn of compression that loses detail, or may; the header says "01" where it did."""
+    lossy = _text(header.get("LossyImageCompression"))
+    if lossy == "01" or transfer_syntax in LOSSY_SYNTAXES:
+        return ["the slices were compressed with loss"]
+    if not lossy and transfer_syntax in MAYBE_LOSSY_SYNTAXES:
+        return [
+            "the slices may have been compressed with loss: their encoding permits it, "
+            "and the header does not say"
+        ]
+    return []
 
 
 def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
@@ -486,73 +629,88 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
             path.
     """
-    rows, columns, num_frames = (
-        _whole(header, keyword, 1) for keyword in ("Rows", "Columns", "NumberOfFrames")
-    )
+    rows = _whole(header, "Rows", 1)
+    columns = _whole(header, "Columns", 1)
+    num_frames = _whole(header, "NumberOfFrames", 1)
     bits = _whole(header, "BitsAllocated", 16)
     stored = _whole(header, "BitsStored", bits)
     high_bit = _whole(header, "HighBit", stored - 1)
-    require(
-        bits in (8, 16, 32)
-        and 1 <= stored <= bits
-        and high_bit == stored - 1
-        and rows * columns <= MAX_SLICE_PIXELS,
-        f"expected slices of 8, 16 or 32 bits a pixel, but the header says {rows} x {columns} pixels of {bits} bits with {stored} "
-        f"used up to bit {high_bit}; export the DICOM series again.",
-    )
-    # The transfer syntax in the header; the actual encoding may differ.
-    is_implicit, is_little_endian = header.original_encoding
-    syntax = uid.UID(
-        header.file_meta.get("TransferSyntaxUID")
-        or (uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian)
-    )
-    is_plain = syntax in (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
-    num_bytes = rows * columns * num_frames * bits // 8
-    element = file.read(8)  # tag, length; explicit: tag, type, length
-    # These letters would be an odd length, which no element has.
-    length = int.from_bytes(
-        file.read(4) if element[4:6] in (b"OB", b"OW", b"UN") else element[4:], "little"
-    )
-    require(
-        not is_plain or length != 2**32 - 1,  # the undefined length of compressed pixels
-        "its pixels are compressed, but the header does not say how; export the series again.",
-    )
-    # The tag of the pixels, little or big endian. A deflated file has been read to its end, and is
-    # refused where it has none.
-    is_there = (
-        element[:4] in (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
-        or syntax == uid.DeflatedExplicitVRLittleEndian
-    )
-    require(
-        is_there and (not is_plain or length >= num_bytes),
-        f"the DICOM file is truncated or damaged: expected {num_frames} x {rows} x {columns} pixels of {bits} bits; copy or export it "
-        "again.",
-    )
-    require(
-        not is_plain
-        or length
-        < num_bytes + min(rows, columns) * bits // 8,  # less than a row or a column: padding
-        f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits, but the DICOM file holds {length} bytes of them; it is damaged: "
-        "copy or export it again.",
-    )
-    require(
-        not is_plain or os.fstat(file.fileno()).st_size >= file.tell() + num_bytes,
-        "the DICOM file is truncated: it ends within its pixels; copy or export it again.",
-    )
-    dtype = np.dtype(f"<{'i' if _whole(header, 'PixelRepresentation', 0) == 1 else 'u'}{bits // 8}")
-    # Writers do not agree on the type of padding values: their bytes are read as a pixel.
-    padding = [
-        int.from_bytes(end.value, "little" if is_little_endian else "big", signed=dtype.kind == "i")
-        for end in (
-            header.get_item(keyword) for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit")
+    # A pixel fills its lowest bits: others may hold overlays, which old files have.
+    is_usual = bits in (8, 16, 32) and 1 <= stored <= bits and high_bit == stored - 1
+    if not is_usual or rows * columns > MAX_SLICE_PIXELS:
+        raise UserError(
+            "expected slices of 8, 16 or 32 bits a pixel, but the header says "
+            f"{rows} x {columns} pixels of {bits} bits with {stored} used up to bit {high_bit}; "
+            "export the DICOM series again."
         )
-        if isinstance(end, RawDataElement) and end.value
-    ]
+    syntax = _transfer_syntax(header)
+    is_plain = syntax in PLAIN_SYNTAXES
+    num_bytes = rows * columns * num_frames * bits // 8
+    expected = f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits"
+    tag, length = _read_element_start(file)
+    if is_plain and length == UNDEFINED_LENGTH:
+        raise UserError(
+            "its pixels are compressed, but the header does not say how; export the series again."
+        )
+    # A deflated file has been read to its end, and is refused later where it has no pixels.
+    has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
+    if not has_pixels or (is_plain and length < num_bytes):
+        raise UserError(
+            f"the DICOM file is truncated or damaged: {expected}; copy or export it again."
+        )
+    if is_plain:
+        # Writers may fill up the pixels, by less than a row or a column.
+        max_surplus = min(rows, columns) * bits // 8
+        if length >= num_bytes + max_surplus:
+            raise UserError(
+                f"{expected}, but the DICOM file holds {length} bytes of them; it is damaged: "
+                "copy or export it again."
+            )
+        if os.fstat(file.fileno()).st_size < file.tell() + num_bytes:
+            raise UserError(
+                "the DICOM file is truncated: it ends within its pixels; copy or export it again."
+            )
+    is_signed = _whole(header, "PixelRepresentation", 0) == 1
     return PixelFormat(
         (rows, columns),
         syntax,
-        file.tell() if is_plain else None,
-        dtype,
-        stored,
-        tuple(sorted(padding)),
+        offset=file.tell() if is_plain else None,
+        dtype=np.dtype(f"<{'i' if is_signed else 'u'}{bits // 8}"),
+        bits_stored=stored,
+        padding=_read_padding(header, is_signed=is_signed),
     )
+
+
+def _transfer_syntax(header: FileDataset) -> uid.UID:
+    """Read how a header says that its file is encoded; a header that does not say shows it."""
+    is_implicit, _ = header.original_encoding
+    default = uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
+    return uid.UID(header.file_meta.get("TransferSyntaxUID") or default)
+
+
+def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
+    """Read the tag and the length of an element, little endian, up to its first byte.
+
+    Implicit elements are tag and length, 4 bytes each; explicit ones have a type of two letters and
+    two zeros in between. The letters would be an odd length, which no element has.
+    """
+    start = file.read(8)
+    length = start[4:]
+    if start[4:6] in (b"OB", b"OW", b"UN"):
+        length = file.read(4)
+    return start[:4], int.from_bytes(length, "little")
+
+
+def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
+    """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
+
+    Writers do not agree on their type: their bytes are read as a pixel.
+    """
+    _, is_little_endian = header.original_encoding
+    byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
+    padding: list[int] = []
+    for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
+        element = header.get_item(keyword)
+        if isinstance(element, RawDataElement) and element.value:
+            padding.append(int.from_bytes(element.value, byte_order, signed=is_signed))
+    return tuple(sorted(padding))

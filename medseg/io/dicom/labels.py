@@ -1,4 +1,7 @@
-"""Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT, moved onto the grid of a series by their positions."""
+"""Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT.
+
+They are moved onto the grid of a series by their positions.
+"""
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +14,7 @@ import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread
 from pydicom.uid import RTStructureSetStorage, SegmentationStorage
 
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
@@ -59,40 +62,44 @@ def open_label_file(path: Path) -> LabelFile:
     with _explained(path):
         dataset = dcmread(path, force=True)
         kind = KINDS.get(dataset.get("SOPClassUID"), "")
-        require(
-            bool(kind),
-            f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {plain(str(dataset.get('Modality') or 'another object'))}; give "
-            "another file.",
-        )
+        if not kind:
+            modality = plain(str(dataset.get("Modality") or "another object"))
+            raise UserError(
+                f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {modality}; "
+                "give another file."
+            )
         if kind == "SEG":
             # Segment 0 is the background of a label map.
             pairs = [
-                (one.SegmentNumber, one.get("SegmentLabel"))
-                for one in dataset.SegmentSequence
-                if one.SegmentNumber
-            ]
-            series = [
-                one.SeriesInstanceUID for one in dataset.get("ReferencedSeriesSequence") or []
+                (segment.SegmentNumber, segment.get("SegmentLabel"))
+                for segment in dataset.SegmentSequence
+                if segment.SegmentNumber
             ]
         else:
             pairs = [
-                (one.ROINumber, one.get("ROIName"))
-                for one in dataset.get("StructureSetROISequence") or []
-            ]
-            series = [
-                one.SeriesInstanceUID
-                for space in dataset.get("ReferencedFrameOfReferenceSequence") or []
-                for study in space.get("RTReferencedStudySequence") or []
-                for one in study.get("RTReferencedSeriesSequence") or []
+                (region.ROINumber, region.get("ROIName"))
+                for region in dataset.get("StructureSetROISequence") or []
             ]
         names = _names(path, kind, pairs, _filled_numbers(dataset, kind))
-        return LabelFile(path, kind, names, tuple(dict.fromkeys(map(str, series))), dataset)
+        return LabelFile(path, kind, names, _series_uids(dataset), dataset)
+
+
+def _series_uids(dataset: Dataset) -> tuple[str, ...]:
+    """List the Series Instance UIDs of the images that a file refers to, each once."""
+    # A SEG names the series itself, an RTSTRUCT below frame of reference and study.
+    series = list(dataset.get("ReferencedSeriesSequence") or [])
+    for space in dataset.get("ReferencedFrameOfReferenceSequence") or []:
+        for study in space.get("RTReferencedStudySequence") or []:
+            series += study.get("RTReferencedSeriesSequence") or []
+    return tuple(dict.fromkeys(str(item.SeriesInstanceUID) for item in series))
 
 
 def _names(
     path: Path, kind: str, pairs: Sequence[tuple[Any, Any]], filled: Collection[int]
 ) -> dict[int, str]:
-    """Name the structures of a file by their numbers; one without a name, or that the file does not list, by its number.
+    """Name the structures of a file by their numbers.
+
+    One without a name, or that the file does not list, is called after its number.
 
     Args:
         path: File, for messages.
@@ -105,11 +112,13 @@ def _names(
     """
     unnamed = "segment" if kind == "SEG" else "ROI"
     names: dict[int, str] = {}
-    for stored_number, stored in pairs:
-        number, name = int(stored_number), str(stored or "") or f"{unnamed} {stored_number}"
+    for stored_number, stored_name in pairs:
+        number = int(stored_number)
+        name = str(stored_name or "") or f"{unnamed} {stored_number}"
         if number in names:
             raise UserError(
-                f"{path}: the structures {shown(names[number])} and {shown(name)} of the {kind} have the number {number}; export it again."
+                f"{path}: the structures {shown(names[number])} and {shown(name)} of the {kind} "
+                f"have the number {number}; export it again."
             )
         names[number] = name
     for number in sorted(set(filled) - set(names)):
@@ -118,18 +127,25 @@ def _names(
 
 
 def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
-    """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT); none where only the pixels tell."""
+    """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT).
+
+    There are none where only the pixels tell.
+    """
     if kind == "RTSTRUCT":
         items = dataset.get("ROIContourSequence") or []
         return {int(item.ReferencedROINumber) for item in items if item.get("ContourSequence")}
     if dataset.get("SegmentationType") == "LABELMAP":
         return set()
-    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-    places = [
-        (group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []
-    ]
+    places = _frame_places(dataset)
     numbers = (field_of(place, "ReferencedSegmentNumber") for place in places)
     return {int(number) for number in numbers if number}
+
+
+def _frame_places(dataset: Dataset) -> list[tuple[Dataset, ...]]:
+    """List for each frame of a SEG where its fields may be, as `field_of` takes it."""
+    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
+    groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    return [(group, *shared, dataset) for group in groups]
 
 
 def empty_structures(file: LabelFile) -> list[str]:
@@ -137,17 +153,15 @@ def empty_structures(file: LabelFile) -> list[str]:
     if file.dataset.get("SegmentationType") == "LABELMAP":
         return []  # only the pixels tell
     with _explained(file.path):
-        is_contoured = file.kind == "RTSTRUCT"
-        filled = (
-            _enclosing_numbers(file.dataset)
-            if is_contoured
-            else _filled_numbers(file.dataset, file.kind)
-        )
+        if file.kind == "RTSTRUCT":
+            filled = _enclosing_numbers(file.dataset)
+        else:
+            filled = _filled_numbers(file.dataset, file.kind)
     return [name for number, name in file.names.items() if number not in filled]
 
 
 def _enclosing_numbers(dataset: Dataset) -> set[int]:
-    """Find the regions of interest of an RTSTRUCT that enclose an area; points and open lines do not."""
+    """Find the regions of an RTSTRUCT that enclose an area; points and lines do not."""
     numbers = set()
     for item in dataset.get("ROIContourSequence") or []:
         for contour in item.get("ContourSequence") or []:
@@ -178,43 +192,50 @@ def read_label_file(
             contours have no position among the slices.
         ValueError: If a number is not in the file.
     """
-    if unknown := set(values) - set(file.names):
+    unknown = set(values) - set(file.names)
+    if unknown:
         raise ValueError(f"{file.path} has no structures {sorted(unknown)}")
     with _explained(file.path):
-        source = dcmread(
-            slices.frames[0].path,
-            force=True,
-            stop_before_pixels=True,
-            specific_tags=["FrameOfReferenceUID"],
-        )
-        references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
-        own, others = (
-            source.get("FrameOfReferenceUID"),
-            {one.get("FrameOfReferenceUID") for one in references} - {None, ""},
-        )
-        require(
-            # Some programs that remove identities give images and labels different frames of
-            # reference.
-            not own
-            or not others
-            or own in others
-            or slices.frames[0].series.uid in file.series_uids,
-            f"{file.path}: expected labels in the frame of reference of {slices.path}, but they are in another one; give the series that "
-            "they were drawn on.",
-        )
+        _check_frame_of_reference(file, slices)
         on_slices = np.zeros(
-            (len(slices.frames), *slices.frames[0].pixels.shape),
-            np.min_scalar_type(max(values.values(), default=0)),
+            (len(slices.frames), *slices.frames[0].pixels.shape), _label_dtype(values)
         )
         if file.kind == "SEG":
             sentences = _read_segments(file, slices, values, threshold, on_slices)
         else:
             sentences = _read_contours(file, slices, values, on_slices)
-    return Volume(
-        labels_on_grid(on_slices, slices),
-        slices.grid,
-        findings=tuple(warnings_of("reading", sentences)),
+    labels = labels_on_grid(on_slices, slices)
+    return Volume(labels, slices.grid, findings=tuple(warnings_of("reading", sentences)))
+
+
+def _label_dtype(values: dict[int, int]) -> np.dtype[Any]:
+    """Choose the smallest type that holds some label values and 0."""
+    return np.min_scalar_type(max(values.values(), default=0))
+
+
+def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
+    """Refuse labels whose positions have another origin than those of a series.
+
+    Raises:
+        UserError: If both name their frame of reference, and the labels do not name the series.
+    """
+    # Some programs that remove identities give images and labels different frames of reference.
+    if slices.frames[0].series.uid in file.series_uids:
+        return
+    source = dcmread(
+        slices.frames[0].path,
+        force=True,
+        stop_before_pixels=True,
+        specific_tags=["FrameOfReferenceUID"],
     )
+    source_uid = source.get("FrameOfReferenceUID")
+    references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
+    label_uids = {item.get("FrameOfReferenceUID") for item in references} - {None, ""}
+    if source_uid and label_uids and source_uid not in label_uids:
+        raise UserError(
+            f"{file.path}: expected labels in the frame of reference of {slices.path}, but they "
+            "are in another one; give the series that they were drawn on."
+        )
 
 
 @contextmanager
@@ -227,7 +248,8 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); it is damaged, copy or export it again."
+            f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); "
+            "it is damaged, copy or export it again."
         ) from error
 
 
@@ -238,38 +260,20 @@ def _read_segments(
     threshold: float,
     on_slices: np.ndarray,
 ) -> list[str]:
-    """Label the pixels of slices by the frames of a SEG, which may have another orientation, size and spacing; return warnings.
+    """Label the pixels of slices by the frames of a SEG; return warnings.
 
-    A plane of frames serves the slices within half the distance of planes or of slices, whichever
-    is larger.
+    The frames may have another orientation, size and spacing. A plane of frames serves the slices
+    within half the distance of planes or of slices, whichever is larger.
     """
-    dataset, step_mm = file.dataset, slices.grid.spacing_mm[0]
+    dataset = file.dataset
     syntax = dataset.file_meta.TransferSyntaxUID
-    require(
-        dataset.BitsAllocated != 1 or not syntax.is_encapsulated,
-        f"{file.path}: expected a BINARY SEG without compression, but it is encoded as {plain(syntax.name)}; export it without.",
-    )
-    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-    places = [
-        (group, *shared, dataset) for group in dataset.get("PerFrameFunctionalGroupsSequence") or []
-    ]
-    fields = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacing": 2}
-    found = [
-        [read_numbers(one, keyword, count) for one in places] for keyword, count in fields.items()
-    ]
-    require(
-        bool(places) and all(None not in numbers for numbers in found),
-        f"{file.path}: expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
-    )
-    positions, orientations, spacings_mm = map(np.array, found)
-    axes = orientations[0].reshape(2, 3)
-    require(
-        bool(
-            np.ptp(orientations, axis=0).max() <= DIRECTION_TOLERANCE
-            and np.ptp(spacings_mm, axis=0).max() <= SAME_POSITION_MM
-        ),
-        f"{file.path}: expected a SEG of parallel frames with one spacing; export it again.",
-    )
+    if dataset.BitsAllocated == 1 and syntax.is_encapsulated:
+        raise UserError(
+            f"{file.path}: expected a BINARY SEG without compression, but it is encoded as "
+            f"{plain(syntax.name)}; export it without."
+        )
+    places = _frame_places(dataset)
+    positions, axes, spacing_mm = _frame_geometry(file.path, places)
     heights_mm = positions @ np.cross(*axes)
     # Frames of several segments share a plane.
     order = np.argsort(heights_mm, kind="stable")
@@ -278,19 +282,58 @@ def _read_segments(
     planes[order] = np.cumsum(starts) - 1
     firsts = order[starts]
     labels, num_overlaps = _label_planes(dataset, places, planes, values, threshold)
-    declared_mm = (read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,))[0]
-    reach_mm = (
-        max(step_mm, min([abs(declared_mm), *np.diff(heights_mm[firsts])])) / 2 + SAME_POSITION_MM
-    )
+    step_mm = slices.grid.spacing_mm[0]
+    declared_mm = read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,)
+    # Where segments leave out planes, the declared distance is smaller than those between them.
+    plane_step_mm = min([abs(declared_mm[0]), *np.diff(heights_mm[firsts])])
+    reach_mm = max(step_mm, plane_step_mm) / 2 + SAME_POSITION_MM
     for index, frame in enumerate(slices.frames):
-        on_slices[index] = _at_slice(
-            frame, labels, positions[firsts], axes, spacings_mm[0], reach_mm
+        on_slices[index] = _at_slice(frame, labels, positions[firsts], axes, spacing_mm, reach_mm)
+    return _overlap_warnings(file, num_overlaps, "segments")
+
+
+def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> list[str]:
+    """Warn of pixels in several structures."""
+    if num_overlaps == 0:
+        return []
+    return [
+        f"{num_overlaps} pixels of {file.path.name} are in several {structures}; "
+        "the last one is kept"
+    ]
+
+
+def _frame_geometry(
+    path: Path, places: list[tuple[Dataset, ...]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read where the frames of a SEG lie.
+
+    Args:
+        path: File, for messages.
+        places: The groups of each frame, see `field_of`.
+
+    Returns:
+        LPS points (frames, 3) of the first pixels; LPS unit vectors (2, 3) along a row and along a
+        column; distance of rows, then of columns, in mm.
+
+    Raises:
+        UserError: If a frame lacks these, or the frames are not parallel with one spacing.
+    """
+    positions = [read_numbers(place, "ImagePositionPatient", 3) for place in places]
+    orientations = [read_numbers(place, "ImageOrientationPatient", 6) for place in places]
+    spacings_mm = [read_numbers(place, "PixelSpacing", 2) for place in places]
+    if not places or None in (*positions, *orientations, *spacings_mm):
+        raise UserError(
+            f"{path}: expected a position, an orientation and a spacing for each frame of the SEG; "
+            "export it again."
         )
-    return (
-        [f"{num_overlaps} pixels of {file.path.name} are in several segments; the last one is kept"]
-        if num_overlaps
-        else []
-    )
+    orientation_range = np.ptp(np.array(orientations), axis=0).max()
+    spacing_range_mm = np.ptp(np.array(spacings_mm), axis=0).max()
+    if orientation_range > DIRECTION_TOLERANCE or spacing_range_mm > SAME_POSITION_MM:
+        raise UserError(
+            f"{path}: expected a SEG of parallel frames with one spacing; export it again."
+        )
+    axes = np.reshape(np.array(orientations[0]), (2, 3))
+    return np.array(positions), axes, np.array(spacings_mm[0])
 
 
 def _label_planes(
@@ -312,54 +355,69 @@ def _label_planes(
     Returns:
         Label values (planes, rows, columns), and how many pixels lay in several segments.
     """
-    labels = np.zeros(
-        (planes.max() + 1, dataset.Rows, dataset.Columns),
-        np.min_scalar_type(max(values.values(), default=0)),
-    )
+    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), _label_dtype(values))
     if dataset.SegmentationType == "LABELMAP":
-        # An undescribed segment cannot be chosen, and its pixels would be lost.
-        described = {int(one.SegmentNumber) for one in dataset.SegmentSequence} | {
-            0,
-            dataset.get("PixelPaddingValue", 0),
-        }
-        table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
-        table[list(values)] = list(values.values())
-        for index, plane in enumerate(planes.tolist()):
-            numbers_there = _frame_pixels(dataset, index)
-            if unknown := set(np.unique(numbers_there).tolist()) - described:
-                raise UserError(
-                    f"{dataset.filename}: the pixels of the SEG hold the segment {min(unknown)}, which it does not describe; export it again."
-                )
-            labels[plane] = table[numbers_there]
+        _copy_label_map(dataset, planes, values, labels)
         return labels, 0
-    numbers = np.array([field_of(one, "ReferencedSegmentNumber") for one in places])
+    numbers = np.array([field_of(place, "ReferencedSegmentNumber") for place in places])
     if None in numbers:
         raise ValueError("a frame names no segment")
-    least = (
-        threshold * dataset.MaximumFractionalValue
-        if dataset.SegmentationType == "FRACTIONAL"
-        else 1
-    )
+    least = 1
+    if dataset.SegmentationType == "FRACTIONAL":
+        least = threshold * dataset.MaximumFractionalValue
     num_overlaps = 0
     for number, value in values.items():
         for index in np.flatnonzero(numbers == number).tolist():
-            plane, mask = labels[planes[index]], _frame_pixels(dataset, index) >= least
-            num_overlaps += int(np.count_nonzero(mask & (plane != 0) & (plane != value)))
-            plane[mask] = value
+            mask = _frame_pixels(dataset, index) >= least
+            num_overlaps += _paint(labels[planes[index]], mask, value)
     return labels, num_overlaps
+
+
+def _paint(labels: np.ndarray, mask: np.ndarray, value: int) -> int:
+    """Give the pixels of a mask a label value; count those that had that of another structure."""
+    num_overlaps = np.count_nonzero(mask & (labels != 0) & (labels != value))
+    labels[mask] = value
+    return int(num_overlaps)
+
+
+def _copy_label_map(
+    dataset: Dataset, planes: np.ndarray, values: dict[int, int], labels: np.ndarray
+) -> None:
+    """Copy the frames of a SEG whose pixels hold segment numbers.
+
+    Args:
+        dataset: The SEG.
+        planes: Plane of each frame.
+        values: As for `read_label_file`.
+        labels: Label values (planes, rows, columns), which are set.
+
+    Raises:
+        UserError: If the pixels hold a segment that the file does not describe: it cannot be
+            chosen, and its pixels would be lost.
+    """
+    described = {int(segment.SegmentNumber) for segment in dataset.SegmentSequence}
+    described |= {0, dataset.get("PixelPaddingValue", 0)}
+    table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
+    table[list(values)] = list(values.values())
+    for index, plane in enumerate(planes.tolist()):
+        numbers = _frame_pixels(dataset, index)
+        unknown = set(np.unique(numbers).tolist()) - described
+        if unknown:
+            raise UserError(
+                f"{dataset.filename}: the pixels of the SEG hold the segment {min(unknown)}, "
+                "which it does not describe; export it again."
+            )
+        labels[plane] = table[numbers]
 
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     """Decode the stored values (rows, columns) of one frame."""
-    syntax, bits, shape = (
-        dataset.file_meta.TransferSyntaxUID,
-        dataset.BitsAllocated,
-        (dataset.Rows, dataset.Columns),
-    )
+    shape = (dataset.Rows, dataset.Columns)
+    bits = dataset.BitsAllocated
     if bits != 1:
-        return decode(
-            dataset, PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ()), index
-        )
+        syntax = dataset.file_meta.TransferSyntaxUID
+        pixels = PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ())
+        return decode(dataset, pixels, index)
     # Not by pydicom 3.0: it takes frames to begin at a whole byte.
     start = index * shape[0] * shape[1]
     stop = start + shape[0] * shape[1]
@@ -388,7 +446,10 @@ def _at_slice(
     rows, columns = (np.arange(size) for size in frame.pixels.shape)
 
     def along(direction: np.ndarray) -> np.ndarray:
-        """Project the pixels on a direction, in mm: (rows or 1, columns or 1), which is one number where the slice is across it."""
+        """Project the pixels on a direction, in mm: (rows or 1, columns or 1).
+
+        An axis of the slice across the direction has one number for all its pixels.
+        """
         by_column, by_row = frame.axes @ direction * frame.spacing_mm[::-1]
         result = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
         for step_mm, places in ((by_row, rows[:, None]), (by_column, columns[None])):
@@ -397,23 +458,21 @@ def _at_slice(
         return result
 
     normal = np.cross(*axes)
-    heights_mm, plane_heights_mm = along(normal), corners @ normal
+    heights_mm = along(normal)
+    plane_heights_mm = corners @ normal
     # Of two planes at the same distance the upper one, also where rounding noise makes the lower
     # one nearer.
-    planes = np.searchsorted((plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2 - 1e-6, heights_mm)
+    middles_mm = (plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2
+    planes = np.searchsorted(middles_mm - 1e-6, heights_mm)
     y, x = (
         nearest((along(axis) - (corners @ axis)[planes]) / step_mm)
         for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
     )
     height, width = labels.shape[1:]
-    inside = (
-        (np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm)
-        & (y >= 0)
-        & (y < height)
-        & (x >= 0)
-        & (x < width)
-    )
-    return np.where(inside, labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)], 0)
+    is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
+    is_inside = is_near & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    nearest_labels = labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
+    return np.where(is_inside, nearest_labels, 0)
 
 
 def _read_contours(
@@ -425,68 +484,90 @@ def _read_contours(
     Contours of a region of interest within each other are holes.
     """
     frames = slices.frames
-    normal, reach_mm = normal_of(frames[0]), slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
+    normal = normal_of(frames[0])
+    reach_mm = slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
     slice_heights_mm = heights_of(frames, normal)
-    # Some programs store the contours of one region of interest in several items.
-    items: dict[int, list[Dataset]] = {}
-    for item in file.dataset.get("ROIContourSequence") or []:
-        items.setdefault(int(item.ReferencedROINumber), []).extend(
-            item.get("ContourSequence") or []
-        )
-    sentences, num_overlaps = [], 0
+    sentences: list[str] = []
+    num_overlaps = 0
+    items = _contours_of_regions(file.dataset)
     for number, value in values.items():
         name = shown(file.names[number])
-        found = items.get(number, [])
-        closed = [one for one in found if one.get("ContourGeometricType") in CLOSED]
-        if len(closed) < len(found):
-            sentences.append(
-                f"{name}: {len(found) - len(closed)} points and open lines were left out"
-            )
-        # A contour that is stored twice would cut itself out.
-        contours = list(
-            {
-                points.tobytes(): points for points in map(_points, closed) if len(points) > 2
-            }.values()
-        )
+        contours, num_open = _closed_contours(items.get(number, []))
+        if num_open:
+            sentences.append(f"{name}: {num_open} points and open lines were left out")
         if not contours:
             sentences.append(f"{name}: it has no closed contours")
             continue
-        spans_mm = np.array(
-            [(heights.min(), heights.max()) for heights in (points @ normal for points in contours)]
-        )
-        require(
-            bool(np.ptp(spans_mm, axis=1).max() <= 2 * reach_mm),
-            f"{file.path}: expected contours in the planes of the slices of {slices.path}, but those of {name} lie across them; export "
-            "them again on this series.",
-        )
-        distances_mm = np.abs(spans_mm.mean(axis=1) - slice_heights_mm[:, None])
-        near = distances_mm <= np.minimum(
-            reach_mm, distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
-        )
-        if lost := np.count_nonzero(~near.any(axis=0)):
-            sentences.append(
-                f"{name}: {lost} of {len(contours)} contours are beyond the slices or between them"
+        heights_mm = [points @ normal for points in contours]
+        spans_mm = np.array([(heights.min(), heights.max()) for heights in heights_mm])
+        if not np.ptp(spans_mm, axis=1).max() <= 2 * reach_mm:  # NaN lies nowhere
+            raise UserError(
+                f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
+                f"those of {name} lie across them; export them again on this series."
             )
-        for index in np.flatnonzero(near.any(axis=1)):
+        is_on_slice = _nearest_contours(spans_mm.mean(axis=1), slice_heights_mm, reach_mm)
+        num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
+        if num_lost:
+            sentences.append(
+                f"{name}: {num_lost} of {len(contours)} contours are beyond the slices or between "
+                "them"
+            )
+        filled = np.flatnonzero(is_on_slice.any(axis=1))
+        for index in filled:
             polygons = [
-                pixels_of(frames[index], contours[one]) for one in np.flatnonzero(near[index])
+                pixels_of(frames[index], contours[contour])
+                for contour in np.flatnonzero(is_on_slice[index])
             ]
-            mask, labels = fill(polygons, frames[index].pixels.shape), on_slices[index]
-            num_overlaps += int(np.count_nonzero(mask & (labels != 0) & (labels != value)))
-            labels[mask] = value
-        filled = np.flatnonzero(near.any(axis=1))
-        if filled.size and (num_gaps := int(np.ptp(filled)) + 1 - filled.size):
+            mask = fill(polygons, frames[index].pixels.shape)
+            num_overlaps += _paint(on_slices[index], mask, value)
+        num_gaps = int(np.ptp(filled)) + 1 - filled.size if filled.size else 0
+        if num_gaps:
             sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
-    return [
-        *sentences,
-        *(
-            [
-                f"{num_overlaps} pixels of {file.path.name} are in several regions; the last one is kept"
-            ]
-            if num_overlaps
-            else []
-        ),
-    ]
+    return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]
+
+
+def _contours_of_regions(dataset: Dataset) -> dict[int, list[Dataset]]:
+    """Collect the contours of an RTSTRUCT by the number of their region of interest."""
+    contours: dict[int, list[Dataset]] = {}
+    # Some programs store the contours of one region of interest in several items.
+    for item in dataset.get("ROIContourSequence") or []:
+        of_region = contours.setdefault(int(item.ReferencedROINumber), [])
+        of_region.extend(item.get("ContourSequence") or [])
+    return contours
+
+
+def _closed_contours(contours: list[Dataset]) -> tuple[list[np.ndarray], int]:
+    """Read the closed contours among those of a region of interest.
+
+    Returns:
+        Points (N, 3) in LPS of each, in mm; and how many are points or open lines.
+    """
+    closed = [contour for contour in contours if contour.get("ContourGeometricType") in CLOSED]
+    # A contour that is stored twice would cut itself out.
+    different: dict[bytes, np.ndarray] = {}
+    for points in map(_points, closed):
+        if len(points) > 2:
+            different[points.tobytes()] = points
+    return list(different.values()), len(contours) - len(closed)
+
+
+def _nearest_contours(
+    contour_heights_mm: np.ndarray, slice_heights_mm: np.ndarray, reach_mm: float
+) -> np.ndarray:
+    """Find the contours of the nearest plane to each slice.
+
+    Args:
+        contour_heights_mm: Positions of the contours along the normal.
+        slice_heights_mm: Positions of the slices.
+        reach_mm: Largest distance of a contour from its slice.
+
+    Returns:
+        Boolean (slices, contours).
+    """
+    distances_mm = np.abs(contour_heights_mm - slice_heights_mm[:, None])
+    # The heights of one plane are rounded decimals.
+    nearest_mm = distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
+    return distances_mm <= np.minimum(reach_mm, nearest_mm)
 
 
 def _points(contour: Dataset) -> np.ndarray:

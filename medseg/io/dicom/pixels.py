@@ -23,7 +23,10 @@ from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.task import AIR_HU
 
 DENSEST_HU = 3071
-"""The largest value of a 12-bit CT. Tissue has values between air and this, so that such padding counts as tissue."""
+"""The largest value of a 12-bit CT.
+
+Tissue has values between air and this, so that such padding counts as tissue.
+"""
 
 MAX_PADDING = 4096
 """Largest distance of the padding of unsigned pixels from the end of their range."""
@@ -47,11 +50,14 @@ JPEG_TAIL_BYTES = 10
 
 
 READ_FILE = partial(dcmread, force=True)
-"""Reads a file whose pixels are compressed; where it holds several slices, a cache of one file saves time."""
+"""Reads a file whose pixels are compressed.
+
+Where it holds several slices, a cache of one file saves time.
+"""
 
 
 def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) -> np.ndarray:
-    """Read the HU (H, W) of a slice: int32 where slope and intercept are whole numbers, else float32.
+    """Read the HU (H, W) of a slice: int32 where its scale is of whole numbers, else float32.
 
     Raises:
         UserError: If the pixels are damaged, too few, or compressed in an unknown way.
@@ -63,8 +69,8 @@ def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) 
         raise
     except Exception as error:
         raise UserError(
-            f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, cannot be decoded; it is damaged, copy "
-            "or export it again."
+            f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, "
+            "cannot be decoded; it is damaged, copy or export it again."
         ) from error
 
 
@@ -75,17 +81,17 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         UserError: If no decoder reads its encoding.
         Exception: Whatever a decoder raises on damaged data.
     """
-    pixels, syntax = frame.pixels, frame.pixels.transfer_syntax
+    pixels = frame.pixels
     if pixels.offset is not None:
         count = pixels.shape[0] * pixels.shape[1]
         offset = pixels.offset + frame.index * count * pixels.dtype.itemsize
         return np.fromfile(frame.path, pixels.dtype, count, offset=offset).reshape(pixels.shape)
     try:
-        get_decoder(syntax)
+        get_decoder(pixels.transfer_syntax)
     except NotImplementedError:
         raise UserError(
-            f"{frame.path}: its pixels are encoded as {plain(syntax.name)}, which medseg does not read; export the series "
-            "without compression."
+            f"{frame.path}: its pixels are encoded as {plain(pixels.transfer_syntax.name)}, "
+            "which medseg does not read; export the series without compression."
         ) from None
     return decode(read_file(frame.path), pixels, frame.index)
 
@@ -98,24 +104,7 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     """
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be
-            # installed.
-            options: dict[str, Any] = {
-                "raw": True,
-                "decoding_plugin": "pydicom",
-                "correct_unused_bits": False,
-            }
-            values, _ = get_decoder(syntax).as_array(dataset, index=index, **options)
-        # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes
-        # expected".
-        told = " ".join(str(one.message) for one in caught)
-        if any(
-            int(found) - int(wanted) > MAX_SURPLUS_BYTES
-            for found, wanted in re.findall(r"(\d+) vs\. (\d+) bytes", told)
-        ):
-            raise ValueError("the code becomes longer than the slice")
-        return values
+        return _decode_by_pydicom(dataset, syntax, index)
     offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
     code = get_frame(
         dataset.PixelData,
@@ -123,39 +112,64 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
         extended_offsets=None if None in offsets else offsets,
         number_of_frames=int(dataset.get("NumberOfFrames") or 1),
     )
-    is_j2k = syntax in uid.JPEG2000TransferSyntaxes
-    # The decoder of JPEG invents missing pixels; that of JPEG-LS may search for them without end.
-    is_whole_jpeg = (
-        code.startswith(b"\xff\xd8\xff") and b"\xff\xd9" in code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
-    )
-    if not is_j2k and not is_whole_jpeg:
-        raise ValueError("the code does not start or end as it should")
-    bits = (get_j2k_parameters(code) if is_j2k else _get_jpg_parameters(code))["precision"]
+    if syntax in uid.JPEG2000TransferSyntaxes:
+        parameters = get_j2k_parameters(code)
+    else:
+        # The decoder of JPEG invents missing pixels; that of JPEG-LS may search for them without
+        # end.
+        tail = code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
+        if not code.startswith(b"\xff\xd8\xff") or b"\xff\xd9" not in tail:
+            raise ValueError("the code does not start or end as it should")
+        parameters = _get_jpg_parameters(code)
+    bits = parameters["precision"]
     values = np.empty(pixels.shape, np.uint8 if bits <= 8 else np.uint16)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
     # The header decides on the sign: codes without one hold the lower bits, and some have a wrong
     # one.
     stored = values.astype(np.int32) & ((1 << bits) - 1)
-    return (
-        np.where(stored >> (bits - 1), stored - (1 << bits), stored)
-        if pixels.dtype.kind == "i"
-        else stored
-    )
+    if pixels.dtype.kind != "i":
+        return stored
+    return np.where(stored >> (bits - 1), stored - (1 << bits), stored)
+
+
+def _decode_by_pydicom(dataset: Dataset, syntax: uid.UID, index: int) -> np.ndarray:
+    """Decode one frame, such as of RLE, as `decode` does."""
+    # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be
+    # installed.
+    options: dict[str, Any] = {
+        "raw": True,
+        "decoding_plugin": "pydicom",
+        "correct_unused_bits": False,
+    }
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        values, _ = get_decoder(syntax).as_array(dataset, index=index, **options)
+    # pydicom truncates a damaged code that is too long, with a warning: "387 vs. 384 bytes
+    # expected".
+    sentences = " ".join(str(warning.message) for warning in caught)
+    for num_bytes, num_expected in re.findall(r"(\d+) vs\. (\d+) bytes", sentences):
+        if int(num_bytes) - int(num_expected) > MAX_SURPLUS_BYTES:
+            raise ValueError("the code becomes longer than the slice")
+    return values
 
 
 def is_whole(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
-    return frame.pixels.dtype.itemsize <= 2 and all(
+    # Pixels and scale of 16 bits each have products of 32.
+    are_short = frame.pixels.dtype.itemsize <= 2
+    return are_short and all(
         value == round(value) and abs(value) <= MAX_INT16
         for value in (frame.slope, frame.intercept)
     )
 
 
 def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
-    """Convert the stored values of a slice to HU: int32 where slope and intercept are whole numbers, else float32.
+    """Convert the stored values of a slice to HU.
 
     Padding of another modality becomes 0.
+
+    Returns:
+        HU (H, W): int32 where slope and intercept are whole numbers, else float32.
     """
     values = _with_sign(stored, frame)
     if is_whole(frame):
@@ -165,11 +179,9 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
         hu = (values.astype(np.float64) * frame.slope + frame.intercept).astype(np.float32)
     if frame.pixels.padding:
         padding = _with_sign(np.array(frame.pixels.padding), frame).tolist()
+        densest_hu = max(value * frame.slope for value in padding) + frame.intercept
         # Padding below air stays: every image is clipped later.
-        if (
-            not frame.is_hu
-            or max(value * frame.slope for value in padding) + frame.intercept > DENSEST_HU
-        ):
+        if not frame.is_hu or densest_hu > DENSEST_HU:
             hu[(values >= min(padding)) & (values <= max(padding))] = frame.air
     return hu
 
@@ -186,25 +198,29 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     negative.
     """
     pixels = frame.pixels
-    stop, limit = 1 << 8 * pixels.dtype.itemsize, 1 << pixels.bits_stored
+    stop = 1 << 8 * pixels.dtype.itemsize
+    limit = 1 << pixels.bits_stored
     highest = int(stored.max())
     if pixels.dtype.kind == "i":
         lacks_sign = (
-            limit < stop
+            frame.is_hu
+            and limit < stop
             and frame.intercept > AIR_HU / 2
             and stored.min() >= 0
             and limit // 2 <= highest < limit
         )
-        return (
-            np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
-            if lacks_sign and frame.is_hu
-            else stored
-        )
+        if not lacks_sign:
+            return stored
+        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
     if not frame.is_hu:
         return stored & (limit - 1)
-    first_negative = stop - limit if limit < stop else max(limit // 2, stop - MAX_PADDING)
-    if highest < min(limit, first_negative) or (
-        limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16
-    ):
+    first_negative = max(limit // 2, stop - MAX_PADDING)
+    if limit < stop:
+        # A negative number of few bits has ones in all unused bits.
+        first_negative = stop - limit
+    if highest < min(limit, first_negative):
+        return stored
+    # Large values that are possible HU are meant as they are.
+    if limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16:
         return stored
     return np.where(stored >= first_negative, stored.astype(np.int64) - stop, stored & (limit - 1))

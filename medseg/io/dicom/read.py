@@ -1,6 +1,7 @@
-"""Reader of one series: its stack of slices on a regular grid, duplicates dropped, gaps filled, a tilted stack made rectangular.
+"""Reader of one series: its stack of slices on a regular grid.
 
-The rules, which docs/dicom.md repeats:
+Duplicates are dropped, gaps filled, and a tilted stack is made rectangular. The rules,
+which docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
 * Other slices are interpolated linearly along the normal onto the even grid of their usual
@@ -21,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from scipy.ndimage import shift
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
@@ -32,7 +33,10 @@ from medseg.task import AIR_HU
 from medseg.wording import first_few
 
 JITTER_TOLERANCE_MM = 0.1
-"""Largest distance of a slice from its position on an even, straight stack: positions are rounded decimals."""
+"""Largest distance of a slice from its position on an even, straight stack.
+
+Positions are rounded decimals.
+"""
 
 MAX_GAP_MM = 10.0
 """Wider gaps are not interpolated: a lobe may end in between."""
@@ -88,79 +92,100 @@ def open_slices(
         UserError: If it is not exactly one stack of slices, or the slices do not make a regular
             volume by the rules above.
     """
-    stack, left_out = choose_stack(
-        path, series, "" if modality == "other" else modality.upper(), files
-    )
-    without = [frame for frame in stack.frames if not frame.has_rescale]
-    if 0 < len(without) < len(stack.frames):
+    dicom_modality = "" if modality == "other" else modality.upper()
+    stack, left_out = choose_stack(path, series, dicom_modality, files)
+    without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
+    if 0 < len(without_rescale) < len(stack.frames):
         raise UserError(
-            f"{path}: expected rescale slope and intercept in every slice or in none, but {first_few(without, 1)} lack them; export the "
-            "series again."
+            f"{path}: expected rescale slope and intercept in every slice or in none, but "
+            f"{first_few(without_rescale, 1)} lack them; export the series again."
         )
     frames, heights_mm, repairs = _without_duplicates(path, stack)
-    planes, step_mm, filled = _even(path, frames, heights_mm)
-    shifts_mm, slant, tilt = _straight(path, frames, heights_mm)
+    planes, step_mm, gap_warnings = _even(path, frames, heights_mm)
+    shifts_mm, slant, tilt_warnings = _straight(path, frames, heights_mm)
     first = frames[0]
     low_mm = shifts_mm.min(axis=0)
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
     # Rounding noise must not add a pixel.
-    more = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
-    require(
-        (more <= first.pixels.shape).all(),
-        f"{path}: expected slices stacked above each other, but they are offset sideways by up to "
-        f"{np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder.",
-    )
-    shape = (len(planes), *(first.pixels.shape + more))
+    num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
+    if (num_more_px > first.pixels.shape).any():
+        raise UserError(
+            f"{path}: expected slices stacked above each other, but they are offset sideways by up "
+            f"to {np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder."
+        )
+    shape = (len(planes), *(first.pixels.shape + num_more_px))
     row, column = first.axes
     # A slant within the rounding of decimals is kept, so that no corner moves.
     along = normal_of(first) + slant[0] * column + slant[1] * row
     columns = np.stack(
         [row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1
     )
-    grid = grid_from_columns(
-        path, shape, columns, list(first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row)
-    )
-    of_frames = dict.fromkeys(sentence for frame in frames for sentence in frame.warnings)
-    warnings = warnings_of("reading", (*of_frames, *repairs, *filled, *tilt))
+    origin = first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row
+    grid = grid_from_columns(path, shape, columns, list(origin))
+    # Each sentence once, in the order of the slices.
+    sentences: dict[str, None] = {}
+    for frame in frames:
+        sentences.update(dict.fromkeys(frame.warnings))
+    warnings = warnings_of("reading", (*sentences, *repairs, *gap_warnings, *tilt_warnings))
     return SourceSlices(
-        path, frames, grid, planes, shifts_px, bool(filled), bool(tilt), (*left_out, *warnings)
+        path,
+        frames,
+        grid,
+        planes,
+        shifts_px,
+        is_filled=bool(gap_warnings),
+        is_shifted=bool(tilt_warnings),
+        findings=(*left_out, *warnings),
     )
 
 
 def open_dicom(
     path: Path, series: str | None = None, modality: str = "ct", files: Sequence[Path] = ()
 ) -> LazyVolume:
-    """Describe the volume of a series, in HU or intensities on its regular grid; arguments and errors as for `open_slices`."""
+    """Describe the volume of a series, in HU or intensities on its regular grid.
+
+    Arguments and errors are those of `open_slices`.
+    """
     slices = open_slices(path, series, modality, files)
-    frames, shape = slices.frames, slices.grid.shape
+    frames = slices.frames
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 
     def runs() -> Iterator[np.ndarray]:
-        hu = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
-
-        @lru_cache(maxsize=2)  # two neighbours, for the planes between them
-        def placed(index: int) -> np.ndarray:
-            """Read one slice and move it to its position on the grid."""
-            # Padding far below air would blur into its neighbours. Other intensities than HU may be
-            # negative, and their padding is 0.
-            air = frames[0].air
-            image_hu = np.maximum(hu(frames[index]), air if frames[0].is_hu else -np.inf).astype(
-                np.float32
-            )
-            return (
-                shifted(image_hu, slices.shifts_px[index], shape[1:], air)
-                if slices.is_shifted
-                else image_hu
-            )
-
-        for below, weight in slices.planes:
-            image_hu = placed(below) if slices.is_filled or slices.is_shifted else hu(frames[below])
-            if weight:
-                image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
+        for image_hu in _plane_images(slices):
             # HU stay whole numbers where the slices have them.
-            yield (image_hu if image_hu.dtype == dtype else np.rint(image_hu)).astype(dtype).ravel()
+            if image_hu.dtype != dtype:
+                image_hu = np.rint(image_hu)
+            yield image_hu.astype(dtype).ravel()
 
     return LazyVolume(path, slices.grid, dtype, runs, findings=slices.findings)
+
+
+def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
+    """Read the planes of the grid one by one: HU or intensities (H, W)."""
+    frames = slices.frames
+    air = frames[0].air
+    # Padding far below air would blur into its neighbours. Other intensities than HU may be
+    # negative, and their padding is 0.
+    lowest = air if frames[0].is_hu else -np.inf
+    # The slices of a multi-frame file follow each other.
+    hu = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
+
+    @lru_cache(maxsize=2)  # two neighbours, for the planes between them
+    def placed(index: int) -> np.ndarray:
+        """Read one slice and move it to its position on the grid."""
+        image_hu = np.maximum(hu(frames[index]), lowest).astype(np.float32)
+        if not slices.is_shifted:
+            return image_hu
+        return shifted(image_hu, slices.shifts_px[index], slices.grid.shape[1:], air)
+
+    for below, weight in slices.planes:
+        if not slices.is_filled and not slices.is_shifted:
+            yield hu(frames[below])
+            continue
+        image_hu = placed(below)
+        if weight:
+            image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
+        yield image_hu
 
 
 def shifted(
@@ -186,43 +211,56 @@ def shifted(
 def _without_duplicates(
     path: Path, stack: Stack
 ) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
-    """Keep one slice at each position: of equal ones the first, of two acquisitions that of the earlier.
+    """Keep one slice at each position.
+
+    Of equal slices the first is kept, of those of two acquisitions that of the earlier.
 
     Returns:
         The slices, their heights in mm, warnings.
+
+    Raises:
+        UserError: If slices of one acquisition share a position and differ.
     """
-    kept: list[tuple[Frame, float]] = []
-    dropped: dict[str, list[Frame]] = {}
+    frames: list[Frame] = []
+    heights_mm: list[float] = []
+    copies: list[Frame] = []
+    later: list[Frame] = []
     for frame, height_mm in zip(stack.frames, stack.heights_mm.tolist(), strict=True):
-        if not kept or height_mm - kept[-1][1] > SAME_POSITION_MM:
-            kept.append((frame, height_mm))
+        if not heights_mm or height_mm - heights_mm[-1] > SAME_POSITION_MM:
+            frames.append(frame)
+            heights_mm.append(height_mm)
             continue
-        other = kept[-1][0]
-        is_beside = (
-            np.abs(np.subtract(frame.position_xyz_mm, other.position_xyz_mm)).max()
-            > SAME_POSITION_MM
-        )
-        why = "duplicate slices were dropped: "
-        if is_beside or not np.array_equal(read_hu(frame), read_hu(other)):
-            why = "two acquisitions have a slice at the same position; the earlier one was kept, dropped: "
-            number, other_number = (
-                frame.phases[0],
-                other.phases[0],
-            )  # acquisitions, the first of PHASES
-            require(
-                number != other_number,
-                f"{path}: expected one slice at each position, but {other} and {frame} share a position and differ; remove one of "
-                "them.",
+        previous = frames[-1]
+        if _is_copy(frame, previous):
+            copies.append(frame)
+            continue
+        acquisition, previous_acquisition = frame.phases[0], previous.phases[0]
+        if acquisition == previous_acquisition:
+            raise UserError(
+                f"{path}: expected one slice at each position, but {previous} and {frame} share a "
+                "position and differ; remove one of them."
             )
-            if natural(number)[0] < natural(other_number)[0]:
-                kept[-1], frame = (frame, height_mm), other
-        dropped.setdefault(why, []).append(frame)
-    frames, heights_mm = zip(*kept, strict=True)
-    return (
-        frames,
-        np.array(heights_mm),
-        [why + first_few(dropped[why], 1) for why in sorted(dropped)],
-    )
+        if natural(acquisition)[0] < natural(previous_acquisition)[0]:
+            frames[-1], heights_mm[-1] = frame, height_mm
+            frame = previous
+        later.append(frame)
+    warnings = []
+    if copies:
+        warnings.append(f"duplicate slices were dropped: {first_few(copies, 1)}")
+    if later:
+        warnings.append(
+            "two acquisitions have a slice at the same position; the earlier one was kept, "
+            f"dropped: {first_few(later, 1)}"
+        )
+    return tuple(frames), np.array(heights_mm), warnings
+
+
+def _is_copy(frame: Frame, previous: Frame) -> bool:
+    """Whether two slices at one height have the same position and values."""
+    offset_mm = np.subtract(frame.position_xyz_mm, previous.position_xyz_mm)
+    if np.abs(offset_mm).max() > SAME_POSITION_MM:
+        return False
+    return np.array_equal(read_hu(frame), read_hu(previous))
 
 
 def _even(
@@ -234,27 +272,28 @@ def _even(
         For each plane the frame below and the weight of the next frame; the distance of the planes
         in mm; warnings.
     """
-    length_mm, num_frames = float(heights_mm[-1] - heights_mm[0]), len(frames)
+    length_mm = float(heights_mm[-1] - heights_mm[0])
+    num_frames = len(frames)
     step_mm = length_mm / (num_frames - 1)
-    if (
-        np.abs(heights_mm - heights_mm[0] - np.arange(num_frames) * step_mm).max()
-        <= JITTER_TOLERANCE_MM
-    ):
+    even_mm = np.arange(num_frames) * step_mm
+    if np.abs(heights_mm - heights_mm[0] - even_mm).max() <= JITTER_TOLERANCE_MM:
         return [(index, 0.0) for index in range(num_frames)], step_mm, []
     gaps_mm = np.diff(heights_mm)
+    # An even number of gaps has two medians; the lower one is a gap that occurs.
     usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
     num_steps = round(length_mm / usual_mm)
     num_missing = num_steps + 1 - num_frames
     is_too_near = gaps_mm.min() < 0.5 * usual_mm
     worst = int(gaps_mm.argmin() if is_too_near else gaps_mm.argmax())
-    require(
-        not is_too_near
-        and gaps_mm[worst] <= MAX_GAP_MM + JITTER_TOLERANCE_MM
-        and 0 <= num_missing <= max(1, MAX_FILLED_SHARE * num_frames),
-        f"{path}: expected evenly spaced slices, but {frames[worst]} and {frames[worst + 1]} are {gaps_mm[worst]:.3f} mm apart "
-        f"where {usual_mm:.3f} mm are usual ({max(num_missing, 0)} of {num_steps + 1} slices missing); gaps are filled up to "
-        f"{MAX_GAP_MM:g} mm and {MAX_FILLED_SHARE:.0%} of the slices: export the series again.",
-    )
+    is_too_far = gaps_mm[worst] > MAX_GAP_MM + JITTER_TOLERANCE_MM
+    can_fill = 0 <= num_missing <= max(1, MAX_FILLED_SHARE * num_frames)
+    if is_too_near or is_too_far or not can_fill:
+        raise UserError(
+            f"{path}: expected evenly spaced slices, but {frames[worst]} and {frames[worst + 1]} "
+            f"are {gaps_mm[worst]:.3f} mm apart where {usual_mm:.3f} mm are usual "
+            f"({max(num_missing, 0)} of {num_steps + 1} slices missing); gaps are filled up to "
+            f"{MAX_GAP_MM:g} mm and {MAX_FILLED_SHARE:.0%} of the slices: export the series again."
+        )
     step_mm = length_mm / num_steps
     planes_mm = heights_mm[0] + np.arange(num_steps + 1) * step_mm
     nearest = np.abs(heights_mm - planes_mm[:, None]).argmin(axis=1)
@@ -262,21 +301,19 @@ def _even(
     # The first and the last plane are slices: clipping changes none that is interpolated.
     below = (np.searchsorted(heights_mm, planes_mm) - 1).clip(0, num_frames - 2)
     weights = np.where(is_slice, 0.0, (planes_mm - heights_mm[below]) / gaps_mm[below])
+    indices = np.where(is_slice, nearest, below)
+    planes = list(zip(indices.tolist(), weights.tolist(), strict=True))
     num_filled = int(np.count_nonzero(weights))
     warning = (
-        f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of {num_steps + 1} were interpolated "
-        f"linearly onto an even grid of {step_mm:.2f} mm"
+        f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of "
+        f"{num_steps + 1} were interpolated linearly onto an even grid of {step_mm:.2f} mm"
     )
     if num_filled == num_missing:
         warning = (
-            f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} and {frames[worst + 1]}; they were "
-            "interpolated linearly"
+            f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} "
+            f"and {frames[worst + 1]}; they were interpolated linearly"
         )
-    return (
-        list(zip(np.where(is_slice, nearest, below).tolist(), weights.tolist(), strict=True)),
-        step_mm,
-        [warning],
-    )
+    return planes, step_mm, [warning]
 
 
 def _straight(
@@ -288,25 +325,25 @@ def _straight(
         The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the
         slant (y, x) of such a stack in mm per mm, else 0; warnings.
     """
-    shifts_mm = (
-        np.subtract([frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm)
-        @ frames[0].axes[::-1].T
+    offsets_xyz_mm = np.subtract(
+        [frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm
     )
+    shifts_mm = offsets_xyz_mm @ frames[0].axes[::-1].T
     rise_mm = heights_mm - heights_mm[0]
+    # The line through the first slice that fits the others best, by least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
     if np.linalg.norm(slant) <= DIRECTION_TOLERANCE and is_line:
         return np.zeros_like(shifts_mm), slant, []
     tilt_deg = math.degrees(math.atan(np.linalg.norm(slant)))
-    require(
-        tilt_deg <= MAX_TILT_DEG,
-        f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° away from it; such a stack is no CT of a "
-        "tilted gantry (30° at most).",
-    )
-    beside = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
-    found = f"the gantry was tilted by {tilt_deg:.1f}°: the slices" if is_line else beside
-    return (
-        shifts_mm,
-        np.zeros(2),
-        [f"{found} were resampled to a rectangular grid; results are on that grid"],
-    )
+    if tilt_deg > MAX_TILT_DEG:
+        raise UserError(
+            f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° "
+            "away from it; such a stack is no CT of a tilted gantry (30° at most)."
+        )
+    if is_line:
+        cause = f"the gantry was tilted by {tilt_deg:.1f}°: the slices"
+    else:
+        cause = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
+    warning = f"{cause} were resampled to a rectangular grid; results are on that grid"
+    return shifts_mm, np.zeros(2), [warning]

@@ -14,7 +14,7 @@ from pydicom.sr.codedict import codes
 from pydicom.uid import RLELossless, generate_uid
 
 from medseg import __version__
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import labels_on_slices, source_headers, stored_name
@@ -52,11 +52,12 @@ def write_segmentation(
     headers = source_headers(slices)
     numbers = labels_on_slices(labels, slices, structures)
     is_multi_frame = "PerFrameFunctionalGroupsSequence" in headers[0]
-    require(
-        not is_multi_frame or len(headers) == 1,
-        f"{slices.path}: expected a series in one multi-frame file or in files of one slice each, but it has {len(headers)} multi-frame "
-        "files, which a DICOM SEG cannot refer to as one; save the labels in another format.",
-    )
+    if is_multi_frame and len(headers) > 1:
+        raise UserError(
+            f"{slices.path}: expected a series in one multi-frame file or in files of one slice "
+            f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
+            "as one; save the labels in another format."
+        )
     positions = None
     if is_multi_frame:
         _share_geometry(headers[0], slices.grid.spacing_mm[0])
@@ -73,7 +74,7 @@ def write_segmentation(
             headers,
             numbers,
             kind.upper(),
-            [_describe(number, one) for number, one in enumerate(structures, start=1)],
+            [_describe(number, structure) for number, structure in enumerate(structures, start=1)],
             series_instance_uid=generate_uid(),
             series_number=9001,
             sop_instance_uid=generate_uid(),
@@ -87,14 +88,8 @@ def write_segmentation(
             plane_positions=positions,
             omit_empty_frames=not keep_empty_frames,
         )
-        own = {frame.index + 1 for frame in slices.frames}
-        for group in segmentation.PerFrameFunctionalGroupsSequence if is_multi_frame else ():
-            # highdicom refers to all frames at the position, those of other phases too.
-            for derivation in group.DerivationImageSequence:
-                images = derivation.SourceImageSequence
-                derivation.SourceImageSequence = [
-                    image for image in images if image.ReferencedFrameNumber in own
-                ]
+        if is_multi_frame:
+            _drop_other_frames(segmentation, slices)
         if kind == "labelmap":
             # Not by highdicom: it would take the encoder of GDCM where that is installed, which
             # ends the process on odd widths.
@@ -105,8 +100,23 @@ def write_segmentation(
             segmentation.save_as(part)
 
 
+def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None:
+    """Keep only references to frames of the series: highdicom refers to other phases too."""
+    frame_numbers = {frame.index + 1 for frame in slices.frames}
+    for group in segmentation.PerFrameFunctionalGroupsSequence:
+        for derivation in group.DerivationImageSequence:
+            derivation.SourceImageSequence = [
+                image
+                for image in derivation.SourceImageSequence
+                if image.ReferencedFrameNumber in frame_numbers
+            ]
+
+
 def _share_geometry(header: Dataset, step_mm: float) -> None:
-    """Copy orientation and spacing of the first frame to the group of all frames, where highdicom looks for them."""
+    """Copy orientation and spacing of the first frame to the group of all frames.
+
+    highdicom looks for them there.
+    """
     first = header.PerFrameFunctionalGroupsSequence[0]
     if not header.get("SharedFunctionalGroupsSequence"):
         header.SharedFunctionalGroupsSequence = [Dataset()]
@@ -118,22 +128,26 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 
 
 def _describe(number: int, structure: Structure) -> SegmentDescription:
-    """Describe a segment. A label without a SNOMED code gets a private one, which consists of its name."""
+    """Describe a segment.
+
+    A label without a SNOMED code gets a private one, which consists of its name.
+    """
     name = stored_name(structure.name)
-    code = (
-        (structure.code[0], "SCT", structure.code[1])
-        if structure.code
-        else (name[:16], "99MEDSEG", name)
-    )
-    kind = CodedConcept(*code)
+    if structure.code:
+        category = codes.SCT.AnatomicalStructure
+        kind = CodedConcept(structure.code[0], "SCT", structure.code[1])
+    else:
+        category = codes.SCT.Tissue
+        kind = CodedConcept(name[:16], "99MEDSEG", name)  # a code has 16 characters at most
     for side in structure.code[2:]:
         kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
+    colour = CIELabColor.from_string(structure.colour) if structure.colour else None
     return SegmentDescription(
         number,
         name,
-        codes.SCT.AnatomicalStructure if structure.code else codes.SCT.Tissue,
+        category,
         kind,
         "AUTOMATIC",
         AlgorithmIdentificationSequence("medseg", codes.DCM.ArtificialIntelligence, __version__),
-        display_color=CIELabColor.from_string(structure.colour) if structure.colour else None,
+        display_color=colour,
     )

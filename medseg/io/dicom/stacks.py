@@ -1,18 +1,22 @@
-"""Choice of one stack of parallel slices among the files of a folder: series, acquisitions and phases, files that cannot be read."""
+"""Choice of one stack of parallel slices among the files of a folder.
+
+A folder may hold several series, a series several acquisitions or phases, and some files cannot be
+read.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
-from medseg.io.dicom.choice import parse_series
+from medseg.io.dicom.choice import SeriesChoice, parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
 from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
 from medseg.io.volume import shown
@@ -54,6 +58,27 @@ class Stack:
     frames: tuple[Frame, ...]
     heights_mm: np.ndarray
 
+    @property
+    def series(self) -> Series:
+        """The series of its slices."""
+        return self.frames[0].series
+
+
+class Contents(NamedTuple):
+    """What some files hold.
+
+    Attributes:
+        images: Everything that was read, in the order of the files.
+        stacks: The stacks among it, sorted by series.
+        left_out: Readable objects that belong to no stack.
+        unreadable: Files that may hold slices and cannot be read.
+    """
+
+    images: list[Frame | NoSlice]
+    stacks: list[Stack]
+    left_out: list[NoSlice]
+    unreadable: list[NoSlice]
+
 
 def normal_of(frame: Frame) -> np.ndarray:
     """Compute the LPS unit vector across a slice, right-handed with its row and column."""
@@ -88,8 +113,8 @@ def num_positions(heights_mm: np.ndarray) -> int:
     return 1 + int((np.diff(heights_mm) > SAME_POSITION_MM).sum())
 
 
-def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
-    """Divide parallel slices that fill the same space more than once: acquisitions, time points, kernels.
+def _by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+    """Divide parallel slices that fill the same space more than once, by `PHASES` from `key` on.
 
     Values that follow each other along the normal (the rotations of one scan) are one stack, also
     where they share a slice.
@@ -97,77 +122,103 @@ def _by_phase(frames: Sequence[Frame], first_key: int = 0) -> list[tuple[str, Se
     Returns:
         Pairs (what distinguishes the stack, its slices).
     """
-    for key in range(first_key, len(PHASES)):
-        groups = group_by(frames, lambda frame, key=key: frame.phases[key])  # type: ignore[misc]
-        # A value of its own for nearly every slice, such as a time, distinguishes slices, not
-        # volumes.
-        if 1 < len(groups) <= len(frames) // 2 and _overlap(list(groups.values())):
-            return [
-                (
-                    ", ".join(
-                        filter(None, (f"{PHASES[key][0]} {plain(value) or 'unknown'}", rest))
-                    ),
-                    part,
-                )
-                for value in sorted(groups, key=natural)
-                for rest, part in _by_phase(groups[value], key + 1)
-            ]
-    return [("", frames)]
+    if key == len(PHASES):
+        return [("", frames)]
+    groups = group_by(frames, lambda frame: frame.phases[key])
+    # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+    may_be_volumes = 1 < len(groups) <= len(frames) // 2
+    if not may_be_volumes or not _overlap(list(groups.values())):
+        return _by_phase(frames, key + 1)
+    stacks: list[tuple[str, Sequence[Frame]]] = []
+    for value in sorted(groups, key=natural):
+        name = f"{PHASES[key][0]} {plain(value) or 'unknown'}"
+        for rest, part in _by_phase(groups[value], key + 1):
+            phase = f"{name}, {rest}" if rest else name
+            stacks.append((phase, part))
+    return stacks
 
 
 def _overlap(groups: list[list[Frame]]) -> bool:
     """Whether two groups of parallel slices share more than one position along the normal."""
-    heights_mm = [heights_of(group, normal_of(groups[0][0])) for group in groups]
+    normal = normal_of(groups[0][0])
+    heights_mm = [heights_of(group, normal) for group in groups]
     steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
     steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
+    # The median: a gap between the groups must not count as their step.
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
-    starts_mm, stops_mm = np.array(
-        sorted((heights.min(), heights.max()) for heights in heights_mm)
-    ).T
-    return bool((np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:] > 0.5 * step_mm).any())
+    ranges_mm = sorted((heights.min(), heights.max()) for heights in heights_mm)
+    starts_mm, stops_mm = np.array(ranges_mm).T
+    # Groups that share one slice overlap by 0 mm; those that share two, by a step.
+    overlaps_mm = np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:]
+    return bool((overlaps_mm > 0.5 * step_mm).any())
 
 
 def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
-    """Divide the slices of one series into stacks, and list the slices that have no parallel slice at another position."""
-    found: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
-    alone: list[NoSlice] = []
+    """Divide the slices of one series into stacks.
+
+    Returns:
+        The stacks, and the slices that have no parallel slice at another position.
+    """
+    # Each slice goes to the first one that it is parallel to.
     planes = group_by(
         frames, lambda frame: next(first for first in frames if _is_parallel(frame, first))
     )
-    for phase, part in [stack for plane in planes.values() for stack in _by_phase(plane)]:
-        heights_mm = heights_of(part, normal_of(part[0]))
-        keys = [
-            (round(height_mm / SAME_POSITION_MM), frame.path, frame.index)
-            for height_mm, frame in zip(heights_mm, part, strict=True)
-        ]
-        order = sorted(range(len(part)), key=keys.__getitem__)
-        if num_positions(heights_mm[order]) > 1:
-            found.append((phase, tuple(part[index] for index in order), heights_mm[order]))
-        else:
-            alone += [
-                NoSlice(frame.path, frame.series, "single slice without neighbours", is_image=True)
-                for frame in part
-            ]
-    return [
-        Stack(number * (len(found) > 1), *stack) for number, stack in enumerate(found, start=1)
-    ], alone
+    parts: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
+    alone: list[Frame] = []
+    for plane in planes.values():
+        for phase, part in _by_phase(plane):
+            slices, heights_mm = _sorted_along_normal(part)
+            if num_positions(heights_mm) > 1:
+                parts.append((phase, slices, heights_mm))
+            else:
+                alone += part
+    has_parts = len(parts) > 1
+    stacks = [
+        Stack(number if has_parts else 0, *part) for number, part in enumerate(parts, start=1)
+    ]
+    reason = "single slice without neighbours"
+    left_out = [NoSlice(frame.path, frame.series, reason, is_image=True) for frame in alone]
+    return stacks, left_out
+
+
+def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np.ndarray]:
+    """Sort parallel slices by position, those of one position by file and frame.
+
+    Returns:
+        The slices, and their positions along the normal in mm.
+    """
+    heights_mm = heights_of(frames, normal_of(frames[0]))
+    # Rounded, so that noise does not decide between slices of one position.
+    steps = [round(height_mm / SAME_POSITION_MM) for height_mm in heights_mm]
+    order = sorted(
+        range(len(frames)),
+        key=lambda index: (steps[index], frames[index].path, frames[index].index),
+    )
+    return tuple(frames[index] for index in order), heights_mm[order]
 
 
 def _name_pattern(path: Path) -> str:
-    """Reduce a name to what names of slices share: a suffix of DICOM, else all but their numbers, which may have letters for digits.
+    """Reduce a name to what the names of slices share.
+
+    That is a suffix of DICOM, else all but their numbers, which may have letters for digits.
 
     Example:
-        >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z")), _name_pattern(Path("1.dcm"))
-        ('im.#', 'im.#', '.dcm')
+        >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z"))
+        ('im.#', 'im.#')
+        >>> _name_pattern(Path("1.dcm"))
+        '.dcm'
     """
     name = path.name.lower()
-    return next(filter(name.endswith, DICOM_SUFFIXES), "") or re.sub(
-        r"[0-9a-f]*[0-9][0-9a-z]*", "#", name
-    )
+    for suffix in DICOM_SUFFIXES:
+        if name.endswith(suffix):
+            return suffix
+    return re.sub(r"[0-9a-f]*[0-9][0-9a-z]*", "#", name)
 
 
 def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
-    """Find files that are named like slices beside them and are no DICOM, such as copies that never got a byte.
+    """Find files that are named like slices beside them and are no DICOM.
+
+    Such are copies that never got a byte.
 
     Args:
         files: All DICOM files of the folders of the slices.
@@ -176,10 +227,9 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
         patterns = set(map(_name_pattern, neighbours))
         for entry in sorted(folder.iterdir()):
-            is_alike = (
-                _name_pattern(entry) in patterns and entry not in files and entry.name[0] != "."
-            )
-            if is_alike and not entry.is_dir():
+            if entry in files or entry.name.startswith(".") or entry.is_dir():
+                continue
+            if _name_pattern(entry) in patterns:
                 yield entry
 
 
@@ -196,21 +246,63 @@ def _refused_copy(path: Path) -> NoSlice:
 def _read_images(
     path: Path, modality: str, files: Sequence[Path], *, is_deep: bool
 ) -> list[Frame | NoSlice]:
-    """Read the headers of the given files, or of all DICOM files at a path, and find broken ones beside them."""
+    """Read the headers of some files, or of all DICOM files at a path.
+
+    Files without DICOM are unreadable: all such among `files`, else those named like slices.
+    """
     if files:
         dicom = [file for file in files if is_dicom_file(file)]
+    else:
+        folder = path.parent if path.is_file() else path
+        dicom = list(dicom_files(folder, is_deep=is_deep))
+    images: list[Frame | NoSlice] = []
+    for file in dicom:
+        images += read_frames(file, modality)
+    if files:
         broken = set(files) - set(dicom)
     else:
-        dicom = list(dicom_files(path.parent if path.is_file() else path, is_deep=is_deep))
-    images = [image for file in dicom for image in read_frames(file, modality)]
-    if not files:
         slices = {image.path for image in images if isinstance(image, Frame)}
         broken = set(broken_copies(set(dicom), slices))
     return [*images, *map(_refused_copy, sorted(broken))]
 
 
+def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
+    """Keep the images of the chosen patient or study.
+
+    All stay where that would leave no slice: the refusal then lists what there is.
+    """
+    # A file whose series cannot be read may belong to any study.
+    in_scope = [
+        image for image in images if choice.is_scope_of(image.series) or not image.series.uid
+    ]
+    has_slices = any(isinstance(image, Frame) for image in in_scope)
+    return in_scope if has_slices else images
+
+
+def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
+    """Build the stacks of images, and tell apart what is left."""
+    frames: list[Frame] = []
+    left_out: list[NoSlice] = []
+    unreadable: list[NoSlice] = []
+    for image in images:
+        if isinstance(image, Frame):
+            frames.append(image)
+        elif image.is_unreadable:
+            unreadable.append(image)
+        else:
+            left_out.append(image)
+    stacks: list[Stack] = []
+    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
+        series_stacks, alone = find_stacks(same_series)
+        stacks += series_stacks
+        left_out += alone
+    # Messages list the stacks in this order.
+    stacks.sort(key=lambda stack: (natural(stack.series.number), stack.series.uid, stack.part))
+    return Contents(images, stacks, left_out, unreadable)
+
+
 def choose_stack(
-    path: Path, wanted: str | None, modality: str, files: Sequence[Path] = ()
+    path: Path, series: str | None, modality: str, files: Sequence[Path] = ()
 ) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
@@ -220,7 +312,7 @@ def choose_stack(
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
-        wanted: Series Instance UID or Series Number, with `/<part>` for a part of a series; before
+        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; before
             it `<scope>:` for the series of one patient or study, see `Series.is_in`; None for the
             only one.
         modality: Modality of the series, as DICOM names it; "" takes any.
@@ -234,89 +326,138 @@ def choose_stack(
         UserError: If there is none, or more than one, or a file of it cannot be read.
     """
     is_folder = path.is_dir() or is_dicomdir(path)
-    images = _read_images(path, modality, files, is_deep=is_folder)
-    choice = parse_series(wanted)
-    # A file whose series cannot be read may belong to any study.
-    in_scope = [
-        image for image in images if choice.is_scope_of(image.series) or not image.series.uid
-    ]
-    # Otherwise the refusal lists what there is.
-    if any(isinstance(image, Frame) for image in in_scope):
-        images = in_scope
-    is_named = bool(choice.name)
     only_file = None if is_folder else path
+    choice = parse_series(series)
     kind = f"{modality or 'scan'} series"
-    stacks: list[Stack] = []
-    left_out = [image for image in images if isinstance(image, NoSlice) and not image.is_unreadable]
-    unreadable = [image for image in images if isinstance(image, NoSlice) and image.is_unreadable]
-    frames = [image for image in images if isinstance(image, Frame)]
-    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
-        its_stacks, alone = find_stacks(same_series)
-        stacks += its_stacks
-        left_out += alone
-    stacks.sort(
-        key=lambda stack: (
-            natural(stack.frames[0].series.number),
-            stack.frames[0].series.uid,
-            stack.part,
+    images = _read_images(path, modality, files, is_deep=is_folder)
+    contents = _sort_contents(_in_scope(images, choice))
+    candidates = _stacks_with(contents.stacks, only_file)
+    chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
+    if len(chosen) > 1:
+        raise UserError(
+            f"{path}: expected one {kind}, but it holds {len(chosen)}: "
+            f"{_list(chosen, contents.stacks)}; choose one with series=, or in the "
+            "column series of a case table."
         )
-    )
-    in_file = [
-        stack
-        for stack in stacks
-        if only_file is None or any(frame.path == only_file for frame in stack.frames)
-    ]
-    chosen = [
-        stack for stack in in_file if choice.is_meant(stack.frames[0].series, stack.part or 1)
-    ]
-    require(
-        len(chosen) <= 1,
-        f"{path}: expected one {kind}, but it holds {len(chosen)}: {_list(chosen, stacks)}; choose one with series=, or in the "
-        "column series of a case table.",
-    )
-    uids = {stack.frames[0].series.uid for stack in chosen} or {
+    if chosen:
+        uids = {chosen[0].series.uid}
+    else:
+        # Files that cannot be read may be why there is none, and are refused first: those of the
+        # named series or, without any stack, all.
+        uids = _uids_of(contents.images, choice if candidates else parse_series(None), only_file)
+    _refuse_unreadable(contents, uids)
+    # Nothing selects a series: all that the folder holds is of interest.
+    is_any = not choice.name and only_file is None
+    left_out = [image for image in contents.left_out if is_any or image.series.uid in uids]
+    if not candidates:
+        raise UserError(_no_stack(path, kind, left_out))
+    if not chosen:
+        raise UserError(_no_such_series(path, choice, candidates, contents.stacks))
+    _check_patient(path, chosen[0])
+    findings = _left_out_findings(left_out, uids)
+    if is_any:
+        findings += _unreadable_findings(contents.unreadable)
+    return chosen[0], findings
+
+
+def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
+    """Keep the stacks that have a slice in a file; None keeps all."""
+    if file is None:
+        return stacks
+    return [stack for stack in stacks if any(frame.path == file for frame in stack.frames)]
+
+
+def _uids_of(
+    images: Sequence[Frame | NoSlice], choice: SeriesChoice, file: Path | None
+) -> set[str]:
+    """List the series of a choice to which images belong, of one file or, with None, of all."""
+    return {
         image.series.uid
         for image in images
-        if only_file in (None, image.path) and (not in_file or choice.is_meant(image.series))
+        if file in (None, image.path) and choice.is_meant(image.series)
     }
-    in_folder = group_by(images, lambda image: image.path.parent)
+
+
+def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> str:
+    """Write the refusal of a path without a stack, with what was found instead."""
+    return (
+        f"{path}: expected a {kind} of at least two slices, but found only "
+        f"{_count_reasons(left_out) or 'no image'}; give the folder of a {kind}."
+    )
+
+
+def _no_such_series(
+    path: Path, choice: SeriesChoice, candidates: Sequence[Stack], all_stacks: Sequence[Stack]
+) -> str:
+    """Write the refusal of a value of `series=` that names none of the candidates."""
+    name = choice.name
+    if not choice.is_scope_of(candidates[0].series):
+        name = choice.within(choice.scope)
+    return (
+        f"{path}: there is no series={plain(name)} among "
+        f"{_list(candidates, all_stacks)}; give one of them."
+    )
+
+
+def _refuse_unreadable(contents: Contents, uids: set[str]) -> None:
+    """Refuse files that cannot be read and may belong to one of these series.
+
+    Raises:
+        UserError: With the first of them.
+    """
+    in_folder = group_by(contents.images, lambda image: image.path.parent)
     broken = [
-        image for image in unreadable if _may_belong(image, uids, in_folder[image.path.parent])
+        image
+        for image in contents.unreadable
+        if _may_belong(image, uids, in_folder[image.path.parent])
     ]
     if broken:
-        raise UserError(f"{first_few([image.path for image in broken], 1)}: {broken[0].reason}")
-    is_any = not is_named and only_file is None
-    listed = [image for image in left_out if is_any or image.series.uid in uids]
-    summary = _count_reasons(listed)
-    require(
-        bool(in_file),
-        f"{path}: expected a {kind} of at least two slices, but found only {summary or 'no image'}; give the folder of a {kind}.",
-    )
-    missing = choice.name if choice.is_scope_of(in_file[0].frames[0].series) else str(wanted)
-    require(
-        bool(chosen),
-        f"{path}: there is no series={plain(missing)} among {_list(in_file, stacks)}; give one of them.",
-    )
-    num_patients = len({frame.series.patient for frame in chosen[0].frames} - {""})
-    require(
-        num_patients <= 1,
-        f"{path}: expected a series of one patient, but its slices carry {num_patients} different Patient IDs; put the files of each patient "
-        "into a folder of their own.",
-    )
-    # A slice of the chosen series may be missed; a topogram, a report or another series is not.
-    parts = [image for image in listed if image.is_image and image.series.uid in uids]
-    others = [image for image in listed if image not in parts]
-    findings = [
-        *information_of("left_out", _left_out(others)),
-        *warnings_of("reading", _left_out(parts)),
-    ]
-    for series, lost in group_by(unreadable if is_any else [], lambda image: image.series).items():
-        names = first_few([f"'{image.path.name}'" for image in lost], 1)
-        why = lost[0].reason.rstrip(".")
-        findings += warnings_of(
-            "reading", [f"{series} was left out, since it cannot be read: {names}: {why}"]
+        paths = first_few([image.path for image in broken], 1)
+        raise UserError(f"{paths}: {broken[0].reason}")
+
+
+def _check_patient(path: Path, stack: Stack) -> None:
+    """Refuse a stack that mixes the slices of several patients.
+
+    Raises:
+        UserError: With their number.
+    """
+    # Slices without a Patient ID may be those of the only patient.
+    num_patients = len({frame.series.patient for frame in stack.frames} - {""})
+    if num_patients > 1:
+        raise UserError(
+            f"{path}: expected a series of one patient, but its slices carry {num_patients} "
+            "different Patient IDs; put the files of each patient into a folder of their own."
         )
-    return chosen[0], findings
+
+
+def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:
+    """Tell what is left out: a warning where it may be a part of one of these series."""
+    # A slice of the chosen series may be missed; a topogram, a report or another series is not.
+    lost_slices: list[NoSlice] = []
+    unrelated: list[NoSlice] = []
+    for image in left_out:
+        if image.is_image and image.series.uid in uids:
+            lost_slices.append(image)
+        else:
+            unrelated.append(image)
+    sentence = "left out, because they are not slices of the scan: "
+    findings: list[Finding] = []
+    if unrelated:
+        findings += information_of("left_out", [sentence + _count_reasons(unrelated)])
+    if lost_slices:
+        findings += warnings_of("reading", [sentence + _count_reasons(lost_slices)])
+    return findings
+
+
+def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
+    """Warn of each series that is left out because its files cannot be read."""
+    sentences = []
+    for series, images in group_by(unreadable, lambda image: image.series).items():
+        names = first_few([f"'{image.path.name}'" for image in images], 1)
+        reason = images[0].reason.rstrip(".")
+        sentences.append(f"{series} was left out, since it cannot be read: {names}: {reason}")
+    return warnings_of("reading", sentences)
 
 
 def _count_reasons(images: Iterable[NoSlice]) -> str:
@@ -324,15 +465,6 @@ def _count_reasons(images: Iterable[NoSlice]) -> str:
     counts = Counter((str(image.series), image.reason) for image in images)
     return first_few(
         [f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED
-    )
-
-
-def _left_out(images: Sequence[NoSlice]) -> list[str]:
-    """Say in one sentence what is left out, if anything is."""
-    return (
-        [f"left out, because they are not slices of the scan: {_count_reasons(images)}"]
-        if images
-        else []
     )
 
 
@@ -349,51 +481,65 @@ def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoS
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
-    """List stacks by the value that `series=` takes, and what distinguishes them.
+    """List stacks by the value that `series=` takes, and what distinguishes them."""
+    all_series = list({stack.series.uid: stack.series for stack in all_stacks}.values())
+    return first_few([_describe(stack, all_series) for stack in stacks], MAX_LISTED, "; ")
+
+
+def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
+    """Write the value of `series=` that names a stack, and what distinguishes it.
 
     That is patient and date, where the folder holds several studies, the description, the number of
     slices and the spacing (z, y, x).
     """
-    all_series = list(
-        {stack.frames[0].series.uid: stack.frames[0].series for stack in all_stacks}.values()
-    )
-    has_studies = len({series.scope for series in all_series}) > 1
-    names = []
-    for stack in stacks:
-        first, series = stack.frames[0], stack.frames[0].series
-        key = plain(_shortest_name(series, all_series)) + (f"/{stack.part}" if stack.part else "")
-        about = [
-            f"patient {plain(series.patient or 'unknown')}" if has_studies else "",
-            plain(written_date(series.date)) if has_studies else "",
-            # The number stands in the key where it is enough.
-            f"series {plain(series.number)}" if has_studies and series.number else "",
-            shown(series.description) if series.description else "",
-            stack.phase,
-        ]
-        words = ", ".join(filter(None, about))
-        step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
-        spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *first.spacing_mm))
-        size = f"({len(stack.frames)} slices, {spacing} mm)"
-        names.append(" ".join(filter(None, (f"series={key}", words, size))))
-    return first_few(names, MAX_LISTED, "; ")
+    series = stack.series
+    key = plain(_shortest_name(series, all_series))
+    if stack.part:
+        key += f"/{stack.part}"
+    words = [f"series={key}"]
+    properties = []
+    if len({candidate.scope for candidate in all_series}) > 1:
+        properties.append(f"patient {plain(series.patient or 'unknown')}")
+        properties.append(plain(written_date(series.date)))
+        # In one study the key holds the number.
+        if series.number:
+            properties.append(f"series {plain(series.number)}")
+    if series.description:
+        properties.append(shown(series.description))
+    properties.append(stack.phase)
+    properties = [text for text in properties if text]
+    if properties:
+        words.append(", ".join(properties))
+    step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
+    spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *stack.frames[0].spacing_mm))
+    words.append(f"({len(stack.frames)} slices, {spacing} mm)")
+    return " ".join(words)
 
 
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
-    """Choose the shortest value of `series=` that names one series alone: its number, with patient and date, or its UID."""
-    is_typable = re.fullmatch(r"[\w.-]+", series.patient) is not None
-    scopes = ["", series.patient, f"{series.patient}:{series.date}" if series.date else ""]
-    for scope in scopes if series.number else []:
-        same = [
-            other
-            for other in all_series
-            if other.number == series.number and (not scope or other.is_in(scope))
-        ]
-        if len(same) == 1 and (not scope or is_typable):
-            return f"{scope}:{series.number}" if scope else series.number
+    """Choose the shortest value of `series=` that names one series alone.
+
+    That is its number, else the number with patient and perhaps date, else its UID.
+    """
+    if not series.number:
+        return series.uid
+    same_number = [candidate for candidate in all_series if candidate.number == series.number]
+    if len(same_number) == 1:
+        return series.number
+    # Other characters in a patient would have to be quoted on the command line.
+    if re.fullmatch(r"[\w.-]+", series.patient) is None:
+        return series.uid
+    scopes = [series.patient]
+    if series.date:
+        scopes.append(f"{series.patient}:{series.date}")
+    for scope in scopes:
+        if sum(candidate.is_in(scope) for candidate in same_number) == 1:
+            return f"{scope}:{series.number}"
     return series.uid
 
 
 def written_date(date: str) -> str:
     """Write a date of DICOM, `20240131`, as `2024-01-31`; other texts stay."""
-    is_date = re.fullmatch(r"[0-9]{8}", date) is not None
-    return f"{date[:4]}-{date[4:6]}-{date[6:]}" if is_date else date
+    if re.fullmatch(r"[0-9]{8}", date) is None:
+        return date
+    return f"{date[:4]}-{date[4:6]}-{date[6:]}"

@@ -19,7 +19,10 @@ from medseg.io.dicom.structures import labels_on_slices, points_of, source_heade
 from medseg.io.label_table import Structure
 
 STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
-"""SOP class by which structure sets refer to a study (Detached Study Management, retired and still expected)."""
+"""SOP class by which structure sets refer to a study.
+
+It is Detached Study Management, which is retired and still expected.
+"""
 
 
 def write_structure_set(
@@ -66,10 +69,8 @@ def write_structure_set(
         dataset.copy_patient_and_study_information(first)
         dataset.OperatorsName = ""
         dataset.StructureSetLabel = "medseg"
-        dataset.StructureSetDate, dataset.StructureSetTime = (
-            dataset.InstanceCreationDate,
-            dataset.InstanceCreationTime,
-        )
+        dataset.StructureSetDate = dataset.InstanceCreationDate
+        dataset.StructureSetTime = dataset.InstanceCreationTime
         dataset.ApprovalStatus = "UNAPPROVED"
         dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
         dataset.PositionReferenceIndicator = first.get("PositionReferenceIndicator", "")
@@ -86,23 +87,24 @@ def write_structure_set(
             _item(
                 ROINumber=number,
                 ReferencedFrameOfReferenceUID=first.FrameOfReferenceUID,
-                ROIName=stored_name(one.name),
+                ROIName=stored_name(structure.name),
                 ROIGenerationAlgorithm="AUTOMATIC",
             )
-            for number, one in enumerate(structures, start=1)
+            for number, structure in enumerate(structures, start=1)
         ]
         dataset.ROIContourSequence = [
-            _contours(number, one, numbers == number, slices.frames, references)
-            for number, one in enumerate(structures, start=1)
+            _contours(number, structure, numbers == number, slices.frames, references)
+            for number, structure in enumerate(structures, start=1)
         ]
         dataset.RTROIObservationsSequence = [
-            _observation(number, one) for number, one in enumerate(structures, start=1)
+            _observation(number, structure) for number, structure in enumerate(structures, start=1)
         ]
         with replace_path(path) as part:
             dataset.save_as(part)
 
 
 def _item(**fields: Any) -> Dataset:
+    """Make an item of a sequence."""
     item = Dataset()
     for keyword, value in fields.items():
         setattr(item, keyword, value)
@@ -133,16 +135,14 @@ def _contours(
     contours = []
     for index in np.flatnonzero(mask.any(axis=(1, 2))).tolist():
         for outline in outlines(mask[index]):
+            points_xyz_mm = points_of(frames[index], outline).round(4)
             contours.append(
                 _item(
                     ContourImageSequence=[references[index]],
                     ContourGeometricType="CLOSED_PLANAR",
                     NumberOfContourPoints=len(outline),
                     # 0.1 µm, in the 16 characters that a decimal of DICOM has.
-                    ContourData=[
-                        f"{value:.10g}"
-                        for value in points_of(frames[index], outline).round(4).ravel()
-                    ],
+                    ContourData=[f"{value:.10g}" for value in points_xyz_mm.ravel()],
                 )
             )
     if contours:

@@ -1,4 +1,7 @@
-"""Labels of a DICOM series: headers that a SEG or RTSTRUCT refers to, and label maps moved between the grid and the slices."""
+"""Labels of a DICOM series.
+
+Headers that a SEG or RTSTRUCT refers to, and label maps moved between the grid and the slices.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -7,7 +10,7 @@ import numpy as np
 from pydicom import FileDataset, config, dcmread
 from pydicom.valuerep import DA, TM
 
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.label_table import Structure
@@ -34,18 +37,24 @@ TYPE_2 = (
     "StudyDate",
     "StudyTime",
 )
-"""Fields of patient and study that must be present and may be empty; removed from many public series."""
+"""Fields of patient and study that must be present and may be empty; public series lack some."""
+
+
+DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
+"""Those of them that must be a date or a time, and their types."""
 
 
 def stored_name(name: str) -> str:
-    """Name of a label in DICOM: cut to the length of the field, without the sign that separates values."""
+    """Name of a label in DICOM: cut to the field, without the sign that separates values."""
     return name.replace("\\", "_")[:MAX_NAME]
 
 
 def labels_on_slices(
     labels: np.ndarray, slices: SourceSlices, structures: Sequence[Structure]
 ) -> np.ndarray:
-    """Move a label map from the grid of a series onto its slices: each pixel takes the nearest voxel of the plane at its slice.
+    """Move a label map from the grid of a series onto its slices.
+
+    Each pixel takes the nearest voxel of the plane at its slice.
 
     Args:
         labels: Label values (D, H, W) on `slices.grid`.
@@ -63,14 +72,13 @@ def labels_on_slices(
         raise ValueError(
             f"the label map {labels.shape} is not on the grid of the series {slices.grid.shape}"
         )
-    numbers = np.zeros(
-        max(int(labels.max()), *(one.value for one in structures)) + 1,
-        np.min_scalar_type(len(structures)),
-    )
-    numbers[[one.value for one in structures]] = np.arange(1, len(structures) + 1)
-    heights = slices.grid.world_to_index_zyx([frame.position_xyz_mm for frame in slices.frames])[
-        :, 0
-    ]
+    # Number of a structure by label value; 0 of labels that are left out.
+    values = [structure.value for structure in structures]
+    num_values = max(int(labels.max()), *values) + 1
+    numbers = np.zeros(num_values, np.min_scalar_type(len(structures)))
+    numbers[values] = np.arange(1, len(structures) + 1)
+    positions_xyz_mm = [frame.position_xyz_mm for frame in slices.frames]
+    heights = slices.grid.world_to_index_zyx(positions_xyz_mm)[:, 0]
     result = np.empty((len(slices.frames), *slices.frames[0].pixels.shape), numbers.dtype)
     for index, plane in enumerate(nearest(heights)):
         y, x = (
@@ -82,7 +90,9 @@ def labels_on_slices(
 
 
 def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
-    """Move labels from the slices of a series onto its grid; a plane between two slices takes those of the nearer one.
+    """Move labels from the slices of a series onto its grid.
+
+    A plane between two slices takes the labels of the nearer one.
 
     Args:
         on_slices: Label values (slices, rows, columns).
@@ -94,27 +104,27 @@ def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
     labels = np.zeros(slices.grid.shape, on_slices.dtype)
     for plane, (below, weight) in enumerate(slices.planes):
         index = below + round(weight)
-        places = [
+        # Pixel (y, x) at each voxel of the plane; a tilted slice covers a part of it.
+        y, x = (
             nearest(np.arange(size) - px)
             for size, px in zip(labels.shape[1:], slices.shifts_px[index], strict=True)
-        ]
-        inside = [
-            (place >= 0) & (place < size)
-            for place, size in zip(places, on_slices.shape[1:], strict=True)
-        ]
-        labels[plane][np.ix_(*inside)] = on_slices[index][
-            np.ix_(places[0][inside[0]], places[1][inside[1]])
-        ]
+        )
+        height, width = on_slices.shape[1:]
+        has_y = (y >= 0) & (y < height)
+        has_x = (x >= 0) & (x < width)
+        labels[plane][np.ix_(has_y, has_x)] = on_slices[index][np.ix_(y[has_y], x[has_x])]
     return labels
 
 
 def nearest(positions: np.ndarray) -> np.ndarray:
-    """Round to whole numbers; a half is rounded up, also where rounding noise lies just below it."""
+    """Round to whole numbers: a half up, also where rounding noise lies just below it."""
     return np.floor(positions + 0.5 + 1e-6).astype(int)
 
 
 def source_headers(slices: SourceSlices) -> list[FileDataset]:
-    """Read the headers that an object about a series refers to, in the order of the slices, one of each file.
+    """Read the headers that an object about a series refers to.
+
+    There is one of each file, in the order of the slices.
 
     Fields of patient and study that are missing, or that the standard forbids, become empty.
 
@@ -126,16 +136,17 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             header = dcmread(path, stop_before_pixels=True, force=True)
             missing = [keyword for keyword in IDENTITY if not header.get(keyword)]
-            require(
-                not missing,
-                f"{path}: expected a series that a DICOM SEG or RTSTRUCT can refer to, but its files have no {' and no '.join(missing)}; "
-                "export the series again, or save the labels in another format.",
-            )
+            if missing:
+                raise UserError(
+                    f"{path}: expected a series that a DICOM SEG or RTSTRUCT can refer to, but its "
+                    f"files have no {' and no '.join(missing)}; "
+                    "export the series again, or save the labels in another format."
+                )
             for keyword in TYPE_2:
                 header.setdefault(keyword, "")
-            for keyword, kind in {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}.items():
+            for keyword, value_type in DATES_AND_TIMES.items():
                 try:
-                    kind(header[keyword].value)
+                    value_type(header[keyword].value)
                 except ValueError:
                     header[keyword].value = ""
             if header.PatientSex not in ("M", "F", "O"):
@@ -145,13 +156,15 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
 
 
 def points_of(frame: Frame, row_column: np.ndarray) -> np.ndarray:
-    """Find the LPS points (N, 3) in mm of positions (N, 2) in the pixels of a slice, (row, column)."""
+    """Find the LPS points (N, 3) in mm of positions (N, 2) on a slice, (row, column) in pixels."""
     steps_mm = frame.axes[::-1] * np.array(frame.spacing_mm)[:, None]
     return np.asarray(frame.position_xyz_mm + row_column @ steps_mm)
 
 
 def pixels_of(frame: Frame, points_xyz_mm: np.ndarray) -> np.ndarray:
-    """Find the positions (N, 2) in the pixels of a slice, (row, column), of LPS points (N, 3) in mm; the inverse of `points_of`."""
-    return np.asarray(
-        (points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T / frame.spacing_mm
-    )
+    """Find the positions (N, 2) on a slice, (row, column) in pixels, of LPS points (N, 3) in mm.
+
+    It is the inverse of `points_of`.
+    """
+    offsets_mm = (points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T
+    return np.asarray(offsets_mm / frame.spacing_mm)

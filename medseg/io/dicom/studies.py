@@ -1,4 +1,4 @@
-"""Studies below folders, by the headers of their files: which patients and examinations there are, wherever the files lie."""
+"""Studies below folders: patients and examinations by the headers of files, wherever these lie."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,9 @@ Position = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Study:
-    """An examination of a patient that has slices of the wanted modality, as far as its files lie below one folder.
+    """An examination of a patient, as far as its files lie below one folder.
+
+    It has slices of the requested modality.
 
     Attributes:
         patient: Patient ID, or "".
@@ -79,13 +81,15 @@ def find_studies(
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
     """
-    wanted = "" if modality == "other" else modality.upper()
-    read = [_read_folder(folder, wanted, on_file) for folder in folders]
+    dicom_modality = "" if modality == "other" else modality.upper()
+    contents = [_read_folder(folder, dicom_modality, on_file) for folder in folders]
+    # The slices of one series may lie below several folders.
     num_slices: Counter[str] = Counter()
-    for folder in read:
-        num_slices.update({uid: len(places) for uid, places in folder.positions.items()})
+    for folder in contents:
+        for uid, positions in folder.positions.items():
+            num_slices[uid] += len(positions)
     volumes = {uid for uid, number in num_slices.items() if number > 1}
-    return [_divide(folder, volumes) for folder in read]
+    return [_divide(folder, volumes) for folder in contents]
 
 
 def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Folder:
@@ -126,23 +130,30 @@ def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
         by_scope.setdefault(series.scope, []).append(series)
     studies = []
     for scope, all_series in by_scope.items():
-        own = [series for series in all_series if series.uid in volumes & folder.positions.keys()]
-        if not own:
+        volume_uids = volumes & folder.positions.keys()
+        volume_series = [series for series in all_series if series.uid in volume_uids]
+        if not volume_series:
             continue
         # Series of an examination may have several dates; the first is its own.
-        first = min(own, key=lambda series: series.date)
-        positions = {series.uid: frozenset(folder.positions[series.uid]) for series in own}
-        files = _files_of(folder, all_series)
+        first = min(volume_series, key=lambda series: series.date)
         studies.append(
             Study(
-                first.patient, first.study, first.date, scope, tuple(all_series), positions, files
+                first.patient,
+                first.study,
+                first.date,
+                scope,
+                series=tuple(all_series),
+                positions={
+                    series.uid: frozenset(folder.positions[series.uid]) for series in volume_series
+                },
+                files=_files_of(folder, all_series),
             )
         )
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 
 def _files_of(folder: _Folder, all_series: Iterable[Series]) -> tuple[Path, ...]:
-    """List the files of series, the files that may belong to them, and broken copies beside their slices."""
+    """List the files of series, those that may belong to them, and broken copies beside them."""
     files: set[Path] = set()
     slices: set[Path] = set()
     for series in all_series:
