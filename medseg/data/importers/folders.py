@@ -285,7 +285,7 @@ def import_pairs(folder: Path) -> DataSet:
         structures, groups = _slicer_groups(segments, account)
     else:
         groups = values_in(cases, notes)
-    channel = channel_of(guess_modality(cases[0].image, notes))
+    channel = channel_of(guess_modality(cases, notes))
     return DataSet(
         PAIRS,
         folder.name,
