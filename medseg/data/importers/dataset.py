@@ -142,7 +142,7 @@ class DataSet:
         )
 
     def state_absence(self) -> "DataSet":
-        """Mark labels of which a case has no structure as absent, in the columns `trust_<label>`."""
+        """Mark labels of which a case has no structure as absent in the columns `trust_<label>`."""
         cases = []
         for case in self.cases:
             trust = dict(case.trust)

@@ -155,7 +155,7 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
 
 
 def _patient(series: ImageSeries, folder: Path) -> str:
-    """Name the patient of a series: by its Patient ID, else by the first folder on the way to it."""
+    """Name the patient of a series by its Patient ID, else by the first folder on the way to it."""
     name = series.patient or next(iter(series.folder.relative_to(folder).parts), folder.name)
     name = re.sub(r"[/\\]", "_", CONTROL_CHARACTERS.sub("_", name))
     return name.lstrip(".") or "patient"
