@@ -28,6 +28,7 @@ from medseg.data.importers.dataset import (
     require_pairs,
 )
 from medseg.data.importers.json_lists import guess_modality, values_in
+from medseg.data.reference import masks_in
 from medseg.errors import UserError
 from medseg.io.inputs import (
     CASE_IMAGES,
@@ -81,7 +82,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         name = case_folder.name
         image = _image_of(case_folder)
         masks_at = case_folder / MASK_FOLDER
-        masks = _masks_in(masks_at)
+        masks = masks_in(masks_at) if masks_at.is_dir() else {}
         if not masks:
             raise UserError(
                 f"{masks_at}: expected masks such as liver.nii.gz, but the folder holds none; "
@@ -169,23 +170,6 @@ def _image_of(folder: Path) -> Path:
         f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; "
         "copy it there."
     )
-
-
-def _masks_in(folder: Path) -> dict[str, Path]:
-    """Find the masks of a case by the names of their structures; none where there is no folder.
-
-    Raises:
-        UserError: If two files have the name of one structure.
-    """
-    masks: dict[str, Path] = {}
-    for path in volume_files(folder) if folder.is_dir() else []:
-        first = masks.setdefault(case_name(path), path)
-        if first != path:
-            raise UserError(
-                f"{folder}: {first.name} and {path.name} are masks of one structure; "
-                "keep one of them."
-            )
-    return masks
 
 
 def import_luna16(folder: Path) -> DataSet:
@@ -308,7 +292,7 @@ def import_pairs(folder: Path) -> DataSet:
     notes: list[str] = []
     structures: Structures | None = None
     if any(path.is_dir() for path in labels.values()):
-        structures = {name: list(_masks_in(path)) for name, path in labels.items()}
+        structures = {name: list(masks_in(path)) for name, path in labels.items()}
         names_of_masks = sorted(map(str, set(itertools.chain.from_iterable(structures.values()))))
         groups = named_groups(names_of_masks, account)
     elif segments := _segments_of(labels):
@@ -385,7 +369,9 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
 
 
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
-    """Read the segments of each case; empty where no file names any, as label maps of other programs.
+    """Read the segments of each case; empty where no file names any.
+
+    Label maps of other programs may have the ending of 3D Slicer, too.
 
     Raises:
         UserError: If some files name their segments and others do not.
