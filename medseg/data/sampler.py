@@ -139,12 +139,14 @@ class StepBatchSampler(Sampler[list[int]]):
         ):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
-                f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, num_steps={num_steps}, "
+                f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
+                f"num_steps={num_steps}, "
                 f"start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
             raise ValueError(
-                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}"
+                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times "
+                f"num_ranks={num_ranks}"
             )
         self.num_steps, self.start_step = num_steps, start_step
         self.batch_size, self.accumulate = batch_size, accumulate

@@ -47,7 +47,8 @@ class Transforms:
         self.affines = [one for one in self.transforms if isinstance(one, Affine)]
         if len(self.affines) > 1:
             raise ValueError(
-                f"the list has {len(self.affines)} transforms Affine, but a sample is resampled only once; keep one of them"
+                f"the list has {len(self.affines)} transforms Affine, but a sample is resampled "
+                "only once; keep one of them"
             )
 
     def draw_window(
@@ -140,7 +141,8 @@ def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) 
     if is_spatial and "mode" in known and "mode" not in given:
         if not added:
             raise ValueError(
-                "mode is missing beside keys; give one for each key, such as keys=[image,label] mode=[bilinear,nearest]"
+                "mode is missing beside keys; give one for each key, such as keys=[image,label] "
+                "mode=[bilinear,nearest]"
             )
         added["mode"] = ["bilinear", "nearest"]
     return added
@@ -169,7 +171,8 @@ def check_transform(
         and set(keys) != {IMAGE, LABEL}
     ):
         raise ValueError(
-            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer fit; got keys={list(keys)}"
+            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer "
+            f"fit; got keys={list(keys)}"
         )
     tried = copy.deepcopy(transform)
     for name in ("prob", "probability"):
@@ -195,15 +198,18 @@ def check_transform(
             ) from error
         if changed.shape != image.shape or target.shape != labels.shape:
             raise ValueError(
-                f"it changes the shape of a sample, here from {PROBE_SHAPE} to {tuple(target.shape)}"
+                f"it changes the shape of a sample, here from {PROBE_SHAPE} to "
+                f"{tuple(target.shape)}"
             )
         if not set(target.unique().tolist()) <= {0, *PROBE_VALUES}:
             raise ValueError(
-                "it interpolates between labels; give mode=nearest for the labels, such as mode=[bilinear,nearest]"
+                "it interpolates between labels; give mode=nearest for the labels, such as "
+                "mode=[bilinear,nearest]"
             )
         if has_sides and _is_mirrored(target, is_coarse=is_coarse):
             raise ValueError(
-                "it mirrors left and right, which the task distinguishes; leave that axis out, or give augment.allow_mirroring=true"
+                "it mirrors left and right, which the task distinguishes; leave that axis out, or "
+                "give augment.allow_mirroring=true"
             )
 
 

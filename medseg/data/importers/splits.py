@@ -93,7 +93,8 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     advice = f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 is the only one, and needs no key"
     if num_folds > 1:
         advice = (
-            f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … data.fold={num_folds - 1} chooses one, "
+            f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … "
+            f"data.fold={num_folds - 1} chooses one, "
             f"together with data.num_folds={num_folds}"
         )
     sides = {name: tuple(fold.get(name) for fold in members) for name in names}
@@ -116,7 +117,8 @@ def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
     ]
     if not folds or not all(is_fold):
         raise UserError(
-            f"{path}: expected a list of folds, each with train and val; correct or remove the file."
+            f"{path}: expected a list of folds, each with train and val; correct or remove the "
+            "file."
         )
     return folds
 
@@ -136,12 +138,15 @@ def _read_fold(
         for name, count in counts.items():
             if name not in names:
                 raise UserError(
-                    f"{path}: {where} names {name!r}, which is no training case{_hint(name, names)}; {_CURE}."
+                    f"{path}: {where} names {name!r}, which is no training "
+                    f"case{_hint(name, names)}; {_CURE}."
                 )
             if name in members:
                 raise UserError(
-                    f"{path}: fold {number} names {name!r} in train and in val, but no case is trained on and validated "
-                    "at once; remove it from one of the lists, or remove the file and train on all cases with data.fold=all."
+                    f"{path}: fold {number} names {name!r} in train and in val, but no case is "
+                    "trained on and validated "
+                    "at once; remove it from one of the lists, or remove the file and train on all "
+                    "cases with data.fold=all."
                 )
             if count > 1:
                 account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
@@ -149,7 +154,8 @@ def _read_fold(
         account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
     if "train" not in members.values():
         raise UserError(
-            f"{path}: train of fold {number} is empty; name the cases to train on, or remove the fold."
+            f"{path}: train of fold {number} is empty; name the cases to train on, or remove the "
+            "fold."
         )
     for key in fold:
         if key not in SIDES:
