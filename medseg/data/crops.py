@@ -42,8 +42,9 @@ def typical_spacing_mm(
 ) -> tuple[float, float, float]:
     """Average the spacings of each axis, with detail kept along a coarse one.
 
-    A coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis. At the average slice thickness, half of the scans would lose detail along the coarse axis
-    (Isensee et al. 2021, supplement: "target spacing").
+    A coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis: at the
+    average slice thickness, half of the scans would lose detail along it (Isensee et al. 2021,
+    supplement: "target spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.

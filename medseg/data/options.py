@@ -1,4 +1,4 @@
-"""Keys of the groups `stage`, `data` and `augment`: the cases, and how samples are drawn from them."""
+"""Keys of the groups `stage`, `data` and `augment`: cases, and how samples are drawn from them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -126,20 +126,26 @@ class StageOptions:
 
     @property
     def for_validation(self) -> "StageOptions":
-        """The same stage with whole volumes, or the crops that prediction would cut: no key of the sampling is set."""
+        """The same stage with whole volumes, or the crops that prediction would cut.
+
+        No key of the sampling is set.
+        """
         return StageOptions(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
+        """Yield a sentence for each key of another stage, and each one that this stage lacks."""
         yield from missing_file("stage.coarse", self.coarse)
         for path in self.coarse_folds or ():
             yield from missing_file("stage.coarse_folds", path)
         if self.sees_whole_scans:
-            for key in (*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"):
-                if getattr(self, key) is not None:
-                    yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+            keys = [*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"]
+            unused = [key for key in keys if getattr(self, key) is not None]
             if self.coarse_channel:
-                yield f"stage.coarse_channel: only the fine stage uses it; leave it out with stage={self.name}"
+                unused.append("coarse_channel")
+            for key in unused:
+                yield (
+                    f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+                )
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -162,7 +168,10 @@ class StageOptions:
                 "add stage.coarse=<checkpoint>"
             )
         if self.coarse is not None and not uses_coarse:
-            yield "stage.coarse: nothing uses it; add stage.region_from=coarse or stage.coarse_channel=true"
+            yield (
+                "stage.coarse: nothing uses it; "
+                "add stage.region_from=coarse or stage.coarse_channel=true"
+            )
 
 
 @dataclass(kw_only=True)

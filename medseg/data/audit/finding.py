@@ -1,4 +1,4 @@
-"""Findings of the audit: the table of all kinds, the findings of a case, and the check of the codes to ignore."""
+"""Findings of the audit: the table of kinds, the findings of a case, the codes to ignore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class Kind(NamedTuple):
 ERROR, WARNING, INFORMATION = Severity
 
 _RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
-_IGNORE_GRID = "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
+_IGNORE_GRID = (
+    "resample it to the image, or, if only its header is wrong, use its voxels as they are with "
+    "data.ignore_findings=[label_grid]"
+)
 KINDS = {
     # Sentences of the readers.
     "reading": Kind(WARNING, "{sentence}"),
@@ -339,9 +342,9 @@ class CaseAudit:
     def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
         return [
-            one
-            for one in self.findings
-            if one.severity in severities and one.code not in ignore_findings
+            finding
+            for finding in self.findings
+            if finding.severity in severities and finding.code not in ignore_findings
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -351,14 +354,14 @@ class CaseAudit:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
-        findings = tuple(
-            Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"]
-        )
-        profile = tuple(map(tuple, data["profile"]))
+        findings = []
+        for values in data["findings"]:
+            findings.append(Finding(**{**values, "severity": Severity(values["severity"])}))
+        # JSON has lists where the audit has tuples.
         sequences = {
-            "findings": findings,
+            "findings": tuple(findings),
             "thumbnail": tuple(data["thumbnail"]),
-            "profile": profile,
+            "profile": tuple(map(tuple, data["profile"])),
         }
         return cls(**{**data, "grid": VoxelGrid(**data["grid"]), **sequences})
 
