@@ -662,8 +662,8 @@ def _label_groups(
         )
     # Values that no label may have: their voxels are not trained on as its own.
     reserved: set[int | str] = set(ignored)
-    for values in background.values():
-        reserved.update(values)
+    for background_values in background.values():
+        reserved.update(background_values)
     _check_values(members, reserved, path)
     groups = _disjoint_groups(members)
     label_of_group = label_names(groups)
