@@ -100,7 +100,7 @@ def make_phantoms(
     scene = None
     if config.scene is Scene.organs:
         scene_task = make_task(task)
-        sides = {}
+        sides: dict[str, str] = {}
         for region in scene_task.regions:
             if region.side:
                 sides |= dict.fromkeys(region.labels, region.side)
