@@ -627,7 +627,8 @@ def init_worker(_: int) -> None:
     torch.set_num_threads(1)
     # multiprocessing would print the error in its thread and drop the sample, for which the
     # training process then waits for ever.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    queue = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_training_ends
 
 
