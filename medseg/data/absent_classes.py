@@ -25,17 +25,20 @@ def absent_classes(
     Returns:
         Names of labels in the order of the task; those that share a class are joined by "and".
     """
-    if is_coarse:
-        seen = {name for case, _ in items for name in case.label_boxes}
-        return [name for name in task.labels if name not in seen]
     taught: set[str] = set()
     for case, number in items:
-        taught.update(name for name in task.regions[number].labels if name in case.label_boxes)
+        names = task.labels if is_coarse else task.regions[number].labels
+        taught.update(name for name in names if name in case.label_boxes)
+    if is_coarse:
+        return [name for name in task.labels if name not in taught]
     absent = []
     for index in range(max(len(region.labels) for region in task.regions)):
-        names = [region.labels[index] for region in task.regions if index < len(region.labels)]
-        if not taught.intersection(names):
-            absent.append(" and ".join(names))
+        # Labels of the same place in their regions share a class.
+        names_of_class = [
+            region.labels[index] for region in task.regions if index < len(region.labels)
+        ]
+        if taught.isdisjoint(names_of_class):
+            absent.append(" and ".join(names_of_class))
     return absent
 
 
@@ -55,14 +58,14 @@ def absence_note(
     """
     if not absent:
         return ""
-    names = {name for joined in absent for name in joined.split(" and ")}
+    names = set(" and ".join(absent).split(" and "))
     num_val = sum(not names.isdisjoint(case.label_boxes) for case in val_cases)
     pronoun = "it" if len(names) == 1 else "them"
     condition = ""
     if train_trust is not None:
         condition = f" with data.train_trust={' or '.join(train_trust)}"
     return (
-        f"{', '.join(absent)}: found in 0 of {num_train} training cases{condition} and in {num_val} "
-        f"of {len(val_cases)} validation cases, so the network cannot learn {pronoun}; check "
-        f"data.label_values and the split, or remove {pronoun} from task.labels"
+        f"{', '.join(absent)}: found in 0 of {num_train} training cases{condition} and in "
+        f"{num_val} of {len(val_cases)} validation cases, so the network cannot learn {pronoun}; "
+        f"check data.label_values and the split, or remove {pronoun} from task.labels"
     )

@@ -1,4 +1,4 @@
-"""Augmentation effects of one sample: an affine resampling, then scanner effects, computed in place.
+"""Augmentation effects of one sample: an affine resampling, then scanner effects in place.
 
 The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that
 can be an entry of the configuration key `augment.transforms`.
@@ -34,7 +34,7 @@ class Warp(NamedTuple):
     shift_voxels: np.ndarray
 
     def margin(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Count the voxels (z, y, x) by which a source must exceed the patch on each side to cover it."""
+        """Count the voxels (z, y, x) by which a source must exceed the patch on each side."""
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
         # The slices below and above a point are read where the tilted line crosses them
@@ -46,7 +46,9 @@ class Warp(NamedTuple):
     def apply(
         self, image: Tensor, labels: Tensor, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Resample a patch: the image linearly, the labels by the nearest voxel; outside is air and background.
+        """Resample a patch: the image linearly, the labels by the nearest voxel.
+
+        Outside of the source is air, and background.
 
         Args:
             image: Source, (C, D, H, W) float32.
@@ -57,19 +59,24 @@ class Warp(NamedTuple):
             Image (C, *shape) and labels (*shape) of the patch.
         """
         # grid_sample pads with zeros, so air is shifted to zero and back.
-        channels = [
-            _resample_affine(one - AIR, self.matrix, self.shift_voxels, shape, "bilinear").add_(AIR)
-            for one in image
-        ]
-        new_labels = _resample_affine(
+        channels = []
+        for channel in image:
+            patch = _resample_affine(
+                channel - AIR, self.matrix, self.shift_voxels, shape, "bilinear"
+            )
+            channels.append(patch.add_(AIR))
+        patch_labels = _resample_affine(
             labels.float(), self.matrix, self.shift_voxels, shape, "nearest"
         )
-        return torch.stack(channels), new_labels.to(labels.dtype)
+        return torch.stack(channels), patch_labels.to(labels.dtype)
 
 
 @dataclass(frozen=True)
 class WindowShift:
-    """Shift of the HU window by up to `hu`, as of a scanner with a wrong calibration; it acts while the scan is read."""
+    """Shift of the HU window by up to `hu`, as of a scanner with a wrong calibration.
+
+    It acts while the scan is read.
+    """
 
     hu: float
 
@@ -81,8 +88,10 @@ class WindowShift:
 
 @dataclass(frozen=True)
 class Affine:
-    """Rotation about the axes z, y and x, scale, shear of each pair of axes and shift along z, y and x, in one resampling.
+    """Rotation, scale, shear and shift in one resampling.
 
+    The rotation is about the axes z, y and x, the shear of each pair of axes, the shift along z, y
+    and x.
     It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
     makes the anatomy larger.
     """
@@ -99,18 +108,23 @@ class Affine:
             return None
         # The anatomy becomes larger when a smaller part of the source fills the patch.
         matrix = np.eye(3) / rng.uniform(*self.scale_range)
-        shear = rng.uniform(-self.shear_max, self.shear_max, size=3)
-        matrix = np.array([[1, shear[0], shear[1]], [0, 1, shear[2]], [0, 0, 1]]) @ matrix
+        shear_zy, shear_zx, shear_yx = rng.uniform(-self.shear_max, self.shear_max, size=3)
+        matrix = np.array([[1, shear_zy, shear_zx], [0, 1, shear_yx], [0, 0, 1]]) @ matrix
         for axis, limit_deg in enumerate(self.rotation_deg):
-            matrix = _rotation(axis, math.radians(rng.uniform(-limit_deg, limit_deg))) @ matrix
+            angle_deg = rng.uniform(-limit_deg, limit_deg)
+            matrix = _rotation(axis, math.radians(angle_deg)) @ matrix
         shift_mm = rng.uniform(-1.0, 1.0, size=3) * self.translation_mm
         spacing = np.array(spacing_mm)
+        # From mm to voxels: the matrix is applied to voxels and returns voxels.
         return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
 
 
 @dataclass(frozen=True)
 class Flip(Effect):
-    """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5; never of x for a task with sides."""
+    """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5.
+
+    A task with sides never flips x.
+    """
 
     is_spatial: ClassVar[bool] = True
     axes: Sequence[int]
@@ -120,19 +134,18 @@ class Flip(Effect):
     ) -> tuple[Tensor, Tensor]:
         """Flip image and labels."""
         axes = [axis for axis in self.axes if rng.random() < 0.5]
-        return (
-            (image.flip([axis + 1 for axis in axes]), labels.flip(axes))
-            if axes
-            else (image, labels)
-        )
+        if not axes:
+            return image, labels
+        return image.flip([axis + 1 for axis in axes]), labels.flip(axes)
 
 
 @dataclass(frozen=True)
 class Resolution(Effect):
-    """Low resolution and Gaussian blur along all axes; both are linear along each axis, so one matrix per axis applies both.
+    """Low resolution and Gaussian blur along all axes.
 
-    Averages over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or
-    along all axes; an axis that is coarser already stays as it is.
+    Both are linear along each axis, so one matrix per axis applies both. Low resolution averages
+    over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all
+    axes; an axis that is coarser already stays as it is.
     """
 
     low_resolution_probability: float
@@ -148,25 +161,27 @@ class Resolution(Effect):
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
         if rng.random() < self.low_resolution_probability:
-            slice_mm, phase = rng.uniform(*self.low_resolution_mm), rng.random()
-            for axis in range(3 if rng.random() < self.low_resolution_all_axes_probability else 1):
+            slice_mm = rng.uniform(*self.low_resolution_mm)
+            phase = rng.random()
+            is_along_all_axes = rng.random() < self.low_resolution_all_axes_probability
+            for axis in range(3 if is_along_all_axes else 1):
+                slice_voxels = slice_mm / spacing_mm[axis]
                 if slice_mm > spacing_mm[axis]:
-                    matrices[axis] = thick_slice_matrix(
-                        sizes[axis], slice_mm / spacing_mm[axis], phase
-                    )
+                    matrices[axis] = thick_slice_matrix(sizes[axis], slice_voxels, phase)
         if rng.random() < self.blur_probability:
             sigma_mm = rng.uniform(*self.blur_sigma_mm)
             for axis in range(3):
                 blur = gaussian_matrix(sizes[axis], sigma_mm / spacing_mm[axis])
                 matrices[axis] = blur @ matrices[axis] if axis in matrices else blur
         for axis in sorted(matrices):
-            image = _apply_along(image, torch.from_numpy(matrices[axis].astype(np.float32)), axis)
+            matrix = torch.from_numpy(matrices[axis].astype(np.float32))
+            image = _apply_along(image, matrix, axis)
         return image, labels
 
 
 @dataclass(frozen=True)
 class Noise(Effect):
-    """White Gaussian noise, its standard deviation drawn from the range `sd`, in units of the image."""
+    """White Gaussian noise, its standard deviation from the range `sd`, in units of the image."""
 
     probability: float
     sd: tuple[float, float]
@@ -215,7 +230,10 @@ class Brightness(Effect):
 
 @dataclass(frozen=True)
 class Gamma(Effect):
-    """Clip to [-1, 1], then apply a power law with an exponent from `range`, from the dark or (half of the time) bright end."""
+    """Clip to [-1, 1], then apply a power law with an exponent from `range`.
+
+    The law starts at the dark end, or half of the time at the bright one.
+    """
 
     probability: float
     range: tuple[float, float]
@@ -227,15 +245,19 @@ class Gamma(Effect):
         image.clamp_(-1.0, 1.0)  # noise, contrast and brightness may have left the range
         if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
-            image.mul_(0.5 * sign).add_(0.5).pow_(rng.uniform(*self.range)).sub_(0.5).mul_(
-                2.0 * sign
-            )
+            exponent = rng.uniform(*self.range)
+            image.mul_(0.5 * sign).add_(0.5)  # to [0, 1]
+            image.pow_(exponent)
+            image.sub_(0.5).mul_(2.0 * sign)  # back to [-1, 1]
         return image, labels
 
 
 @dataclass(frozen=True)
 class Truncate(Effect):
-    """Partial scan: at most `max_fraction` of the slices, at the upper or lower end, become copies of the last remaining one."""
+    """Partial scan: slices at the upper or lower end become copies of the last remaining one.
+
+    They are at most `max_fraction` of all slices.
+    """
 
     is_spatial: ClassVar[bool] = True
     probability: float
@@ -259,7 +281,10 @@ class Truncate(Effect):
 
 @dataclass(frozen=True)
 class Narrow(Effect):
-    """Narrow field of view: at most `max_fraction` of the rows or columns at the right, left, front or back become air."""
+    """Narrow field of view: rows or columns at the right, left, front or back become air.
+
+    They are at most `max_fraction` of all rows or columns.
+    """
 
     is_spatial: ClassVar[bool] = True
     probability: float
@@ -270,9 +295,10 @@ class Narrow(Effect):
     ) -> tuple[Tensor, Tensor]:
         """Cut off a side in plane."""
         if rng.random() < self.probability:
-            axis, at_low_end = (2, 1)[int(rng.random() < 0.5)], rng.random() < 0.5
+            axis = 1 if rng.random() < 0.5 else 2
+            is_low_end = rng.random() < 0.5
             length = int(labels.shape[axis] * rng.uniform(0.0, self.max_fraction))
-            start = 0 if at_low_end else labels.shape[axis] - length
+            start = 0 if is_low_end else labels.shape[axis] - length
             image.narrow(axis + 1, start, length).fill_(AIR)
             labels.narrow(axis, start, length).zero_()
         return image, labels
@@ -280,7 +306,10 @@ class Narrow(Effect):
 
 @dataclass(frozen=True)
 class Circle(Effect):
-    """Round field of view in the axial plane, with air outside; its radius is a share of half the longer in-plane side."""
+    """Round field of view in the axial plane, with air outside.
+
+    Its radius is a share of half the longer in-plane side.
+    """
 
     is_spatial: ClassVar[bool] = True
     probability: float
@@ -292,15 +321,15 @@ class Circle(Effect):
         """Cut off the outside of a circle."""
         if rng.random() < self.probability:
             height, width = labels.shape[1:]
-            extent_mm = (height * spacing_mm[1], width * spacing_mm[2])
-            radius_mm = rng.uniform(*self.radius_range) * max(extent_mm) / 2
-            centre_mm = [0.1 * rng.uniform(-length, length) / 2 for length in extent_mm]
-            y_mm, x_mm = (
-                (torch.arange(size) - (size - 1) / 2) * step_mm - middle_mm
-                for size, step_mm, middle_mm in zip(
-                    (height, width), spacing_mm[1:], centre_mm, strict=True
-                )
-            )
+            _, step_y_mm, step_x_mm = spacing_mm
+            height_mm = height * step_y_mm
+            width_mm = width * step_x_mm
+            radius_mm = rng.uniform(*self.radius_range) * max(height_mm, width_mm) / 2
+            # The centre lies within a tenth of the half sides around the middle.
+            centre_y_mm = 0.1 * rng.uniform(-height_mm, height_mm) / 2
+            centre_x_mm = 0.1 * rng.uniform(-width_mm, width_mm) / 2
+            y_mm = (torch.arange(height) - (height - 1) / 2) * step_y_mm - centre_y_mm
+            x_mm = (torch.arange(width) - (width - 1) / 2) * step_x_mm - centre_x_mm
             outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
             image.masked_fill_(outside, AIR)
             labels.masked_fill_(outside, 0)
@@ -315,7 +344,7 @@ def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
 
 
 def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarray:
-    """Make the matrix (size, size) that averages one axis over thick slices, then interpolates linearly.
+    """Make the matrix (size, size) of thick slices along one axis, interpolated back linearly.
 
     Args:
         size: Voxels of the axis.
@@ -327,7 +356,8 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     """
     num_slices = math.floor(size / slice_voxels + phase) + 1
     begins = (np.arange(num_slices) - phase) * slice_voxels
-    left, right = np.arange(size), np.arange(size) + 1.0
+    left = np.arange(size)
+    right = left + 1.0
     # (num_slices, size): how much of each voxel lies in each slice
     down = np.minimum(begins[:, None] + slice_voxels, right) - np.maximum(begins[:, None], left)
     down = np.maximum(down, 0.0)
@@ -340,10 +370,13 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
 
 
 def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Multiply each line of (C, D, H, W) along an axis by a matrix; one large product is faster than a convolution."""
+    """Multiply each line of (C, D, H, W) along an axis by a matrix."""
+    # One large product is faster than a convolution.
     if axis == 0:
         return torch.stack([matrix @ channel.flatten(1) for channel in image]).view(image.shape)
-    return matrix @ image if axis == 1 else image @ matrix.T
+    if axis == 1:
+        return matrix @ image
+    return image @ matrix.T
 
 
 def _resample_affine(
@@ -365,35 +398,42 @@ def _resample_affine(
     in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]
     in_plane_shift = shift[1:] - in_plane[:, 0] * shift[0]
 
-    flat = source.new_empty((depth, *shape[1:]))
-    z, y, x = (
-        torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in (depth, *shape[1:])
-    )
+    height, width = shape[1:]
+    y = _centred(height)
+    x = _centred(width)
     # grid_sample's coordinates run from -1 to 1 between the outer faces, the last axis first.
     to_unit = 2.0 / np.array(source.shape)
+
+    # First pass: every slice of the source in its plane, (depth of the source, H, W).
+    flat = source.new_empty((depth, height, width))
+    z = _centred(depth)
     for planes in _slabs(depth):
-        points = torch.empty((len(z[planes]), *shape[1:], 2))
+        points = torch.empty((len(z[planes]), height, width, 2))
         for row, unit in enumerate(to_unit[1:]):
             by_z, by_y, by_x = (float(unit * factor) for factor in in_plane[row])
             line = by_y * y[:, None] + (by_x * x + float(unit * in_plane_shift[row]))
             torch.add(by_z * z[planes, None, None], line, out=points[..., 1 - row])
-        flat[planes] = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)[
-            :, 0
-        ]
+        sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
+        flat[planes] = sampled[:, 0]
 
+    # Second pass: every line along z, a slab of rows at a time.
     result = source.new_empty(shape)
-    z = torch.arange(shape[0], dtype=torch.float32) - (shape[0] - 1) / 2
+    z = _centred(shape[0])
     by_z, by_y, by_x = (float(to_unit[0] * factor) for factor in matrix[0])
-    for rows in _slabs(shape[1]):
-        points = torch.empty((len(y[rows]), shape[0], shape[2], 2))
-        points[..., 0] = x * (2.0 / shape[2])
+    for rows in _slabs(height):
+        points = torch.empty((len(y[rows]), shape[0], width, 2))
+        points[..., 0] = x * (2.0 / width)
         line = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
         torch.add(by_y * y[rows, None, None], line, out=points[..., 1])
-        sampled = F.grid_sample(
-            flat[:, rows].movedim(1, 0)[:, None], points, mode=mode, align_corners=False
-        )
+        columns = flat[:, rows].movedim(1, 0)[:, None]
+        sampled = F.grid_sample(columns, points, mode=mode, align_corners=False)
         result[:, rows] = sampled[:, 0].movedim(0, 1)
     return result
+
+
+def _centred(size: int) -> Tensor:
+    """List the positions of the voxels of an axis about its centre, float32."""
+    return torch.arange(size, dtype=torch.float32) - (size - 1) / 2
 
 
 def _slabs(size: int) -> list[slice]:

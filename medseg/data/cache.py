@@ -1,4 +1,4 @@
-"""Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar, filled case by case.
+"""Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
 
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
 image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
@@ -31,7 +31,7 @@ from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
@@ -43,13 +43,17 @@ from medseg.task import LabelValues, Task
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
 FORMAT_VERSION = 8
 DIGEST_LENGTH = 8
+SIDECAR = "case.json"
+LABELS_FILE = "labels.npy"
+PROBS_FILE = "probs.npy"
+PROBS_GRID_FILE = "grid.json"
 
 
 INTENSITIES = {"zscore": zscore, "percentile": percentile}
 """Normalisations whose map follows from the values of each case."""
 
 Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
-"""Spacing of each cache entry, (z, y, x) or None for that of the scan, and the filter of its image."""
+"""Spacing of each cache entry, (z, y, x) or None for that of the scan, and filter of its image."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class CachedCase:
     @property
     def labels(self) -> np.ndarray:
         """The label map in the task's values as a read-only memory map, (D, H, W) uint8."""
-        return self._map("labels.npy")
+        return self._map(LABELS_FILE)
 
     def _map(self, name: str) -> np.ndarray:
         """Map a file of the entry into memory.
@@ -111,10 +115,11 @@ class CachedCase:
                 not fit.
         """
         array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
-        require(
-            self.stamp is None or self.stamp == (self.folder / "case.json").stat().st_mtime_ns,
-            f"The cache entry of the case {self.name!r} was built anew by another process while this one used it; start again.",
-        )
+        if self.stamp is not None and self.stamp != _stamp(self.folder):
+            raise UserError(
+                f"The cache entry of the case {self.name!r} was built anew by another process "
+                "while this one used it; start again."
+            )
         return array
 
 
@@ -154,33 +159,27 @@ def coarse_probs(
         predict: Returns them, (K, d, h, w), and their grid.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
-    file, note = folder / "probs.npy", folder / "grid.json"
-    if not note.is_file():
+    if not (folder / PROBS_GRID_FILE).is_file():
         probs, grid = predict()
         try:
-            _write_probs(folder, {file.name: probs}, {note.name: asdict(grid)})
+            _write_probs(folder, probs, grid)
         except OSError as error:
             raise UserError(
-                f"The probabilities of the coarse stage for the case {case.name!r} could not be put into the cache "
-                f"{case.folder} ({error}); make sure that the folder can be written and has room (data.cache)."
+                f"The probabilities of the coarse stage for the case {case.name!r} could not be "
+                f"put into the cache {case.folder} ({error}); make sure that the folder can be "
+                "written and has room (data.cache)."
             ) from error
-    return CoarseProbs(file, VoxelGrid(**read_json(note)))
+    return CoarseProbs(folder / PROBS_FILE, VoxelGrid(**read_json(folder / PROBS_GRID_FILE)))
 
 
-def _write_probs(
-    folder: Path,
-    arrays: Mapping[str, np.ndarray],
-    notes: Mapping[str, dict[str, Any]],
-) -> None:
-    """Write a folder beside its place, then put it there, unless another process was first."""
+def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
+    """Write probabilities beside their place, then put them there, unless another process did."""
     temporary = folder.with_name(f".building-{folder.name}-{os.getpid()}")
     _remove(temporary)
     try:
         temporary.mkdir()
-        for name, array in arrays.items():
-            np.save(temporary / name, np.ascontiguousarray(array))
-        for name, note in notes.items():
-            (temporary / name).write_text(json.dumps(note), encoding="utf-8")
+        np.save(temporary / PROBS_FILE, np.ascontiguousarray(probs))
+        (temporary / PROBS_GRID_FILE).write_text(json.dumps(asdict(grid)), encoding="utf-8")
         _flush(temporary)
         try:
             temporary.rename(folder)
@@ -193,7 +192,8 @@ def _write_probs(
 
 
 def _flush(folder: Path) -> None:
-    """Bring the files of a folder to the disk; a power cut may leave empty pages in a renamed folder."""
+    """Bring the files of a folder to the disk."""
+    # A power cut may leave empty pages in a renamed folder.
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -232,36 +232,39 @@ def prepare_case(
     """
     if case.labels is None:
         raise UserError(
-            f"The case {case.name!r} has no label map, which training and scoring need; fill in its cell of the table."
+            f"The case {case.name!r} has no label map, which training and scoring need; "
+            "fill in its cell of the table."
         )
     if unmapped := [name for name in task.labels if name not in label_values.values()]:
         raise UserError(
-            f"data.label_values has no value for {', '.join(unmapped)}; expected a value in the label maps for each of "
-            f"{', '.join(task.labels)}, but it names {', '.join(label_values.values()) or 'nothing'}."
+            f"data.label_values has no value for {', '.join(unmapped)}; expected a value in the "
+            f"label maps for each of {', '.join(task.labels)}, but it names "
+            f"{', '.join(label_values.values()) or 'nothing'}."
         )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     entry = _find_entry(case, folder, task)
-    if entry is None:
-        for path in sources_of(case, task).values():
-            if not path.exists():
-                raise UserError(
-                    f"The case {case.name!r} has no current entry in the cache and its file {path} does not exist; "
-                    "correct the path, or copy the prepared cache."
-                )
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
-                entry = _find_entry(
-                    case, folder, task
-                )  # another process may have built it meanwhile
-                if entry is None:
-                    source = read() if read is not None else read_source(case, task, label_values)
-                    entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
-        except OSError as error:
+    if entry is not None:
+        return _cached_case(case, *entry, resampling)
+    for path in sources_of(case, task).values():
+        if not path.exists():
             raise UserError(
-                f"The case {case.name!r} could not be put into the cache {cache_dir} ({error}); make sure that the "
-                "folder can be written and has room (data.cache), and that the scan can be read."
-            ) from error
+                f"The case {case.name!r} has no current entry in the cache and its file {path} "
+                "does not exist; correct the path, or copy the prepared cache."
+            )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
+            # Another process may have built it meanwhile.
+            entry = _find_entry(case, folder, task)
+            if entry is None:
+                source = read_source(case, task, label_values) if read is None else read()
+                entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
+    except OSError as error:
+        raise UserError(
+            f"The case {case.name!r} could not be put into the cache {cache_dir} ({error}); make "
+            "sure that the folder can be written and has room (data.cache), and that the scan can "
+            "be read."
+        ) from error
     return _cached_case(case, *entry, resampling)
 
 
@@ -282,9 +285,8 @@ def open_case(
     Raises:
         UserError: If there is no current entry.
     """
-    entry = _find_entry(
-        case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
-    )
+    folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
+    entry = _find_entry(case, folder, task)
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
@@ -303,12 +305,8 @@ def is_current(
     resampling: str = ANTIALIASED,
 ) -> bool:
     """Whether `open_case` would find a complete entry that agrees with the sources."""
-    return (
-        _find_entry(
-            case, _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling), task
-        )
-        is not None
-    )
+    folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
+    return _find_entry(case, folder, task) is not None
 
 
 def prepare_cases(
@@ -333,25 +331,29 @@ def prepare_cases(
 def _prepare(
     case: Case, label_values: LabelValues, cache_dir: Path, task: Task, targets: Targets
 ) -> tuple[AuditedCase, CachedCase | SourceCase | None]:
-    """Audit one case and fill its cache entries; its files are read once, and not at all if the entries are current."""
+    """Audit one case and fill its cache entries.
+
+    Its files are read once, and not at all if the entries are current.
+    """
     read = functools.cache(lambda: read_source(case, task, label_values))
-    audit, first = None, None
+    audit: CaseAudit | None = None
+    first: CachedCase | None = None
+    failure = ""
     try:
         for spacing_mm, resampling in targets:
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
             # The findings differ between spacings: each may lose other regions.
-            findings = dict.fromkeys([*(audit.findings if audit else ()), *entry.audit.findings])
-            audit, first = replace(entry.audit, findings=tuple(findings)), first or entry
+            findings = [*audit.findings, *entry.audit.findings] if audit else entry.audit.findings
+            audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
+            first = first or entry
     except CaseRefusedError as error:
         return AuditedCase(case, error.audit), error.source
     except Exception as error:  # a defect or a lack of memory stops this case only
         logging.getLogger(__name__).debug("%s", case.name, exc_info=True)
-        return AuditedCase(
-            case, audit, failure=str(error) if isinstance(error, UserError) else repr(error)
-        ), first
-    return AuditedCase(case, audit), first
+        failure = str(error) if isinstance(error, UserError) else repr(error)
+    return AuditedCase(case, audit, failure), first
 
 
 # --- folders and validity of entries
@@ -375,39 +377,38 @@ def _entry_folder(
     label_values: LabelValues,
     resampling: str,
 ) -> Path:
+    """Name the folder of an entry after all that its arrays depend on."""
     # Where structures overlap, their order and those that are read decide.
-    structures = dict.fromkeys(
-        name
-        for value, name in label_values.items()
-        if isinstance(value, str) and name in task.values
-    )
-    content = {
+    structures: dict[str, None] = {}
+    for value, name in label_values.items():
+        if isinstance(value, str) and name in task.values:
+            structures[name] = None
+    regions = [[region.name, list(region.labels), region.side or ""] for region in task.regions]
+    # Whole numbers before names of structures: the two do not compare.
+    pairs = sorted(label_values.items(), key=lambda pair: (isinstance(pair[0], str), *pair))
+    content: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
         "labels": dict(sorted(task.labels.items())),
-        "regions": sorted(
-            [region.name, list(region.labels), region.side or ""] for region in task.regions
-        ),
-        "label_values": sorted(
-            ([value, name] for value, name in label_values.items()),
-            key=lambda pair: (isinstance(pair[0], str), *pair),
-        ),
+        "regions": sorted(regions),
+        "label_values": pairs,
         "range_hu": list(HU_LIMITS),
-        "channels": [[one.modality, one.normalise] for one in task.channels],
+        "channels": [[channel.modality, channel.normalise] for channel in task.channels],
         "ignore_label": task.ignore_label,
-        # Absent for the default, so that entries of versions without the choice keep their folder.
-        **({} if resampling == ANTIALIASED else {"resampling": resampling}),
-        **({"structures": list(structures)} if structures else {}),
     }
-    paths = {role: str(path.resolve()) for role, path in sources_of(case, task).items()}
-    if case.series is not None:
-        paths["series"] = case.series
+    # Absent for the default, so that entries of versions without the choice keep their folder.
+    if resampling != ANTIALIASED:
+        content["resampling"] = resampling
+    if structures:
+        content["structures"] = list(structures)
     # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
-    return (
-        cache_dir
-        / f"{_folder_text(spacing_mm)}-{_digest(content)}"
-        / f"{case.name}-{_digest({**paths, **_read_as(case)})}"
-    )
+    source = _read_as(case)
+    for role, path in sources_of(case, task).items():
+        source[role] = str(path.resolve())
+    if case.series is not None:
+        source["series"] = case.series
+    configuration = f"{_folder_text(spacing_mm)}-{_digest(content)}"
+    return cache_dir / configuration / f"{case.name}-{_digest(source)}"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -420,53 +421,59 @@ def _image_file(number: int) -> str:
 
 
 def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, Any]] | None:
-    """Find the current entry of a case and its sidecar: its own, else the only one that came from another machine."""
+    """Find the current entry of a case, and its sidecar.
+
+    It is that of its own folder, else the only one that came from another machine.
+    """
     sources = sources_of(case, task)
-    if (record := _current_record(case, folder, sources)) is not None:
+    record = _current_record(case, folder, sources)
+    if record is not None:
         return folder, record
     if any(path.exists() for path in sources.values()):
         return None
-    others = folder.parent.glob(glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH)
-    records = [
-        (other, record)
-        for other in others
-        if (record := _current_record(case, other, sources)) is not None
-    ]
-    # An entry whose own files exist here belongs to a case of this machine.
-    foreign = [
-        entry
-        for entry in records
-        if not any(Path(one["path"]).exists() for one in entry[1]["sources"].values())
-    ]
-    return foreign[0] if len(foreign) == 1 else None
+    entries = []
+    pattern = glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH
+    for copied in folder.parent.glob(pattern):
+        record = _current_record(case, copied, sources)
+        if record is None:
+            continue
+        # An entry whose own files exist here belongs to a case of this machine.
+        if not any(Path(source["path"]).exists() for source in record["sources"].values()):
+            entries.append((copied, record))
+    return entries[0] if len(entries) == 1 else None
 
 
 def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> dict[str, Any] | None:
-    """Read the sidecar of a complete, undamaged entry that agrees with the sources; None if there is no such entry."""
-    try:
-        record = read_json(folder / "case.json")
-        is_complete = (
-            record.pop("digest") == _digest(record)
-            and record["format"] == FORMAT_VERSION
-            and all(
-                is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns)
-                for name, crc32 in record["crc32"].items()
-                for stat in [(folder / name).stat()]
-            )
-        )
-    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # no entry, a half-written or a damaged one
-    if (
-        not is_complete
-        or set(record["sources"]) != set(sources)
-        or record["read_as"] != _read_as(case)
-    ):
+    """Read the sidecar of a complete entry that agrees with the sources; None if there is none."""
+    record = _intact_record(folder)
+    if record is None:
         return None
-    has_changed = any(
-        path.exists() and not is_same_source(path, record["sources"][role])
-        for role, path in sources.items()
-    )
-    return None if has_changed else record
+    if set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
+        return None
+    for role, path in sources.items():
+        if path.exists() and not is_same_source(path, record["sources"][role]):
+            return None
+    return record
+
+
+def _intact_record(folder: Path) -> dict[str, Any] | None:
+    """Read the sidecar of an entry; None if there is no entry, or a half-written or damaged one."""
+    try:
+        record: dict[str, Any] = read_json(folder / SIDECAR)
+        if record.pop("digest") != _digest(record) or record["format"] != FORMAT_VERSION:
+            return None
+        for name, crc32 in record["crc32"].items():
+            stat = (folder / name).stat()
+            if not is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns):
+                return None
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return record
+
+
+def _stamp(folder: Path) -> int:
+    """Time of the sidecar of an entry."""
+    return (folder / SIDECAR).stat().st_mtime_ns
 
 
 def _read_as(case: Case) -> dict[str, Any]:
@@ -478,12 +485,20 @@ def _read_as(case: Case) -> dict[str, Any]:
 
 
 def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
-    stamp = (folder / "case.json").stat().st_mtime_ns
+    """Open an entry.
+
+    Raises:
+        CaseRefusedError: If it has an error that only another case ignored.
+    """
+    stamp = _stamp(folder)
     audit = CaseAudit.from_dict(record["audit"])
-    if audit.heeded(
-        case.ignore_findings, Severity.error
-    ):  # the entry was built for a case that ignores it
+    if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit)
+    content = {
+        "files": {role: source["sha256"] for role, source in record["sources"].items()},
+        "read_as": record["read_as"],
+        "configuration": record["configuration"],
+    }
     # Ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
         name=case.name,
@@ -491,15 +506,9 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         grid=VoxelGrid(**record["grid"]),
         region_boxes={name: VoxelBox(**box) for name, box in record["region_boxes"].items()},
         label_boxes={name: VoxelBox(**box) for name, box in record["label_boxes"].items()},
-        intensities=tuple(one and Intensity(*one) for one in record["intensities"]),
+        intensities=tuple(values and Intensity(*values) for values in record["intensities"]),
         trust=case.trust,
-        content=_digest(
-            {
-                "files": {role: source["sha256"] for role, source in record["sources"].items()},
-                "read_as": record["read_as"],
-                "configuration": record["configuration"],
-            }
-        ),
+        content=_digest(content),
         audit=audit,
         ignore_findings=case.ignore_findings,
         resampling=resampling,
@@ -519,27 +528,34 @@ def _build(
     task: Task,
     resampling: str,
 ) -> dict[str, Any]:
-    """Build an entry beside its place, then put it there, also in place of a stale one; the caller holds the lock of the entry.
+    """Build an entry; the caller holds its lock.
 
     Returns:
         Its sidecar.
     """
     grid = source.grid.resampled(spacing_mm)
     assert source.labels is not None, "a case without labels that fit is refused"
-    files = {}
+    arrays: dict[str, np.ndarray] = {}
+    intensities: list[Intensity | None] = []
     for number, (channel, image) in enumerate(zip(task.channels, source.images, strict=True)):
         is_ct = channel.modality == "ct"
         limits = HU_LIMITS if is_ct else None
-        new = resample_image(
+        resampled = resample_image(
             image, source.grid, grid, channel.outside, resampling=resampling, limits=limits
         ).numpy()
         # float32 would be twice as large.
-        files[_image_file(number)] = np.rint(new).astype(np.int16) if is_ct else new
-    files["labels.npy"] = labels = resample_labels(
-        source.labels, source.grid, grid, task.num_values
-    ).numpy()
-    boxes = _boxes(labels, {region.name: task.region_values(region) for region in task.regions})
-    vanished = audit_vanished(source.audit.volumes_ml, boxes, task, _folder_text(spacing_mm))
+        arrays[_image_file(number)] = np.rint(resampled).astype(np.int16) if is_ct else resampled
+        intensity = None
+        if channel.window_hu is None:
+            intensity = INTENSITIES[channel.normalise](image, channel.modality)
+        intensities.append(intensity)
+    labels = resample_labels(source.labels, source.grid, grid, task.num_values).numpy()
+    arrays[LABELS_FILE] = labels
+    region_values = {region.name: task.region_values(region) for region in task.regions}
+    region_boxes = _boxes(labels, region_values)
+    label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
+    vanished = audit_vanished(source.audit.volumes_ml, region_boxes, task, _folder_text(spacing_mm))
+    audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
     record = {
         "format": FORMAT_VERSION,
         "case": case.name,
@@ -552,47 +568,51 @@ def _build(
         "label_counts": {
             name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()
         },
-        "region_boxes": {name: asdict(box) for name, box in boxes.items()},
-        "label_boxes": {
-            name: asdict(box)
-            for name, box in _boxes(
-                labels, {name: (value,) for name, value in task.labels.items()}
-            ).items()
-        },
-        "intensities": [
-            INTENSITIES[channel.normalise](image, channel.modality)
-            if channel.window_hu is None
-            else None
-            for channel, image in zip(task.channels, source.images, strict=True)
-        ],
-        "audit": replace(source.audit, findings=(*source.audit.findings, *vanished)).to_dict(),
+        "region_boxes": {name: asdict(box) for name, box in region_boxes.items()},
+        "label_boxes": {name: asdict(box) for name, box in label_boxes.items()},
+        "intensities": intensities,
+        "audit": audit.to_dict(),
     }
+    _write_entry(folder, arrays, record)
+    return record
+
+
+def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[str, Any]) -> None:
+    """Write an entry beside its place, then put it there, also in place of a stale one.
+
+    Args:
+        folder: Place of the entry.
+        arrays: Name of each file to its content.
+        record: The sidecar; gets the checksums of the files.
+    """
     # Case names never start with a dot (case_table), so no entry can have such a name. What a
     # killed process left is removed first.
-    temporary, stale = (
-        folder.with_name(f".{purpose}-{folder.name}") for purpose in ("building", "stale")
-    )
+    temporary = folder.with_name(f".building-{folder.name}")
+    stale = folder.with_name(f".stale-{folder.name}")
     _remove(temporary, stale)
     try:
         temporary.mkdir()
-        for name, array in files.items():
+        for name, array in arrays.items():
             np.save(temporary / name, np.ascontiguousarray(array))
-        record["crc32"] = {name: crc32_of(temporary / name) for name in files}
+        record["crc32"] = {name: crc32_of(temporary / name) for name in arrays}
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
-        (temporary / "case.json").write_text(text, encoding="utf-8")
+        (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)
     finally:
         _remove(temporary, stale)
-    return record
 
 
 def _boxes(labels: np.ndarray, values: Mapping[str, tuple[int, ...]]) -> dict[str, VoxelBox]:
     """Find the tight box of the voxels of each name; absent ones are left out."""
-    found = {name: VoxelBox.from_mask(np.isin(labels, of)) for name, of in values.items()}
-    return {name: box for name, box in found.items() if box is not None}
+    boxes = {}
+    for name, label_values in values.items():
+        box = VoxelBox.from_mask(np.isin(labels, label_values))
+        if box is not None:
+            boxes[name] = box
+    return boxes
 
 
 def _remove(*paths: Path) -> None:

@@ -1,4 +1,4 @@
-"""Case tables: the scans of a data set with their files and patients, and their split into training, validation and test."""
+"""Case tables: the scans of a data set with their files and patients, and their split."""
 
 import csv
 import difflib
@@ -9,14 +9,14 @@ import math
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from medseg.data.audit.finding import check_ignored
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
 from medseg.io.names import RAW_NAMES, is_utf8
 from medseg.io.tables import plain_cell, write_csv
@@ -52,7 +52,8 @@ def list_channels(
     """
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
-    return [first, *others[: num_channels - 1], *[None] * (num_channels - 1 - len(others))]
+    num_missing = num_channels - 1 - len(others)
+    return [first, *others[: num_channels - 1], *[None] * num_missing]
 
 
 @dataclass(frozen=True)
@@ -92,18 +93,28 @@ class Case:
     fold_sides: tuple[str | None, ...] = ()
 
     def images(self, num_channels: int) -> list[Path]:
-        """List the image of each channel of a task; a single image is a 4D file and is repeated for all channels.
+        """List the image of each channel of a task.
+
+        A single image is a 4D file and is repeated for all channels.
 
         Raises:
             UserError: If the case has fewer.
         """
-        found = list_channels(self.image, self.more_images, num_channels)
-        if missing := [f"image_{number}" for number, path in enumerate(found) if path is None]:
+        images = []
+        missing = []
+        channels = list_channels(self.image, self.more_images, num_channels)
+        for number, path in enumerate(channels):
+            if path is None:
+                missing.append(f"{CHANNEL_PREFIX}{number}")
+            else:
+                images.append(path)
+        if missing:
             raise UserError(
-                f"The case {self.name!r} has no {' and no '.join(missing)}, but the task has {num_channels} channels (task.channels); "
+                f"The case {self.name!r} has no {' and no '.join(missing)}, "
+                f"but the task has {num_channels} channels (task.channels); "
                 "fill in these cells of the case table."
             )
-        return [path for path in found if path is not None]
+        return images
 
 
 def read_case_table(
@@ -114,13 +125,15 @@ def read_case_table(
     ignore_findings: frozenset[str] = frozenset(),
     needs_labels: bool = True,
 ) -> list[Case]:
-    """Read a case table `case,image[,image_1,…],labels[,patient,split,fold,fold_0,…,series,trust_<region>,hu_slope,…]`.
+    """Read a case table.
 
-    The table is CSV in UTF-8 (with or without byte order mark), with its own commas quoted; paths
-    are relative to its folder. Unknown columns are ignored and blank lines skipped. An empty cell
-    means that there is no value; `patient` defaults to the case's name. Files are not checked for
-    existence: a missing one must not stop the others, and a machine that holds only the cache has
-    none.
+    Its columns are `case`, `image`, `image_1`, …, `labels`, `patient`, `split`, `fold`, `fold_0`,
+    …, `series`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the first two and
+    the labels are needed. The table is CSV in UTF-8 (with or without byte order mark), with its own
+    commas quoted; paths are relative to its folder. Unknown columns are ignored and blank lines
+    skipped. An empty cell means that there is no value; `patient` defaults to the case's name.
+    Files are not checked for existence: a missing one must not stop the others, and a machine that
+    holds only the cache has none.
 
     Args:
         path: The table, or a folder that contains it as `cases.csv`.
@@ -137,34 +150,16 @@ def read_case_table(
         UserError: If the table cannot be read, a column is missing, or a value is not allowed.
     """
     path = table_at(path)
-    require(
-        volume_suffix(path) is None,
-        f"{path}: expected a case table or a data set, got a scan; list it in a table ({TABLE_NAME}).",
-    )
+    if volume_suffix(path) is not None:
+        raise UserError(
+            f"{path}: expected a case table or a data set, got a scan; "
+            f"list it in a table ({TABLE_NAME})."
+        )
     rows = _rows(path)
     _, columns = next(rows, (0, []))
     if not needs_labels and labels_column not in columns:
         labels_column = None
-    required = ["case", "image"] + ([labels_column] if labels_column else [])
-    if missing := [column for column in required if column not in columns]:
-        cure = f"add {', '.join(missing)}"
-        if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
-            cure = "separate the cells by commas, not by semicolons or tabs"
-        raise UserError(
-            f"{path}, line 1: expected the columns {', '.join(required)}, but found {', '.join(columns)[:200] or 'none'}; {cure}."
-        )
-    if doubled := sorted(
-        column for column, count in Counter(columns).items() if column and count > 1
-    ):
-        raise UserError(
-            f"{path}, line 1: the column {doubled[0]!r} appears twice; keep one of them."
-        )
-
-    if {"fold", f"{FOLD_PREFIX}0"} <= set(columns):
-        raise UserError(
-            f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
-        )
-
+    _check_columns(path, columns, labels_column)
     cases: list[Case] = []
     line_of: dict[str, int] = {}
     for line, cells in rows:
@@ -173,14 +168,15 @@ def read_case_table(
         where = f"{path}, line {line}"
         if len(cells) != len(columns):
             raise UserError(
-                f"{where}: expected {len(columns)} cells, got {len(cells)}; put a cell that contains a comma in quotes."
+                f"{where}: expected {len(columns)} cells, got {len(cells)}; "
+                "put a cell that contains a comma in quotes."
             )
-        case = _case(
-            dict(zip(columns, cells, strict=True)), path, where, labels_column, hu, ignore_findings
-        )
+        row = dict(zip(columns, cells, strict=True))
+        case = _case(row, path, where, labels_column, hu, ignore_findings)
         if case.name in line_of:
             raise UserError(
-                f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; give each case its own name."
+                f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; "
+                "give each case its own name."
             )
         line_of[case.name] = line
         cases.append(case)
@@ -189,13 +185,47 @@ def read_case_table(
     return cases
 
 
+def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None) -> None:
+    """Refuse a header that lacks a column, names one twice, or gives folds in two ways.
+
+    Args:
+        path: The table, for messages.
+        columns: Cells of the header.
+        labels_column: Column of the label maps, if it is needed.
+
+    Raises:
+        UserError: With the columns and the cure.
+    """
+    required = ["case", "image"]
+    if labels_column:
+        required.append(labels_column)
+    if missing := [column for column in required if column not in columns]:
+        cure = f"add {', '.join(missing)}"
+        if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
+            cure = "separate the cells by commas, not by semicolons or tabs"
+        raise UserError(
+            f"{path}, line 1: expected the columns {', '.join(required)}, "
+            f"but found {', '.join(columns)[:200] or 'none'}; {cure}."
+        )
+    # Spreadsheets leave columns without a name.
+    counts = Counter(column for column in columns if column)
+    if repeated := sorted(column for column, count in counts.items() if count > 1):
+        raise UserError(
+            f"{path}, line 1: the column {repeated[0]!r} appears twice; keep one of them."
+        )
+    if {"fold", f"{FOLD_PREFIX}0"} <= set(columns):
+        raise UserError(
+            f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
+        )
+
+
 def table_at(path: Path) -> Path:
     """Find the case table of a folder; another path is returned as it is."""
     return path / TABLE_NAME if (path / TABLE_NAME).is_file() else path
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
-    """Find the files and folders that a case table names in any of its columns, whatever the name of the column.
+    """Find the files and folders that a case table names in any of its columns.
 
     Args:
         path: A table that `read_case_table` accepts.
@@ -207,11 +237,9 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
     _, columns = next(rows)
     for _, cells in rows:
         row = dict(zip(columns, cells, strict=False))
-        yield from (
-            (row["case"], path.parent / cell)
-            for cell in row.values()
-            if cell and os.path.exists(path.parent / cell)
-        )
+        for cell in row.values():
+            if cell and os.path.exists(path.parent / cell):
+                yield row["case"], path.parent / cell
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -220,10 +248,11 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
         reader = csv.reader(io.StringIO(read_text(path, errors=RAW_NAMES), newline=""), strict=True)
         line = 1
         for cells in reader:
-            require(
-                len(cells) <= MAX_COLUMNS,
-                f"{path}, line {line}: expected at most {MAX_COLUMNS} columns, got {len(cells)}; is this a case table?",
-            )
+            if len(cells) > MAX_COLUMNS:
+                raise UserError(
+                    f"{path}, line {line}: expected at most {MAX_COLUMNS} columns, "
+                    f"got {len(cells)}; is this a case table?"
+                )
             _check_encoding(path, line, cells)
             yield line, [plain_cell(cell.strip()) for cell in cells]
             line = reader.line_num + 1
@@ -234,17 +263,21 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
-    """Refuse a table in another encoding than UTF-8; a file name may have such bytes on the disk itself.
+    """Refuse a table in another encoding than UTF-8.
+
+    A file name may have such bytes on the disk itself.
 
     Raises:
         UserError: If a cell is not UTF-8 and names no file of these bytes.
     """
     for cell in cells:
-        if not is_utf8(cell) and not os.path.exists(table.parent / plain_cell(cell.strip())):
-            raise UserError(
-                f"{table}, line {line}: expected text in UTF-8, but {cell!r} is none, and no file has a name of these bytes; "
-                "save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
-            )
+        if is_utf8(cell) or os.path.exists(table.parent / plain_cell(cell.strip())):
+            continue
+        raise UserError(
+            f"{table}, line {line}: expected text in UTF-8, but {cell!r} is none, and no file has "
+            "a name of these bytes; "
+            "save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
+        )
 
 
 def _case(
@@ -255,36 +288,45 @@ def _case(
     hu: HuScale,
     ignore_findings: frozenset[str],
 ) -> Case:
-    name, image = cells["case"], cells["image"]
+    """Read a row of a case table.
+
+    Args:
+        cells: Column to cell.
+        table: The table, to whose folder the paths are relative.
+        where: Table and line, for messages.
+        labels_column: Column of the label maps; None reads no labels.
+        hu: HU scale where the row gives none.
+        ignore_findings: Findings that all cases ignore.
+
+    Raises:
+        UserError: If a value is not allowed.
+    """
+    name = cells["case"]
+    image = cells["image"]
     if not name or not image:
+        empty = "image" if name else "case"
         raise UserError(
-            f"{where}: the cell {'image' if name else 'case'!r} is empty; every case needs a name and an image."
+            f"{where}: the cell {empty!r} is empty; every case needs a name and an image."
         )
     check_case_name(name, where)
     split = cells.get("split") or None
     if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
     fold = cells.get("fold") or None
-    require(
-        fold is None or (fold.isascii() and fold.isdigit()),
-        f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.",
-    )
+    if fold is not None and not (fold.isascii() and fold.isdigit()):
+        raise UserError(f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.")
     labels = cells[labels_column] if labels_column else ""
-    more = list(
-        itertools.takewhile(
-            cells.__contains__, (f"{CHANNEL_PREFIX}{number}" for number in itertools.count(1))
-        )
-    )
-    folds = list(
-        itertools.takewhile(
-            cells.__contains__, (f"{FOLD_PREFIX}{number}" for number in itertools.count())
-        )
-    )
-    for column in folds:
-        if cells[column] not in ("", *FOLD_SIDES):
-            raise UserError(
-                f"{where}: {column} is {cells[column]!r}, expected {', '.join(FOLD_SIDES)} or nothing."
-            )
+    fold_sides = _read_fold_sides(cells, where)
+    more_images = []
+    for _, more_image in _numbered_cells(cells, CHANNEL_PREFIX, 1):
+        more_images.append(table.parent / more_image if more_image else None)
+    trust = {}
+    for column, cell in cells.items():
+        if column.startswith(TRUST_PREFIX) and cell:
+            trust[column.removeprefix(TRUST_PREFIX)] = cell
+    slope = _number(cells, "hu_slope", hu.slope, where)
+    offset = _number(cells, "hu_offset", hu.offset, where)
+    codes = cells.get("ignore_findings", "").split()
     return Case(
         name=name,
         image=table.parent / image,
@@ -293,23 +335,38 @@ def _case(
         patient=unicodedata.normalize("NFC", cells.get("patient") or name),
         split=split,
         fold=None if fold is None else int(fold),
-        fold_sides=tuple(cells[column] or None for column in folds),
-        trust={
-            column.removeprefix(TRUST_PREFIX): value
-            for column, value in cells.items()
-            if column.startswith(TRUST_PREFIX) and value
-        },
+        fold_sides=fold_sides,
+        trust=trust,
         series=cells.get("series") or None,
-        hu=HuScale(
-            _number(cells, "hu_slope", hu.slope, where),
-            _number(cells, "hu_offset", hu.offset, where),
-        ),
-        more_images=tuple(
-            table.parent / cells[column] if cells[column] else None for column in more
-        ),
-        ignore_findings=ignore_findings
-        | check_ignored(cells.get("ignore_findings", "").split(), f"{where}, ignore_findings"),
+        hu=HuScale(slope, offset),
+        more_images=tuple(more_images),
+        ignore_findings=ignore_findings | check_ignored(codes, f"{where}, ignore_findings"),
     )
+
+
+def _read_fold_sides(cells: Mapping[str, str], where: str) -> tuple[str | None, ...]:
+    """Read the side of a case in each fold, the columns `fold_0`, `fold_1`, ….
+
+    Raises:
+        UserError: If a side is unknown.
+    """
+    sides = []
+    for column, side in _numbered_cells(cells, FOLD_PREFIX, 0):
+        if side not in ("", *FOLD_SIDES):
+            raise UserError(
+                f"{where}: {column} is {side!r}, expected {', '.join(FOLD_SIDES)} or nothing."
+            )
+        sides.append(side or None)
+    return tuple(sides)
+
+
+def _numbered_cells(cells: Mapping[str, str], prefix: str, first: int) -> Iterator[tuple[str, str]]:
+    """Yield the columns `<prefix><first>`, `<prefix><first + 1>`, … and their cells, to a gap."""
+    for number in itertools.count(first):
+        column = f"{prefix}{number}"
+        if column not in cells:
+            return
+        yield column, cells[column]
 
 
 def check_case_name(name: str, where: str) -> None:
@@ -318,14 +375,14 @@ def check_case_name(name: str, where: str) -> None:
     Raises:
         UserError: With the place that gives it.
     """
-    require(
-        not name.startswith(".")
-        and not any(sign in name for sign in "/\\")
-        and not CONTROL_CHARACTERS.search(name)
-        and len(name.encode()) <= MAX_NAME_BYTES,
-        f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters, letters in "
-        f"UTF-8 alone and at most {MAX_NAME_BYTES} bytes.",
-    )
+    is_safe = not name.startswith(".") and not any(sign in name for sign in "/\\")
+    is_text = not CONTROL_CHARACTERS.search(name) and len(name.encode()) <= MAX_NAME_BYTES
+    if not is_safe or not is_text:
+        raise UserError(
+            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, "
+            "no control characters, letters in "
+            f"UTF-8 alone and at most {MAX_NAME_BYTES} bytes."
+        )
 
 
 def _number(cells: dict[str, str], column: str, default: float, where: str) -> float:
@@ -337,9 +394,8 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
         value = float(cell)
         if math.isfinite(value) and (value > 0 or column != "hu_slope"):
             return value
-    raise UserError(
-        f"{where}: {column} is {cell!r}, expected a {'positive ' if column == 'hu_slope' else ''}number or nothing."
-    )
+    kind = "positive number" if column == "hu_slope" else "number"
+    raise UserError(f"{where}: {column} is {cell!r}, expected a {kind} or nothing.")
 
 
 def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
@@ -348,39 +404,39 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
     Returns:
         The path of the table.
     """
-    rows = [
-        {
-            "case": case.name,
-            "image": case.image.absolute(),
-            "labels": case.labels and case.labels.absolute(),
-            "patient": case.patient,
-            "split": case.split,
-            "fold": case.fold,
-            **{f"{FOLD_PREFIX}{number}": side for number, side in enumerate(case.fold_sides)},
-            "series": case.series,
-            **(
-                {}
-                if case.hu == AS_STORED
-                else {"hu_slope": case.hu.slope, "hu_offset": case.hu.offset}
-            ),
-            **{
-                f"{CHANNEL_PREFIX}{number}": path and path.absolute()
-                for number, path in enumerate(case.more_images, start=1)
-            },
-            **{TRUST_PREFIX + name: trust for name, trust in sorted(case.trust.items())},
-        }
-        for case in cases
-    ]
+    rows = [_row_of(case) for case in cases]
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    used = [
-        name
-        for name in columns
-        if name in ("image", "labels") or any(row.get(name) is not None for row in rows)
-    ]
-    write_csv(
-        path, [{name: row.get(name) for name in used} for row in rows], used, errors=RAW_NAMES
-    )
+    used = []
+    for column in columns:
+        is_filled = any(row.get(column) is not None for row in rows)
+        if is_filled or column in ("image", "labels"):
+            used.append(column)
+    content = [{column: row.get(column) for column in used} for row in rows]
+    write_csv(path, content, used, errors=RAW_NAMES)
     return path
+
+
+def _row_of(case: Case) -> dict[str, Any]:
+    """Write a case as a row of the table, with the columns in their order."""
+    row: dict[str, Any] = {
+        "case": case.name,
+        "image": case.image.absolute(),
+        "labels": case.labels and case.labels.absolute(),
+        "patient": case.patient,
+        "split": case.split,
+        "fold": case.fold,
+    }
+    for number, side in enumerate(case.fold_sides):
+        row[f"{FOLD_PREFIX}{number}"] = side
+    row["series"] = case.series
+    if case.hu != AS_STORED:
+        row["hu_slope"] = case.hu.slope
+        row["hu_offset"] = case.hu.offset
+    for number, path in enumerate(case.more_images, start=1):
+        row[f"{CHANNEL_PREFIX}{number}"] = path and path.absolute()
+    for name, trust in sorted(case.trust.items()):
+        row[TRUST_PREFIX + name] = trust
+    return row
 
 
 @dataclass(frozen=True)
@@ -442,78 +498,120 @@ def split_cases(
             left for training.
     """
     patients = sorted({case.patient for case in cases})
-    for key, names in (("data.val_patients", val_patients), ("data.test_patients", test_patients)):
-        for name in names:
-            if name not in patients:
-                close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
-                hint = (
-                    f"did you mean {' or '.join(close)}?"
-                    if close
-                    else f"the table has {', '.join(patients[:5])}, …"
-                )
-                raise UserError(
-                    f"{key} names the patient {name!r}, who is not in the case table; {hint}"
-                )
-    if both := sorted(set(val_patients) & set(test_patients)):
-        raise UserError(
-            f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; keep one of them."
-        )
-
-    side, folds = _marks_of_table(cases, "split"), _marks_of_table(cases, "fold")
-    test = set(test_patients) | ({p for p in patients if side.get(p) == "test"} - set(val_patients))
+    _check_patients(patients, val_patients, test_patients)
+    side_of = _marks_of_table(cases, "split")
+    fold_of = _marks_of_table(cases, "fold")
+    marked_test = {patient for patient, side in side_of.items() if side == "test"}
+    test = set(test_patients) | (marked_test - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     is_listed = any(case.fold_sides for case in cases)
-    source = "the column split"
+    has_other_choice = fold == "all" or val_patients or "val" in side_of.values()
+    if is_listed and not has_other_choice:
+        return _listed_split(cases, test, fold or 0)
+    val, source = _validation_patients(rest, side_of, fold_of, fold, num_folds, val_patients)
+    usable = cases
+    if is_listed:
+        # A case that its table names in no fold is kept away from all of them.
+        held_out = test | val
+        usable = [case for case in cases if any(case.fold_sides) or case.patient in held_out]
+    train = {case.patient for case in usable} - val - test
+    if not train:
+        cure = "name fewer in data.test_patients or the column split"
+        if val:
+            cure = f"name fewer in {source}"
+        if source == "the column fold":
+            cure += ", or give another data.fold"
+        raise UserError(
+            f"No case is left for training: of {len(patients)} patients, {len(test)} are for "
+            f"testing and {len(val)} for validation; {cure}."
+        )
+    return Split(
+        train=_cases_of(usable, train), val=_cases_of(usable, val), test=_cases_of(usable, test)
+    )
+
+
+def _cases_of(cases: Sequence[Case], patients: Collection[str]) -> tuple[Case, ...]:
+    """Select the cases of some patients."""
+    return tuple(case for case in cases if case.patient in patients)
+
+
+def _validation_patients(
+    rest: Sequence[str],
+    side_of: Mapping[str, str],
+    fold_of: Mapping[str, int],
+    fold: int | str | None,
+    num_folds: int,
+    val_patients: Sequence[str],
+) -> tuple[set[str], str]:
+    """Choose the patients to validate on, as `split_cases` describes.
+
+    Args:
+        rest: Sorted patients that are not for testing.
+        side_of: Patient to the mark in the column `split`.
+        fold_of: Patient to the number in the column `fold`.
+        fold: The fold that is asked for.
+        num_folds: Number of folds.
+        val_patients: Patients that the configuration names.
+
+    Returns:
+        The patients, and what has chosen them, for messages.
+    """
     if fold == "all":
         if val_patients:
             raise UserError(
-                "data.fold=all trains on everybody, but data.val_patients is given; keep one of them."
+                "data.fold=all trains on everybody, but data.val_patients is given; "
+                "keep one of them."
             )
-        val = set[str]()
-    elif val_patients:
+        return set(), "the column split"
+    if val_patients:
         _refuse_fold(fold, "data.val_patients is given")
-        val, source = set(val_patients), "data.val_patients"
-    elif "val" in side.values():
+        return set(val_patients), "data.val_patients"
+    if "val" in side_of.values():
         _refuse_fold(fold, "the case table marks its validation cases in the column split")
-        val = {patient for patient in rest if side.get(patient) == "val"}
-    elif is_listed:
-        return _listed_split(cases, test, fold or 0)
-    elif folds:
-        val, source = (
-            {patient for patient in rest if folds.get(patient) == (fold or 0)},
-            "the column fold",
-        )
-        known = ", ".join(map(str, sorted(set(folds.values()))))
-        require(
-            bool(val),
-            f"data.fold={fold or 0}: the column fold of the case table has no such fold; choose one of {known}.",
-        )
-    elif isinstance(fold, int):
-        val = _fold(rest, fold, num_folds)
-    else:
-        # No fold was given: few patients make fewer folds, and a single one is trained on without
-        # validation.
-        val = _fold(rest, 0, min(num_folds, len(rest))) if len(rest) > 1 else set()
-    # A case that its table names in no fold is kept away from all of them.
-    usable = [
-        case
-        for case in cases
-        if not is_listed or any(case.fold_sides) or case.patient in {*test, *val}
-    ]
-    train = {case.patient for case in usable} - val - test
-    if not train:
-        cure = (
-            f"name fewer in {source}"
-            if val
-            else "name fewer in data.test_patients or the column split"
-        )
+        marked = {patient for patient in rest if side_of.get(patient) == "val"}
+        return marked, "the column split"
+    if fold_of:
+        val = {patient for patient in rest if fold_of.get(patient) == (fold or 0)}
+        if not val:
+            numbers = ", ".join(map(str, sorted(set(fold_of.values()))))
+            raise UserError(
+                f"data.fold={fold or 0}: the column fold of the case table has no such fold; "
+                f"choose one of {numbers}."
+            )
+        return val, "the column fold"
+    if isinstance(fold, int):
+        return _fold(rest, fold, num_folds), "the column split"
+    # No fold was given: few patients make fewer folds, and a single one is trained on without
+    # validation.
+    if len(rest) < 2:
+        return set(), "the column split"
+    return _fold(rest, 0, min(num_folds, len(rest))), "the column split"
+
+
+def _check_patients(
+    patients: Sequence[str], val_patients: Sequence[str], test_patients: Sequence[str]
+) -> None:
+    """Refuse patients of the configuration that are unknown, or named on two sides.
+
+    Raises:
+        UserError: With the patient, and names that look like an unknown one.
+    """
+    for key, names in (("data.val_patients", val_patients), ("data.test_patients", test_patients)):
+        for name in names:
+            if name in patients:
+                continue
+            hint = f"the table has {', '.join(patients[:5])}, …"
+            close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            raise UserError(
+                f"{key} names the patient {name!r}, who is not in the case table; {hint}"
+            )
+    if both := sorted(set(val_patients) & set(test_patients)):
         raise UserError(
-            f"No case is left for training: of {len(patients)} patients, {len(test)} are for testing and {len(val)} "
-            f"for validation; {cure}{', or give another data.fold' if source == 'the column fold' else ''}."
+            f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; "
+            "keep one of them."
         )
-    return Split(
-        *(tuple(case for case in usable if case.patient in chosen) for chosen in (train, val, test))
-    )
 
 
 def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
@@ -526,7 +624,8 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
     num_folds = max(len(case.fold_sides) for case in cases)
     if not isinstance(fold, int) or not 0 <= fold < num_folds:
         raise UserError(
-            f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; choose one of these."
+            f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; "
+            "choose one of these."
         )
     sides: dict[str, list[Case]] = {side: [] for side in FOLD_SIDES}
     marks: dict[str, str] = {}
@@ -536,16 +635,16 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
             continue
         if marks.setdefault(case.patient, side) != side:
             raise UserError(
-                f"The patient {case.patient!r} is marked train and val in the column fold_{fold} of the case table; give all "
-                "scans of one patient the same side."
+                f"The patient {case.patient!r} is marked train and val in the column fold_{fold} "
+                "of the case table; give all scans of one patient the same side."
             )
         sides[side].append(case)
     if not sides["train"]:
         raise UserError(
-            f"No case is left for training: the column fold_{fold} marks none as train; give another data.fold."
+            f"No case is left for training: the column fold_{fold} marks none as train; "
+            "give another data.fold."
         )
-    tested = tuple(case for case in cases if case.patient in test)
-    return Split(tuple(sides["train"]), tuple(sides["val"]), tested)
+    return Split(tuple(sides["train"]), tuple(sides["val"]), _cases_of(cases, test))
 
 
 def count_folds(cases: Sequence[Case]) -> int | None:
@@ -563,8 +662,8 @@ def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
         mark = getattr(case, column)
         if mark is not None and marks.setdefault(case.patient, mark) != mark:
             raise UserError(
-                f"The patient {case.patient!r} is marked {marks[case.patient]} and {mark} in the case table; "
-                f"give all scans of one patient the same {column}."
+                f"The patient {case.patient!r} is marked {marks[case.patient]} and {mark} "
+                f"in the case table; give all scans of one patient the same {column}."
             )
     return marks
 
@@ -579,7 +678,8 @@ def _refuse_fold(fold: int | str | None, reason: str) -> None:
 def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
     if not 2 <= num_folds <= len(patients):
         raise UserError(
-            f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be split into that many folds; choose a "
+            f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be "
+            "split into that many folds; choose a "
             f"number from 2 to {len(patients)}, or name data.val_patients."
         )
     if not 0 <= fold < num_folds:

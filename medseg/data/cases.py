@@ -1,4 +1,4 @@
-"""Cases of a configuration (a case table, synthetic scans, or both), their splits and their label values."""
+"""Cases of a configuration (case table, synthetic scans or both), their splits and label values."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,9 @@ MAX_PHANTOM_WORKERS = 4
 
 
 def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], LabelValues]]:
-    """Find all cases of the `data` group with their label values, whatever the split; makes missing synthetic scans.
+    """Find all cases of the `data` group with their label values, whatever the split.
+
+    Missing synthetic scans are made.
 
     Returns:
         The user's cases, or synthetic scans in their place; then the synthetic scans that are added
@@ -31,17 +33,13 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     """
     label_values = file_values(data.label_values or {})
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
-    phantoms, is_chest = data.phantoms, data.phantoms.scene is Scene.chest
+    phantoms = data.phantoms
+    is_chest = phantoms.scene is Scene.chest
     folder = Path(phantoms.folder) / ("" if is_chest else task.name)
     if data.cases is None:
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
-        return [
-            (
-                read_case_table(table, data.labels_column, ignore_findings=ignore_findings),
-                label_values,
-            ),
-            ([], {}),
-        ]
+        cases = read_case_table(table, data.labels_column, ignore_findings=ignore_findings)
+        return [(cases, label_values), ([], {})]
     hu = HuScale(data.hu_slope, data.hu_offset)
     cases = read_cases(Path(data.cases), data.labels_column, hu=hu, ignore_findings=ignore_findings)
     extra: list[Case] = []
@@ -49,17 +47,14 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
-        extra = read_case_table(
-            table, "organs" if is_chest else "labels", ignore_findings=ignore_findings
-        )
+        column = "organs" if is_chest else "labels"
+        extra = read_case_table(table, column, ignore_findings=ignore_findings)
     for name in sorted({case.name for case in extra} & {case.name for case in cases}):
         raise UserError(
             f"data.cases={data.cases}: the case name {name} is that of a phantom; rename the case"
         )
-    return [
-        (cases, label_values),
-        (extra, PHANTOM_LABELS if is_chest else file_values(make_task(task).values)),
-    ]
+    extra_values = PHANTOM_LABELS if is_chest else file_values(make_task(task).values)
+    return [(cases, label_values), (extra, extra_values)]
 
 
 def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
@@ -104,32 +99,28 @@ def make_phantoms(
 
     scene = None
     if config.scene is Scene.organs:
-        made = make_task(task)
-        sides = {
-            label: region.side for region in made.regions if region.side for label in region.labels
-        }
-        modalities = tuple(channel.modality for channel in made.channels)
-        parts, own_grids = tuple(made.parts), config.own_grids
+        scene_task = make_task(task)
+        sides: dict[str, str] = {}
+        for region in scene_task.regions:
+            if region.side:
+                sides |= dict.fromkeys(region.labels, region.side)
         scene = SceneSpec(
             config.seed,
             0,
-            made.labels,
+            scene_task.labels,
             sides,
-            modalities,
-            made.ignore_label,
-            has_own_grids=own_grids,
-            parts=parts,
+            tuple(channel.modality for channel in scene_task.channels),
+            scene_task.ignore_label,
+            has_own_grids=config.own_grids,
+            parts=tuple(scene_task.parts),
         )
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
     # A small scan takes about a second, the start of a process three.
-    num_workers = min(
-        total // 4 if config.detail is Detail.small else total,
-        os.cpu_count() or 1,
-        MAX_PHANTOM_WORKERS,
-    )
+    num_useful = total // 4 if config.detail is Detail.small else total
+    num_workers = min(num_useful, os.cpu_count() or 1, MAX_PHANTOM_WORKERS)
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:

@@ -1,4 +1,4 @@
-"""Crops of a stage: the typical spacing of a data set, the spacing of each sample and the crop of each region.
+"""Crops of a stage: typical spacing of a data set, spacing of each sample, crop of each region.
 
 `StageCrops` is plain data without callables: a data set that holds it can be pickled, so loader
 workers can start by `spawn`.
@@ -40,10 +40,11 @@ class ScanSpacings(NamedTuple):
 def typical_spacing_mm(
     spacings_mm: Sequence[tuple[float, float, float]], average: str = "median"
 ) -> tuple[float, float, float]:
-    """Average each axis; a coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis.
+    """Average the spacings of each axis, with detail kept along a coarse one.
 
-    At the average slice thickness, half of the scans would lose detail along the coarse axis
-    (Isensee et al. 2021, supplement: "target spacing").
+    A coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis: at the
+    average slice thickness, half of the scans would lose detail along it (Isensee et al. 2021,
+    supplement: "target spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.
@@ -87,17 +88,17 @@ def draw_spacing_mm(
         Spacing (z, y, x).
     """
     if scans is not None:
-        return clamp_spacing(
-            range_mm, scans.spacings_mm[int(rng.choice(len(scans.shares), p=scans.shares))]
-        )
-    low, high = (math.log(mm) for mm in range_mm)
-    z, in_plane = (math.exp(place) for place in rng.uniform(low, high, size=2))
-    return z, in_plane, in_plane
+        number = int(rng.choice(len(scans.shares), p=scans.shares))
+        return clamp_spacing(range_mm, scans.spacings_mm[number])
+    low, high = map(math.log, range_mm)
+    log_z, log_in_plane = rng.uniform(low, high, size=2)
+    in_plane = math.exp(log_in_plane)
+    return math.exp(log_z), in_plane, in_plane
 
 
 @dataclass(frozen=True)
 class StageCrops:
-    """Spacings and crops of one stage, as prediction takes them, or with a generator as training does.
+    """Spacings and crops of one stage, as in prediction, or with a generator as in training.
 
     Attributes:
         rule: How the network's grid is laid on the cache's.
@@ -126,22 +127,28 @@ class StageCrops:
     def spacing_mm(
         self, case: CachedCase, rng: np.random.Generator | None = None
     ) -> tuple[float, float, float] | None:
-        """Choose the spacing of a sample: drawn with a generator, else that of prediction; None is that of the cache."""
+        """Choose the spacing of a sample: drawn with a generator, else that of prediction.
+
+        None is that of the cache.
+        """
         if rng is None or self.rule.range_mm is None:
             return self.rule.spacing_mm(case.audit.grid.spacing_mm)
         return draw_spacing_mm(rng, self.rule.range_mm, self.scan_spacings)
 
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
-        """Choose the crop of a region; with a generator its faces are jittered by the error of the coarse stage."""
+        """Choose the crop of a region.
+
+        With a generator its faces are jittered by the error of the coarse stage.
+        """
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
-        tight = (
-            self.coarse_boxes.get(case.name, {}).get(region.name) or case.region_boxes[region.name]
-        )
+        coarse_box = self.coarse_boxes.get(case.name, {}).get(region.name)
+        tight = coarse_box or case.region_boxes[region.name]
+        size = self.tile_size
+        least_size = self.patch_size
         if rng is not None:
             tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
-        size, least_size = (
-            (self.tile_size, self.patch_size) if rng is None else (self.patch_size, None)
-        )
+            size = self.patch_size
+            least_size = None
         return region_crop(
             tight,
             case.grid,

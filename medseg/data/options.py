@@ -1,4 +1,4 @@
-"""Keys of the groups `stage`, `data` and `augment`: the cases, and how samples are drawn from them."""
+"""Keys of the groups `stage`, `data` and `augment`: cases, and how samples are drawn from them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,7 +43,8 @@ class StageOptions:
     max_voxels: Annotated[
         int | None,
         Knob(
-            "Coarse and single stage: larger volumes are cut to a random range of slices; null: never.",
+            "Coarse and single stage: larger volumes are cut to a random range of slices; null: "
+            "never.",
             "[1, inf)",
             "voxels",
         ),
@@ -57,7 +58,8 @@ class StageOptions:
     side_share: Annotated[
         float | None,
         Knob(
-            "Coarse and single stage: share of samples cut to a random range of columns: half chests.",
+            "Coarse and single stage: share of samples cut to a random range of columns: half "
+            "chests.",
             "[0, 1]",
         ),
     ] = None
@@ -90,14 +92,15 @@ class StageOptions:
     coarse_folds: Annotated[
         list[str] | None,
         Knob(
-            "With coarse_channel: checkpoints of the coarse stage, such as those of all folds; a case sees the "
-            "first one that has not trained on its patient."
+            "With coarse_channel: checkpoints of the coarse stage, such as those of all folds; "
+            "a case sees the first one that has not trained on its patient."
         ),
     ] = None
     add_parts_mm: Annotated[
         float | None,
         Knob(
-            "Coarse stage: a part that it alone finds is added to the fine result if a ball of this diameter fits into "
+            "Coarse stage: a part that it alone finds is added to the fine result if a ball of "
+            "this diameter fits into "
             "it; null: never.",
             "(0, 50]",
             "mm",
@@ -122,20 +125,26 @@ class StageOptions:
 
     @property
     def for_validation(self) -> "StageOptions":
-        """The same stage with whole volumes, or the crops that prediction would cut: no key of the sampling is set."""
+        """The same stage with whole volumes, or the crops that prediction would cut.
+
+        No key of the sampling is set.
+        """
         return StageOptions(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
+        """Yield a sentence for each key of another stage, and each one that this stage lacks."""
         yield from missing_file("stage.coarse", self.coarse)
         for path in self.coarse_folds or ():
             yield from missing_file("stage.coarse_folds", path)
         if self.sees_whole_scans:
-            for key in (*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"):
-                if getattr(self, key) is not None:
-                    yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+            keys = [*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"]
+            unused = [key for key in keys if getattr(self, key) is not None]
             if self.coarse_channel:
-                yield f"stage.coarse_channel: only the fine stage uses it; leave it out with stage={self.name}"
+                unused.append("coarse_channel")
+            for key in unused:
+                yield (
+                    f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+                )
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -145,18 +154,23 @@ class StageOptions:
                 yield f"stage.{key}: the fine stage needs a value"
         if self.coarse_folds is not None and (self.coarse is not None or not self.coarse_channel):
             yield (
-                "stage.coarse_folds: it stands in place of stage.coarse, with stage.coarse_channel=true; "
+                "stage.coarse_folds: it stands in place of stage.coarse, with "
+                "stage.coarse_channel=true; "
                 "give one of the two"
             )
             return
         uses_coarse = self.region_from is RegionFrom.coarse or self.coarse_channel
         if uses_coarse and self.coarse is None and self.coarse_folds is None:
             yield (
-                "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse stage; "
+                "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse "
+                "stage; "
                 "add stage.coarse=<checkpoint>"
             )
         if self.coarse is not None and not uses_coarse:
-            yield "stage.coarse: nothing uses it; add stage.region_from=coarse or stage.coarse_channel=true"
+            yield (
+                "stage.coarse: nothing uses it; "
+                "add stage.region_from=coarse or stage.coarse_channel=true"
+            )
 
 
 @dataclass(kw_only=True)
@@ -166,7 +180,8 @@ class PhantomCountsOptions:
     detail: Annotated[
         Detail,
         Knob(
-            "Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 mm)."
+            "Voxel size. small: 2 to 3 mm (organs: 5 mm); full: 0.6 to 1 mm in plane (organs: 1.6 "
+            "mm)."
         ),
     ]
     seed: Annotated[int, Knob("Seed of the first scan.", "[0, inf)")]
@@ -178,7 +193,8 @@ class PhantomCountsOptions:
     scene: Annotated[
         Scene,
         Knob(
-            "chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, in each of its channels."
+            "chest: CT of the chest; organs: one ellipsoid-like organ for each label of the task, "
+            "in each of its channels."
         ),
     ] = Scene.chest
     own_grids: Annotated[
@@ -204,7 +220,8 @@ class LabelsOptions:
     label_values: Annotated[
         dict[str, Any],
         Knob(
-            "Label name: its value or [values], or the names of its structures (masks), in the reference files; a name that "
+            "Label name: its value or [values], or the names of its structures (masks), in the "
+            "reference files; a name that "
             "is not in task.labels is background. Empty: the values of the task."
         ),
     ] = field(default_factory=dict)
@@ -217,7 +234,8 @@ class DataOptions(LabelsOptions):
     cases: Annotated[
         Text,
         Knob(
-            "Case table (CSV), or folder of a data set in a known layout (docs/import.md); null: synthetic scans."
+            "Case table (CSV), or folder of a data set in a known layout (docs/import.md); null: "
+            "synthetic scans."
         ),
     ]
     hu_slope: Annotated[
@@ -238,7 +256,8 @@ class DataOptions(LabelsOptions):
     train_trust: Annotated[
         Any,
         Knob(
-            "Train only on regions with this trust, or one of a [list] (columns trust_<region>), e.g. reference; null: on all."
+            "Train only on regions with this trust, or one of a [list] (columns trust_<region>), "
+            "e.g. reference; null: on all."
         ),
     ] = None
     ignore_findings: Annotated[
@@ -251,7 +270,8 @@ class DataOptions(LabelsOptions):
     fold: Annotated[
         Any,
         Knob(
-            "Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's split, else 0."
+            "Validation fold, 0 … num_folds - 1; all: train on every case; null: the table's "
+            "split, else 0."
         ),
     ]
     num_folds: Annotated[
@@ -268,7 +288,8 @@ class DataOptions(LabelsOptions):
     num_workers: Annotated[
         int | None,
         Knob(
-            "Loader processes; samples do not depend on them. null: 1; with a GPU as many as the processors allow, at most 8.",
+            "Loader processes; samples do not depend on them. null: 1; with a GPU as many as the "
+            "processors allow, at most 8.",
             "[0, inf)",
             "processes",
             neutral=True,
@@ -295,14 +316,16 @@ class DataOptions(LabelsOptions):
         is_fold = type(self.fold) is int and 0 <= self.fold < self.num_folds
         if self.fold not in (None, "all") and not is_fold:
             yield (
-                f"data.fold: expected 0 … {self.num_folds - 1} (data.num_folds={self.num_folds}), all or null, but got "
+                f"data.fold: expected 0 … {self.num_folds - 1} (data.num_folds={self.num_folds}), "
+                "all or null, but got "
                 f"{self.fold}"
             )
         trusts = self.train_trust if isinstance(self.train_trust, list) else [self.train_trust]
         are_words = bool(trusts) and all(isinstance(trust, str) for trust in trusts)
         if self.train_trust is not None and not are_words:
             yield (
-                "data.train_trust: expected a word of the columns trust_<region>, a [list] of them or null, but got "
+                "data.train_trust: expected a word of the columns trust_<region>, a [list] of them "
+                "or null, but got "
                 f"{self.train_trust}"
             )
 
@@ -360,7 +383,8 @@ class AugmentOptions:
     truncate_probability: Annotated[
         float,
         Knob(
-            "Probability of a partial scan: slices at one end are replaced by the last remaining slice.",
+            "Probability of a partial scan: slices at one end are replaced by the last remaining "
+            "slice.",
             "[0, 1]",
         ),
     ]
@@ -384,7 +408,8 @@ class AugmentOptions:
     disease_probability: Annotated[
         float,
         Knob(
-            "Probability of disease painted into a labelled organ full of air, whose outline stays.",
+            "Probability of disease painted into a labelled organ full of air, whose outline "
+            "stays.",
             "[0, 1]",
         ),
     ] = 0.0
@@ -397,13 +422,15 @@ class AugmentOptions:
     disease_kinds: Annotated[
         list[str],
         Knob(
-            "Up to three lesions are painted, each of one of these kinds: consolidation, ground_glass, mass, collapse."
+            "Up to three lesions are painted, each of one of these kinds: consolidation, "
+            "ground_glass, mass, collapse."
         ),
     ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse"])
     transforms: Annotated[
         list[Any],
         Knob(
-            "Transforms in their order: effects (those of the keys above), or {_target_: class, argument: value, …}."
+            "Transforms in their order: effects (those of the keys above), or {_target_: class, "
+            "argument: value, …}."
         ),
     ] = field(default_factory=lambda: ["effects"])
     allow_mirroring: Annotated[

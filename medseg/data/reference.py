@@ -1,7 +1,8 @@
-"""Reference labels of a case: a label map, binary masks, segments of 3D Slicer, or a DICOM SEG or RTSTRUCT."""
+"""Reference labels of a case: label map, masks, segments of 3D Slicer, DICOM SEG or RTSTRUCT."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.io.inputs import (
     SEGMENTATION_SUFFIX,
@@ -79,49 +80,67 @@ def read_reference(
         UserError: If a file cannot be read, no label has a structure, two masks have one name, or a
             mask is not binary or on another grid than the first.
     """
-    named = label_values
+    read_values = label_values
     if kept is not None:
-        named = {
-            value: label for value, label in label_values.items() if label in kept
-        } or label_values
-    masks = _masks_of(path) if path.is_dir() else {}
-    if masks:
-        return _read_masks(path, masks, named)
-    if volume_suffix(path) == SEGMENTATION_SUFFIX and (
-        segments := _segments_of(path, label_values)
-    ):
-        return _read_segments(path, segments, named)
-    files = [path] if is_dicom_file(path) else list(dicom_files(path)) if path.is_dir() else []
-    if (
-        len(files) != 1 or volume_suffix(path) is not None
-    ):  # several files are the slices of a label map
-        return read_labels(path), {
-            value: label for value, label in label_values.items() if isinstance(value, int)
-        }
+        of_task = {value: label for value, label in label_values.items() if label in kept}
+        read_values = of_task or label_values
+    if path.is_dir() and (masks := masks_in(path)):
+        return _read_masks(path, masks, read_values)
+    suffix = volume_suffix(path)
+    if suffix == SEGMENTATION_SUFFIX and (segments := _segments_of(path, label_values)):
+        return _read_segments(path, segments, read_values)
+    if suffix is None:
+        label_file = _label_file_of(path)
+        if label_file is not None:
+            return _read_dicom_labels(path, label_file, image, series, modality, read_values)
+    names = {value: label for value, label in label_values.items() if isinstance(value, int)}
+    return read_labels(path), names
+
+
+def _label_file_of(path: Path) -> Path | None:
+    """Find the only DICOM file at a path; several files are the slices of a label map."""
+    if is_dicom_file(path):
+        return path
+    files = list(dicom_files(path)) if path.is_dir() else []
+    return files[0] if len(files) == 1 else None
+
+
+def _read_dicom_labels(
+    path: Path,
+    label_file: Path,
+    image: Path | None,
+    series: str | None,
+    modality: str,
+    label_values: LabelValues,
+) -> tuple[Volume, dict[int, str]]:
+    """Read a SEG or RTSTRUCT on the slices of the image.
+
+    Raises:
+        UserError: If the image is not DICOM.
+    """
     from medseg.io.dicom.labels import open_label_file, read_label_file  # pydicom takes 30 MiB
     from medseg.io.dicom.read import open_slices
 
-    file = open_label_file(files[0])
+    file = open_label_file(label_file)
     if image is None or input_format(image) != "dicom":
         raise UserError(
-            f"{path}: a DICOM {file.kind} is read on the slices of its series, but the image of the case is not DICOM; give the series."
+            f"{path}: a DICOM {file.kind} is read on the slices of its series, "
+            "but the image of the case is not DICOM; give the series."
         )
-    chosen = _choose(path, file.names.values(), named)
-    numbers = {
-        name: [number for number, one in file.names.items() if one == name]
-        for name, _ in chosen.structures
-    }
-    volume = read_label_file(
-        file,
-        open_slices(image, series, modality),
-        {number: value for name, value in chosen.structures for number in numbers[name]},
-    )
-    return Volume(
-        volume.array, volume.grid, None, (*volume.findings, *chosen.findings)
-    ), chosen.values
+    chosen = _choose(path, file.names.values(), label_values)
+    value_of_number: dict[int, int] = {}
+    # In the order of the labels, of which the later one counts where structures overlap.
+    for name, value in chosen.structures:
+        for number, structure in file.names.items():
+            if structure == name:
+                value_of_number[number] = value
+    slices = open_slices(image, series, modality)
+    volume = read_label_file(file, slices, value_of_number)
+    findings = (*volume.findings, *chosen.findings)
+    return Volume(volume.array, volume.grid, None, findings), chosen.values
 
 
-def _masks_of(folder: Path) -> dict[str, Path]:
+def masks_in(folder: Path) -> dict[str, Path]:
     """Find the masks of a folder by the names of their structures.
 
     Raises:
@@ -129,16 +148,17 @@ def _masks_of(folder: Path) -> dict[str, Path]:
     """
     masks: dict[str, Path] = {}
     for file in volume_files(folder):
-        other = masks.setdefault(case_name(file), file)
-        if other != file:
+        first = masks.setdefault(case_name(file), file)
+        if first != file:
             raise UserError(
-                f"{folder}: {other.name} and {file.name} are masks of one structure; keep one of them."
+                f"{folder}: {first.name} and {file.name} are masks of one structure; "
+                "keep one of them."
             )
     return masks
 
 
 def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
-    """Read the segments of a file of 3D Slicer that are chosen by name; none where label values choose them.
+    """Read the segments of a file of 3D Slicer if they are chosen by name; none otherwise.
 
     Values are enough in a file of one layer. In several layers one value may stand for several
     segments.
@@ -147,11 +167,13 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
 
     segments = read_segments(path)
     has_layers = any(segment.num_layers > 1 for segment in segments)
-    return segments if has_layers or any(isinstance(value, str) for value in label_values) else []
+    if has_layers or any(isinstance(value, str) for value in label_values):
+        return segments
+    return []
 
 
 def is_named(path: Path) -> bool:
-    """Whether labels are named structures, which may be empty, rather than values of a label map."""
+    """Whether labels are named structures, which may be empty, not values of a label map."""
     return volume_suffix(path) is None
 
 
@@ -161,41 +183,36 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     Raises:
         UserError: If none of them is there.
     """
-    known: dict[str, list[str]] = {}
+    spellings: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        known.setdefault(plain_name(name), []).append(name)
-    values = {
-        label: value for value, label in enumerate(dict.fromkeys(label_values.values()), start=1)
-    }
-    named = {
-        label: [
-            name for name, one in label_values.items() if one == label and isinstance(name, str)
-        ]
-        for label in values
-    }
-    wanted = {label: named[label] or [label] for label in values}
-    found = {
-        (one, values[label]): None
-        for label, several in wanted.items()
-        for name in several
-        for one in known.get(plain_name(name), [])
-    }
-    if not found:
-        names = sorted(name for several in known.values() for name in several)
-        listed = first_few(names, MAX_LISTED)
-        expected = [name for several in wanted.values() for name in several][:MAX_LISTED]
+        spellings.setdefault(plain_name(name), []).append(name)
+    structures_of: dict[str, list[str]] = {label: [] for label in label_values.values()}
+    for value_or_name, label in label_values.items():
+        if isinstance(value_or_name, str):
+            structures_of[label].append(value_or_name)
+    values: dict[int, str] = {}
+    expected: list[str] = []
+    absent: list[str] = []
+    # A dictionary, since a label may name several spellings of one structure.
+    structures: dict[tuple[str, int], None] = {}
+    for value, (label, structure_names) in enumerate(structures_of.items(), start=1):
+        values[value] = label
+        present: list[str] = []
+        for name in structure_names or [label]:
+            expected.append(name)
+            present += spellings.get(plain_name(name), [])
+        structures |= {(name, value): None for name in present}
+        if not present:
+            absent.append(label)
+    if not structures:
+        listed = first_few(sorted(itertools.chain.from_iterable(spellings.values())), MAX_LISTED)
         raise UserError(
-            f"{path}: expected a structure named {' or '.join(expected)}, but it holds {listed or 'none'}; name the structures of each label in "
+            f"{path}: expected a structure named {' or '.join(expected[:MAX_LISTED])}, "
+            f"but it holds {listed or 'none'}; name the structures of each label in "
             "+data.label_values={<label>: [<structure>, …]}."
         )
-    # A label may name several spellings of one structure.
-    absent = [label for label, value in values.items() if value not in {one for _, one in found}]
     sentences = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
-    return Chosen(
-        {value: label for label, value in values.items()},
-        list(found),
-        warnings_of("reading", sentences),
-    )
+    return Chosen(values, list(structures), warnings_of("reading", sentences))
 
 
 def _read_masks(
@@ -218,10 +235,11 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
     """
     mask = read_labels(file)
     is_inside = mask.array != 0
-    require(
-        bool((mask.array[is_inside] == mask.array.max()).all()),
-        f"{path}: expected a mask of one value, but that of {name} holds several; give its file as a label map instead.",
-    )
+    if (mask.array[is_inside] != mask.array.max()).any():
+        raise UserError(
+            f"{path}: expected a mask of one value, but that of {name} holds several; "
+            "give its file as a label map instead."
+        )
     return Volume(is_inside, mask.grid, mask.header, mask.findings)
 
 
@@ -244,11 +262,8 @@ def _read_segments(
                 if segment.name != name:
                     continue
                 layer = layers[segment.layer]
-                yield (
-                    name,
-                    Volume(layer.array == segment.value, layer.grid, layer.header, layer.findings),
-                    value,
-                )
+                is_inside = layer.array == segment.value
+                yield name, Volume(is_inside, layer.grid, layer.header, layer.findings), value
 
     return _merge(path, parts(), chosen)
 
@@ -263,15 +278,17 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
     for value in np.unique(layer.array).tolist():
         if value and value not in described:
             raise UserError(
-                f"{path}: layer {number} holds the value {value}, which no segment of the header has; "
-                "save the segmentation again in 3D Slicer."
+                f"{path}: layer {number} holds the value {value}, "
+                "which no segment of the header has; save the segmentation again in 3D Slicer."
             )
 
 
 def _merge(
     path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge structures to a label map; where labels overlap, the later one counts, and a warning says so.
+    """Merge structures to a label map.
+
+    Where labels overlap, the later one counts, and a warning says so.
 
     Args:
         path: For messages.
@@ -282,18 +299,20 @@ def _merge(
     num_shared = 0
     for name, part, value in parts:
         if labels is None:
-            first, labels = part, np.zeros(part.grid.shape, np.min_scalar_type(len(chosen.values)))
-        require(
-            part.grid.is_close(first.grid, GRID_TOLERANCE_MM),
-            f"{path}: {name} has another grid than the first; resample it.",
-        )
+            first = part
+            labels = np.zeros(part.grid.shape, np.min_scalar_type(len(chosen.values)))
+        if not part.grid.is_close(first.grid, GRID_TOLERANCE_MM):
+            raise UserError(f"{path}: {name} has another grid than the first; resample it.")
         before = labels[part.array]
         num_shared += int(np.count_nonzero((before != 0) & (before != value)))
         labels[part.array] = value
     assert labels is not None, "one structure at least was found"
     findings = [*first.findings, *chosen.findings]
     if num_shared:
-        sentence = f"{num_shared} voxels belong to several labels and count for the last one of data.label_values"
+        sentence = (
+            f"{num_shared} voxels belong to several labels and count for the last one of "
+            "data.label_values"
+        )
         findings += warnings_of("reading", [sentence])
     return Volume(labels, first.grid, first.header, tuple(findings)), chosen.values
 
@@ -312,17 +331,19 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
         {10: 'left_kidney', 11: 'right_kidney', 12: 'right_kidney'}
     """
     names: LabelValues = {}
-    for name, given in label_values.items():
-        for value in given if isinstance(given, list) else [given]:
+    for name, content in label_values.items():
+        for value in content if isinstance(content, list) else [content]:
             # True and False are not values, and a number is no label: the two were exchanged.
             if type(value) not in (int, str) or name.isdigit():
                 raise UserError(
-                    f"data.label_values.{name}: a whole number or a list of them is needed (name: value), or names of structures where "
-                    f"labels are masks or DICOM objects, but got {given!r}"
+                    f"data.label_values.{name}: a whole number or a list of them is needed "
+                    "(name: value), or names of structures where labels are masks or DICOM "
+                    f"objects, but got {content!r}"
                 )
             if names.setdefault(value, name) != name:
                 raise UserError(
-                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of them another value, or "
+                    f"data.label_values: {value} cannot be {names[value]} and {name}; "
+                    "give one of them another value, or "
                     f"remove it with ~data.label_values.{names[value]}"
                 )
     return names

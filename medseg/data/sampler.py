@@ -1,4 +1,4 @@
-"""Deterministic sampling: random generator of each sample, order of the cases, and sample indices of each batch.
+"""Deterministic sampling: generator of each sample, order of the cases, samples of each batch.
 
 Every choice is a function of (seed, number), not a state: any worker can compute any sample, and a
 run resumes exactly.
@@ -81,7 +81,9 @@ def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
 
 
 def normalised_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
-    """Scale weights to the sum one; without weights return the number of items, which stands for equal weights.
+    """Scale weights to the sum one.
+
+    Without weights, the number of items stands for equal ones.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -139,19 +141,28 @@ class StepBatchSampler(Sampler[list[int]]):
         ):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
-                f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, num_steps={num_steps}, "
+                f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
+                f"num_steps={num_steps}, "
                 f"start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
             raise ValueError(
-                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times num_ranks={num_ranks}"
+                f"batch_size={batch_size} is not divisible by accumulate={accumulate} times "
+                f"num_ranks={num_ranks}"
             )
-        self.num_steps, self.start_step = num_steps, start_step
-        self.batch_size, self.accumulate = batch_size, accumulate
-        self.rank, self.num_ranks, self.size = rank, num_ranks, size
+        self.num_steps = num_steps
+        self.start_step = start_step
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.size = size
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in the whole run; Lightning adds those before `start_step` to what it fetches."""
+        """Micro-batches of this rank in the whole run.
+
+        Lightning adds those before `start_step` to what it fetches.
+        """
         return self.num_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -165,8 +176,9 @@ class StepBatchSampler(Sampler[list[int]]):
                 for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
                     not_full = [share for share in shares if len(share) < self.accumulate * length]
                     min(not_full, key=lambda share: sum(sizes[k] for k in share)).append(n)
-                own = shares[self.rank]
-                yield from (own[first : first + length] for first in range(0, len(own), length))
+                share = shares[self.rank]
+                for first in range(0, len(share), length):
+                    yield share[first : first + length]
             else:
                 starts = range(self.rank * length, self.batch_size, group)
                 yield from (numbers[first : first + length] for first in starts)

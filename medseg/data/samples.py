@@ -1,4 +1,4 @@
-"""Data set of samples: whole scans or patches of them for the coarse stage, crops or patches of regions for the fine stage.
+"""Data set of samples: scans for the coarse stage, crops of regions for the fine stage, or patches.
 
 Sample n is a function of (seed, n). The data set holds plain data, so it can be pickled for loader
 workers.
@@ -47,7 +47,7 @@ BOUNDARY_TRIES = 8
 LEAST_SLAB = 0.15
 
 
-Found = tuple[VoxelBox, tuple[int, ...]]
+Organ = tuple[VoxelBox, tuple[int, ...]]
 """Tight box of an organ on the grid of the cache, and its label values."""
 
 Sample = dict[str, Any]
@@ -84,10 +84,11 @@ class _Scan(NamedTuple):
 
     def part(self, axis: int, first: int, stop: int) -> "_Scan":
         """Take a range of slices (axis 0) or columns (axis 2), as if no more had been scanned."""
-        box = VoxelBox.full(self.grid.shape)
-        start, end = list(box.start), list(box.stop)
-        start[axis], end[axis] = first, stop
-        box = VoxelBox.of(start, end)
+        start = [0, 0, 0]
+        ends = list(self.grid.shape)
+        start[axis] = first
+        ends[axis] = stop
+        box = VoxelBox.of(start, ends)
         slices = box.slices()
         return self._replace(
             images=[image[slices] for image in self.images],
@@ -116,8 +117,14 @@ class _Scan(NamedTuple):
             if crop.lattice == self.grid:
                 part = torch.from_numpy(crop_padded(image, crop.box, channel.outside))
             else:
-                options: dict[str, Any] = {"resampling": self.case.resampling, "slices_go_on": True}
-                part = resample_image(image, self.grid, crop.grid, channel.outside, **options)
+                part = resample_image(
+                    image,
+                    self.grid,
+                    crop.grid,
+                    channel.outside,
+                    resampling=self.case.resampling,
+                    slices_go_on=True,
+                )
             channels.append(normalise(erase_outside(part, crop, channel.outside), intensity))
         # A view where there is one channel.
         stacked = torch.stack(channels) if len(channels) > 1 else channels[0][None]
@@ -171,173 +178,211 @@ class Samples(Dataset[Sample]):
         weights: Sequence[float] | None = None,
         train_trust: Collection[str] | None = None,
     ) -> None:
-        is_coarse = stage.sees_whole_scans
-        found = [
-            ((case, number), weight)
-            for case, weight in zip(
-                cases, [1.0] * len(cases) if weights is None else weights, strict=True
-            )
-            for number in range(1 if is_coarse else len(task.regions))
-            if is_coarse or task.regions[number].name in case.region_boxes
-            if train_trust is None
-            or (
-                _is_known(case, task, train_trust)
-                if is_coarse
-                else case.trust.get(task.regions[number].name) in train_trust
-            )
-        ]
-        if cases and train_trust is not None and not found:
-            raise UserError(
-                f"data.train_trust={' or '.join(train_trust)}: no training case has a region with this trust; enter it in the columns "
+        self.task = task
+        self.crops = crops
+        self.stage = stage
+        self.seed = seed
+        self.augmentation = augmentation
+        self.jitter = jitter
+        self.items: list[tuple[CachedCase, int]] = []
+        item_weights: list[float] = []
+        case_weights = [1.0] * len(cases) if weights is None else weights
+        for case, weight in zip(cases, case_weights, strict=True):
+            for number in self._trained_regions(case, train_trust):
+                self.items.append((case, number))
+                item_weights.append(weight)
+        if cases and not self.items:
+            raise UserError(self._no_items(cases, train_trust))
+        self.weights = normalised_weights(
+            None if weights is None else item_weights, len(self.items)
+        )
+
+    def _trained_regions(
+        self, case: CachedCase, train_trust: Collection[str] | None
+    ) -> Sequence[int]:
+        """List the numbers of the regions of a case that are items; 0 for a scan as a whole."""
+        if self.stage.sees_whole_scans:
+            is_item = train_trust is None or _has_trust(case, self.task, train_trust)
+            return [0] if is_item else []
+        numbers = []
+        for number, region in enumerate(self.task.regions):
+            if region.name not in case.region_boxes:
+                continue
+            if train_trust is None or case.trust.get(region.name) in train_trust:
+                numbers.append(number)
+        return numbers
+
+    def _no_items(self, cases: Sequence[CachedCase], train_trust: Collection[str] | None) -> str:
+        """Say why no case can be trained on."""
+        if train_trust is not None:
+            return (
+                f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "
+                "this trust; enter it in the columns "
                 "trust_<region> of the case table, or leave data.train_trust out"
             )
-        if cases and not found:
-            names = " or ".join(region.name for region in task.regions)
-            raise UserError(
-                f"of {len(cases)} case(s), such as {cases[0].name}, none has a voxel of {names}; check data.label_values, the label "
-                "maps and the split"
-            )
-        self.items = [item for item, _ in found]
-        self.weights = normalised_weights(
-            None if weights is None else [weight for _, weight in found], len(found)
+        names = " or ".join(region.name for region in self.task.regions)
+        return (
+            f"of {len(cases)} case(s), such as {cases[0].name}, none has a voxel of {names}; "
+            "check data.label_values, the label maps and the split"
         )
-        self.task, self.crops, self.stage, self.seed = task, crops, stage, seed
-        self.augmentation, self.jitter = augmentation, jitter
 
     def __len__(self) -> int:
         """Items of one pass."""
         return len(self.items)
 
     def size(self, n: int) -> int:
-        """Estimate the voxels of sample n from its case (coarse stage) or region alone: without jitter, patches or slabs."""
+        """Estimate the voxels of sample n from its case (coarse stage) or its region.
+
+        Jitter, patches and slabs do not count.
+        """
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        shape = (
-            case.grid.shape
-            if self.stage.sees_whole_scans
-            else self.crops.crop(case, self.task.regions[number], None).box.shape
-        )
-        return math.prod(shape)
+        if self.stage.sees_whole_scans:
+            return math.prod(case.grid.shape)
+        return math.prod(self.crops.crop(case, self.task.regions[number], None).box.shape)
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
+        # The order of the draws from `rng` is part of every run: it must not change.
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        region, rng = (
-            None if self.stage.sees_whole_scans else self.task.regions[number],
-            sample_rng(self.seed, n),
-        )
+        region = None if self.stage.sees_whole_scans else self.task.regions[number]
+        rng = sample_rng(self.seed, n)
         with one_thread():
-            scan, crop = (
-                self._choose_scan(case, rng)
-                if region is None
-                else self._choose_region(case, region, rng)
-            )
+            if region is None:
+                scan, crop = self._choose_scan(case, rng)
+            else:
+                scan, crop = self._choose_region(case, region, rng)
             intensities = self._draw_intensities(case, rng)
-            spacing_mm, shape, source = crop.lattice.spacing_mm, crop.box.shape, crop
-            warp = (
-                None if self.augmentation is None else self.augmentation.draw_warp(rng, spacing_mm)
-            )
+            spacing_mm = crop.lattice.spacing_mm
+            shape = crop.box.shape
+            warp = None
+            if self.augmentation is not None:
+                warp = self.augmentation.draw_warp(rng, spacing_mm)
+            source = crop
             if warp is not None and (region is not None or self.stage.patch_size is not None):
                 # A warp samples beyond the crop. The scan is read there too, so that no false air
                 # comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(source, intensities)
-            if region is not None and case.name in self.crops.coarse_probs:
-                coarse = self.crops.coarse_probs[case.name]
-                values = self.task.region_values(region)
-                channel = probability_channel(coarse.probs, coarse.grid, source, values)
-                image = torch.cat([image, channel[None]])
+            inside = _scanned_part(crop, scan.grid)
             if region is not None:
-                classes = np.zeros(256, dtype=np.uint8)
-                classes[list(self.task.region_values(region))] = np.arange(
-                    1, len(region.labels) + 1
-                )
-                if self.task.ignore_label is not None:
-                    classes[self.task.ignore_label] = self.task.ignore_label
-                target = torch.from_numpy(classes[target.numpy()])
-            part = crop.box.intersect(crop.lattice.centres_within(scan.grid))
-            inside = (
-                torch.tensor(list(zip(part.start, part.stop, strict=True)))
-                - torch.tensor(crop.box.start)[:, None]
-            )
-            if region is not None and region.side == "right":
-                image, target = image.flip(3), target.flip(2)
-                inside[2] = shape[2] - inside[2].flip(0)
+                image = self._add_coarse_channel(image, case, region, source)
+                target = self._region_classes(target, region)
+                if region.side == "right":
+                    image, target = image.flip(3), target.flip(2)
+                    inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 num_scanned = len(self.task.channels)
                 image, target = self.augmentation.alter(image, target, rng, spacing_mm, num_scanned)
-        named = {"region": number, "case": case.name, "spacing_mm": spacing_mm, "number": n}
-        return {"image": image, "target": target, "inside": inside, **named}
+        return {
+            "image": image,
+            "target": target,
+            "inside": inside,
+            "region": number,
+            "case": case.name,
+            "spacing_mm": spacing_mm,
+            "number": n,
+        }
+
+    def _add_coarse_channel(
+        self, image: Tensor, case: CachedCase, region: Region, source: Crop
+    ) -> Tensor:
+        """Append the probability of the coarse stage as the last channel, if the case has one."""
+        coarse = self.crops.coarse_probs.get(case.name)
+        if coarse is None:
+            return image
+        values = self.task.region_values(region)
+        channel = probability_channel(coarse.probs, coarse.grid, source, values)
+        return torch.cat([image, channel[None]])
+
+    def _region_classes(self, labels: Tensor, region: Region) -> Tensor:
+        """Map label values to the classes 1, 2, … of a region; the ignore label stays."""
+        values = list(self.task.region_values(region))
+        classes = np.zeros(256, dtype=np.uint8)
+        classes[values] = np.arange(1, len(values) + 1)
+        if self.task.ignore_label is not None:
+            classes[self.task.ignore_label] = self.task.ignore_label
+        return torch.from_numpy(classes[labels.numpy()])
 
     def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
-        """Make the map of each channel: of its window, which the augmentation moves, or that of the case."""
-        found = []
+        """Make the map of each channel.
+
+        It is that of the channel's window, which the augmentation moves, or that of the case.
+        """
+        intensities = []
         for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
             if channel.window_hu is not None:
-                moved = self.augmentation
-                intensity = window(
-                    channel.window_hu
-                    if moved is None
-                    else moved.draw_window(rng, channel.window_hu)
-                )
+                window_hu = channel.window_hu
+                if self.augmentation is not None:
+                    window_hu = self.augmentation.draw_window(rng, window_hu)
+                intensity = window(window_hu)
             assert intensity is not None, "the cache holds the map of each channel without a window"
-            found.append(intensity)
-        return found
+            intensities.append(intensity)
+        return intensities
 
     def _choose_scan(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
         """Choose a whole case or a slab of it, and the crop about its body."""
-        scan, rule, divisor = self._scan(case), self.crops.rule, self.crops.divisor
+        scan = self._scan(case)
         body = scan.body()
-        if (
-            self.stage.side_share and rng.random() < self.stage.side_share
-        ):  # without it nothing is drawn: the samples of older runs stay
+        # Without `side_share` nothing is drawn: the samples of older runs stay.
+        if self.stage.side_share and rng.random() < self.stage.side_share:
             scan, body = _cut(scan, body, 2, self.stage.side_least, rng)
-        if rule != PLAIN:
+        rule = self.crops.rule
+        patch_size = self.stage.patch_size
+        if rule == PLAIN and patch_size is None:
+            return scan, self._choose_slices(scan, body, rng)
+        if rule == PLAIN:
+            scan, body = self._cut_slab(scan, body, rng)
+            crop = Crop(scan.grid, body)
+        else:
             spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
             scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
-            crop = rule.crop(body, lattice, (1, 1, 1), divisor)
-            if self.stage.patch_size is not None:
-                return scan, self._cut_patch(
-                    case, crop, self._any_label(case, rng), self.stage.patch_size, rng
-                )
-            depth = self._bounded_depth(network_size(crop.box.shape, divisor))
-            if depth is None:
-                return scan, crop
-            # A range of the body, where it is long enough.
-            whole = body if body.shape[0] >= depth else crop.box
-        elif self.stage.patch_size is not None:
-            scan, body = self._cut_slab(scan, body, rng)
-            return scan, self._cut_patch(
-                case, Crop(scan.grid, body), self._any_label(case, rng), self.stage.patch_size, rng
-            )
-        else:
-            shape, step = network_size(body.shape, divisor), divisor[0]
-            if rng.random() < (self.stage.slab_share or 0.0):
-                num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
-                shape = (max(step, num_slices // step * step), *shape[1:])
-            depth, whole = self._bounded_depth(shape) or shape[0], body
-            if any(channel.window_hu is None for channel in self.task.channels):
-                # Padded after the intensity map, as in prediction: maps differ in the value of air.
-                depth, shape = min(depth, body.shape[0]), body.shape
-            crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
-        z = whole.start[0] + int(rng.integers(0, max(0, whole.shape[0] - depth), endpoint=True))
-        return scan, crop._replace(
-            box=VoxelBox((z, *crop.box.start[1:]), (z + depth, *crop.box.stop[1:]))
-        )
+            crop = rule.crop(body, lattice, (1, 1, 1), self.crops.divisor)
+        if patch_size is not None:
+            organ = self._any_label(case, rng)
+            return scan, self._cut_patch(case, crop, organ, patch_size, rng)
+        depth = self._bounded_depth(network_size(crop.box.shape, self.crops.divisor))
+        if depth is None:
+            return scan, crop
+        # A range of the body, where it is long enough.
+        whole = body if body.shape[0] >= depth else crop.box
+        return scan, _cut_depth(crop, whole, depth, rng)
+
+    def _choose_slices(self, scan: _Scan, body: VoxelBox, rng: np.random.Generator) -> Crop:
+        """Choose a range of slices of the body on the grid of the scan: all of them, or a slab."""
+        step = self.crops.divisor[0]
+        shape = network_size(body.shape, self.crops.divisor)
+        if rng.random() < (self.stage.slab_share or 0.0):
+            num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
+            shape = (max(step, num_slices // step * step), *shape[1:])
+        depth = self._bounded_depth(shape) or shape[0]
+        if any(channel.window_hu is None for channel in self.task.channels):
+            # Padded after the intensity map, as in prediction: maps differ in the value of air.
+            depth = min(depth, body.shape[0])
+            shape = body.shape
+        crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
+        return _cut_depth(crop, body, depth, rng)
 
     def _cut_slab(
         self, scan: _Scan, body: VoxelBox, rng: np.random.Generator
     ) -> tuple[_Scan, VoxelBox]:
-        """Cut `slab_share` of the scans to a random range of the body's slices; return the scan and its body."""
+        """Cut `slab_share` of the scans to a random range of the body's slices.
+
+        Returns:
+            The scan and its body.
+        """
         if rng.random() >= (self.stage.slab_share or 0.0):
             return scan, body
         return _cut(scan, body, 0, LEAST_SLAB, rng)
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
-        """Count the slices, a multiple of the divisor, that a filled shape keeps under `max_voxels`; None if it is under it."""
+        """Count the slices that keep a shape under `max_voxels`, a multiple of the divisor.
+
+        None if the shape is under it.
+        """
         if self.stage.max_voxels is None or math.prod(shape) <= self.stage.max_voxels:
             return None
         step = self.crops.divisor[0]
@@ -349,27 +394,24 @@ class Samples(Dataset[Sample]):
         """Choose the crop of the region, a patch of it, or one from elsewhere."""
         crop = self.crops.crop(case, region, rng if self.jitter else None)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
-            size, within = (
-                self.stage.patch_size or crop.box.shape,
-                crop.lattice.centres_within(case.grid),
-            )
-            rests = [whole - part for whole, part in zip(within.shape, size, strict=True)]
-            # About the centre of an axis that is shorter.
-            place = [
-                int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2
-                for rest in rests
-            ]
+            size = self.stage.patch_size or crop.box.shape
+            within = crop.lattice.centres_within(case.grid)
+            place = []
+            for num_voxels, num_taken in zip(within.shape, size, strict=True):
+                rest = num_voxels - num_taken
+                # An axis that is shorter is centred, without a draw.
+                place.append(int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2)
             crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.stage.patch_size is not None:
-            found = case.region_boxes[region.name], self.task.region_values(region)
-            crop = self._cut_patch(case, crop, found, self.stage.patch_size, rng)
+            organ = case.region_boxes[region.name], self.task.region_values(region)
+            crop = self._cut_patch(case, crop, organ, self.stage.patch_size, rng)
         return self._scan(case), crop
 
     def _scan(self, case: CachedCase) -> _Scan:
         return _Scan(case.images, case.labels, case.grid, case, self.task)
 
-    def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Found | None:
-        """Choose one of the labels of a case, each with the same probability; None if it has none."""
+    def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Organ | None:
+        """Choose one of the labels of a case with equal probability; None if it has none."""
         names = [name for name in self.task.labels if name in case.label_boxes]
         if not names:
             return None
@@ -380,33 +422,33 @@ class Samples(Dataset[Sample]):
         self,
         case: CachedCase,
         crop: Crop,
-        found: Found | None,
+        organ: Organ | None,
         patch_size: tuple[int, int, int],
         rng: np.random.Generator,
     ) -> Crop:
-        """Place a patch in the crop, in voxels of its lattice; about the centre of an axis that is shorter than the patch."""
+        """Place a patch in the crop, in voxels of its lattice.
+
+        The patch is centred along an axis on which the crop is shorter.
+        """
         # Both are drawn in any case, so that the place does not depend on whether a boundary is
         # found.
         place = rng.random(3)
-        wants_boundary = rng.random() < (self.stage.boundary_share or 0.0)
-        voxel = (
-            self._boundary_voxel(case, crop, *found, rng)
-            if wants_boundary and found is not None
-            else None
-        )
+        needs_boundary = rng.random() < (self.stage.boundary_share or 0.0)
+        voxel = None
+        if needs_boundary and organ is not None:
+            voxel = self._boundary_voxel(case, crop, *organ, rng)
         start: list[int] = []
-        for axis, (low, stop, size) in enumerate(
-            zip(crop.box.start, crop.box.stop, patch_size, strict=True)
-        ):
-            high = stop - size
-            first, last = (
-                (low, high)
-                if voxel is None
-                else (max(low, voxel[axis] - size + 1), min(high, voxel[axis]))
-            )
-            start.append(
-                (low + high) // 2 if high < low else first + int(place[axis] * (last - first + 1))
-            )
+        for axis, size in enumerate(patch_size):
+            first = crop.box.start[axis]
+            last = crop.box.stop[axis] - size
+            if last < first:
+                start.append((first + last) // 2)
+                continue
+            if voxel is not None:
+                # The starts of the patches that hold the voxel.
+                first = max(first, voxel[axis] - size + 1)
+                last = min(last, voxel[axis])
+            start.append(first + int(place[axis] * (last - first + 1)))
         return crop._replace(box=VoxelBox.full(patch_size).shifted(start))
 
     def _boundary_voxel(
@@ -417,7 +459,9 @@ class Samples(Dataset[Sample]):
         values: tuple[int, ...],
         rng: np.random.Generator,
     ) -> list[int] | None:
-        """Find a voxel of label values inside the crop with a neighbour in its slice that has neither these nor the ignore label.
+        """Find a voxel of label values inside the crop, at a boundary in its slice.
+
+        A neighbour in the slice has neither one of the values nor the ignore label.
 
         Returns:
             The voxel of the crop's lattice that holds its centre; None where none was found.
@@ -425,46 +469,96 @@ class Samples(Dataset[Sample]):
         inner = box.intersect(case.grid.box_from(crop.lattice, crop.box))
         if inner.is_empty:
             return None
-        labels, ignored = case.labels, self.task.ignore_label
-        is_wanted = np.zeros(256, dtype=bool)
-        is_wanted[list(values)] = True
-        _, y_slice, x_slice = inner.slices()
+        is_organ = np.zeros(256, dtype=bool)
+        is_organ[list(values)] = True
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(inner.start[0], inner.stop[0]))
-            plane = labels[z, y_slice, x_slice]
-            # Only one slice is read. Beyond the tight box there is no voxel of these values, hence
-            # the padding with False.
-            mask = np.pad(is_wanted[plane], 1)
-            if ignored is not None:
-                beside = np.pad(labels[z] == ignored, 1)
-                mask |= beside[
-                    inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2
-                ]
-            around = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
-            places = np.argwhere(is_wanted[plane] & ~around)
-            if len(places):
-                y, x = places[rng.integers(len(places))]
-                centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
-                maps = case.grid.axis_map_to(crop.lattice)
-                return [
-                    round(scale * index + offset)
-                    for index, (scale, offset) in zip(centre, maps, strict=True)
-                ]
+            # Only one slice is read.
+            places = _boundary_places(case.labels[z], inner, is_organ, self.task.ignore_label)
+            if len(places) == 0:
+                continue
+            y, x = places[rng.integers(len(places))]
+            centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
+            maps = case.grid.axis_map_to(crop.lattice)
+            return [
+                round(scale * index + offset)
+                for index, (scale, offset) in zip(centre, maps, strict=True)
+            ]
         return None
+
+
+def _boundary_places(
+    labels: np.ndarray, inner: VoxelBox, is_organ: np.ndarray, ignored: int | None
+) -> np.ndarray:
+    """Find the voxels of an organ in a slice with a neighbour that is neither organ nor ignored.
+
+    Args:
+        labels: The slice, (H, W) uint8.
+        inner: Box in which the voxels are searched.
+        is_organ: Whether each of the 256 values belongs to the organ.
+        ignored: The ignore label.
+
+    Returns:
+        Indices in the box, (n, 2).
+    """
+    _, y_slice, x_slice = inner.slices()
+    plane = is_organ[labels[y_slice, x_slice]]
+    # Beyond the tight box there is no voxel of these values, hence the padding with False.
+    mask = np.pad(plane, 1)
+    if ignored is not None:
+        beside = np.pad(labels == ignored, 1)
+        mask |= beside[inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2]
+    is_surrounded = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
+    return np.argwhere(plane & ~is_surrounded)
+
+
+def _scanned_part(crop: Crop, grid: VoxelGrid) -> Tensor:
+    """Find start and stop of the scan in a crop per axis, (3, 2) int64.
+
+    Args:
+        crop: The crop.
+        grid: Grid of the scan.
+    """
+    part = crop.box.intersect(crop.lattice.centres_within(grid))
+    bounds = torch.tensor([part.start, part.stop]) - torch.tensor(crop.box.start)
+    return bounds.T.contiguous()
+
+
+def _cut_depth(crop: Crop, whole: VoxelBox, depth: int, rng: np.random.Generator) -> Crop:
+    """Cut a crop to some slices at a random place.
+
+    Args:
+        crop: The crop.
+        whole: Box in whose slices the place is drawn; the range starts with it if it is shorter.
+        depth: Number of slices.
+        rng: Generator of the sample.
+    """
+    num_free = max(0, whole.shape[0] - depth)
+    z = whole.start[0] + int(rng.integers(0, num_free, endpoint=True))
+    start = (z, *crop.box.start[1:])
+    stop = (z + depth, *crop.box.stop[1:])
+    return crop._replace(box=VoxelBox(start, stop))
 
 
 def _cut(
     scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Generator
 ) -> tuple[_Scan, VoxelBox]:
-    """Cut a scan to a random range of its body along an axis, at least a share of it; return the scan and its body."""
+    """Cut a scan to a random range of its body along an axis, at least a share of it.
+
+    Returns:
+        The scan and its body.
+    """
     size = max(1, int(body.shape[axis] * rng.uniform(least, 1.0)))
     first = body.start[axis] + int(rng.integers(0, body.shape[axis] - size, endpoint=True))
     scan = scan.part(axis, first, first + size)
     return scan, scan.body()
 
 
-def _is_known(case: CachedCase, task: Task, train_trust: Collection[str]) -> bool:
-    """Whether each region of a case has one of the trusts or is absent; a region without an entry has no trust."""
+def _has_trust(case: CachedCase, task: Task, train_trust: Collection[str]) -> bool:
+    """Whether each region of a case has one of the trusts or is absent.
+
+    A region without an entry has no trust.
+    """
     return all(case.trust.get(name) in {*train_trust, ABSENT} for name in task.parts)
 
 
@@ -492,7 +586,10 @@ def collate(
         (n,) int64; lists of n: case, spacing_mm, number.
     """
     if not is_stacked:
-        return [part for sample in samples for part in collate([sample], multiple)]
+        stacks = []
+        for sample in samples:
+            stacks += collate([sample], multiple)
+        return stacks
     shape = network_size(samples[0]["target"].shape, multiple)
     return [
         {
@@ -509,7 +606,10 @@ def collate(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread: reductions and products differ in the last bit between thread counts."""
+    """Run torch on one thread.
+
+    Reductions and products differ in the last bit between thread counts.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -519,27 +619,33 @@ def one_thread() -> Iterator[None]:
 
 
 def init_worker(_: int) -> None:
-    """Limit a loader worker to one thread, and end it if it cannot send a sample (`worker_init_fn`).
+    """Limit a loader worker to one thread, and end it if it cannot send a sample.
 
-    Signals to the process group do not reach it, see `medseg.training.data_module.TrainLoader`.
+    This is the `worker_init_fn`. Signals to the process group do not reach it, see
+    `medseg.training.data_module.TrainLoader`.
     """
     torch.set_num_threads(1)
     # multiprocessing would print the error in its thread and drop the sample, for which the
     # training process then waits for ever.
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    queue = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_training_ends
 
 
 def _report_unless_training_ends(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print what ends a thread of a worker; a connection that breaks off means that the training ends, which tells why itself."""
+    """Print the error that ends a thread of a worker.
+
+    A connection that breaks off means that the training ends, which gives the reason itself.
+    """
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def _end_worker(error: Exception, _: object) -> None:
     say(
-        f"a loader worker cannot send a sample to the training: {type(error).__name__}: {first_line(error)}"
+        "a loader worker cannot send a sample to the training: "
+        f"{type(error).__name__}: {first_line(error)}"
     )
     os._exit(EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED)

@@ -1,5 +1,6 @@
 """Source cases: the files of a case read once, oriented and audited."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,9 @@ from medseg.data.audit.tissue_profile import make_profile
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.errors import UserError
-from medseg.findings import Severity
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
+from medseg.preprocess.orient import Orientation, orient
 from medseg.task import LabelValues, Task
 
 
@@ -61,7 +63,8 @@ class CaseRefusedError(UserError):
     def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
         errors = audit.heeded(case.ignore_findings, Severity.error)
         super().__init__(f"The case {case.name!r} is refused: {'; and '.join(map(str, errors))}.")
-        self.audit, self.source = audit, source
+        self.audit = audit
+        self.source = source
 
 
 def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase:
@@ -77,26 +80,22 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    from medseg.data.reference import (
-        is_named,
-        read_reference,
-    )  # here, so that opening the cache needs no reader
+    # Here, so that opening the cache needs no reader.
     from medseg.preprocess.channels import read_channels
-    from medseg.preprocess.orient import orient
 
     # Before reading: a file that changes while it is read then makes the entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
-    paths = case.images(len(task.channels))
-    outside, modalities = (
-        [one.outside for one in task.channels],
-        [one.modality for one in task.channels],
-    )
+    modalities = [channel.modality for channel in task.channels]
     stacked, volume = read_channels(
-        paths, outside, series=case.series, scales=[case.hu], modalities=modalities
+        case.images(len(task.channels)),
+        [channel.outside for channel in task.channels],
+        series=case.series,
+        scales=[case.hu],
+        modalities=modalities,
     )
-    image_hu, grid, orientation = orient(stacked[0], volume.grid)
+    first_image, grid, orientation = orient(stacked[0], volume.grid)
     images, facts, findings = check_channels(
-        [image_hu, *map(orientation.to_lps, stacked[1:])], modalities
+        [first_image, *map(orientation.to_lps, stacked[1:])], modalities
     )
     image_hu = images[0]
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
@@ -104,42 +103,21 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     findings += audit_extent(grid)
     labels = None
     if case.labels is not None:
-        label_volume, values = read_reference(
-            case.labels,
-            label_values,
-            paths[0],
-            case.series,
-            modalities[0],
-            kept=task.values,
+        labels, label_findings = _read_labels(
+            case, task, label_values, grid, orientation, volume.array.shape
         )
-        findings += [finding.within("label map") for finding in label_volume.findings]
-        stored, label_grid, _ = orient(label_volume.array, label_volume.grid)
-        misfits = audit_grids(grid, label_grid, (volume.array.shape, label_volume.array.shape))
-        findings += misfits
-        if misfits and all(misfit.code in case.ignore_findings for misfit in misfits):
-            # The header of the label map is wrong: its voxels lie on those of the image.
-            stored, misfits = orientation.to_lps(label_volume.array), []
-        if not misfits:
-            # A structure that is there and empty states its absence.
-            may_be_empty = is_named(case.labels) or all(
-                case.trust.get(name) == ABSENT for name in task.parts
-            )
-            labels, odd = map_values(stored, task, values, may_be_empty=may_be_empty)
-            findings += odd
-            if not any(finding.code == "empty_labels" for finding in odd):
-                findings += audit_labels(
-                    image_hu if is_hu else None, labels, grid, task, case.trust
-                )
-                if is_hu:
-                    findings += audit_placement(image_hu, labels, grid) or audit_shift(
-                        image_hu, labels, grid
-                    )
-    volumes_ml = {} if labels is None else measure_volumes(labels, grid, task)
+        findings += label_findings
+    is_empty = any(finding.code == "empty_labels" for finding in findings)
+    if labels is not None and not is_empty:
+        findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
+        if is_hu:
+            misplaced = audit_placement(image_hu, labels, grid)
+            findings += misplaced or audit_shift(image_hu, labels, grid)
     audit = CaseAudit(
         grid,
         facts[0].summary(),
         hash_voxels(image_hu),
-        volumes_ml,
+        {} if labels is None else measure_volumes(labels, grid, task),
         tuple(findings),
         make_thumbnail(image_hu) if is_hu else (),
         make_profile(image_hu, grid.spacing_mm) if is_hu else (),
@@ -148,3 +126,51 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
     return source
+
+
+def _read_labels(
+    case: Case,
+    task: Task,
+    label_values: LabelValues,
+    grid: VoxelGrid,
+    orientation: Orientation,
+    stored_shape: Sequence[int],
+) -> tuple[np.ndarray | None, list[Finding]]:
+    """Read the labels of a case on the grid of its image.
+
+    Args:
+        case: The case, with labels.
+        task: Labels and channels.
+        label_values: Value, or name of a structure, in the file to label name.
+        grid: Grid of the oriented image.
+        orientation: Orientation of the stored image.
+        stored_shape: Shape of the stored image.
+
+    Returns:
+        Label map in the task's values, None if it does not fit the image; and its findings.
+    """
+    from medseg.data.reference import is_named, read_reference
+
+    assert case.labels is not None, "asked for cases with labels"
+    volume, values = read_reference(
+        case.labels,
+        label_values,
+        case.images(len(task.channels))[0],
+        case.series,
+        task.channels[0].modality,
+        kept=task.values,
+    )
+    findings = [finding.within("label map") for finding in volume.findings]
+    stored, label_grid, _ = orient(volume.array, volume.grid)
+    misfits = audit_grids(grid, label_grid, (stored_shape, volume.array.shape))
+    findings += misfits
+    if misfits:
+        if not all(misfit.code in case.ignore_findings for misfit in misfits):
+            return None, findings
+        # The header of the label map is wrong: its voxels lie on those of the image.
+        stored = orientation.to_lps(volume.array)
+    # A structure that is there and empty states its absence.
+    is_absent = all(case.trust.get(name) == ABSENT for name in task.parts)
+    may_be_empty = is_named(case.labels) or is_absent
+    labels, value_findings = map_values(stored, task, values, may_be_empty=may_be_empty)
+    return labels, findings + value_findings

@@ -20,10 +20,16 @@ from medseg.task import Task
 
 
 def sources_of(case: Case, task: Task) -> dict[str, Path]:
-    """List the files of a case by their role: `image`, `image_1`, … for each channel of the task and, if there is one, `labels`."""
-    first, *others = case.images(len(task.channels))
-    channels = {f"{CHANNEL_PREFIX}{number}": path for number, path in enumerate(others, start=1)}
-    return {"image": first} | channels | ({} if case.labels is None else {"labels": case.labels})
+    """List the files of a case by their role.
+
+    The roles are `image`, `image_1`, … for each channel of the task and, if there is one, `labels`.
+    """
+    sources = {}
+    for number, path in enumerate(case.images(len(task.channels))):
+        sources[f"{CHANNEL_PREFIX}{number}" if number else "image"] = path
+    if case.labels is not None:
+        sources["labels"] = case.labels
+    return sources
 
 
 def files_of(path: Path) -> list[Path]:
@@ -49,7 +55,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
-    """Size and modification time of each file of a source, which are compared without reading it."""
+    """Size and modification time of each file of a source, compared without reading it."""
     stats = [file.stat() for file in files]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
@@ -73,21 +79,24 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
     return {"path": str(path.resolve()), "stamp": _stamp(files), "sha256": _content_hash(files)}
 
 
-def is_same_source(path: Path, known: dict[str, Any], files: Sequence[Path] = ()) -> bool:
+def is_same_source(path: Path, described: dict[str, Any], files: Sequence[Path] = ()) -> bool:
     """Whether a source agrees with what `fingerprint` described."""
     files = files or files_of(path)
     stamp = _stamp(files)
-    if stamp == known["stamp"]:
+    if stamp == described["stamp"]:
         return True
-    if [size for size, _ in stamp] != [size for size, _ in known["stamp"]]:
+    if [size for size, _ in stamp] != [size for size, _ in described["stamp"]]:
         return False
     # A copied or touched file has another time and may have the same content.
-    return _content_hash(files) == known["sha256"]
+    return _content_hash(files) == described["sha256"]
 
 
 @functools.cache
 def is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
-    """Whether a file matches its checksum; a process reads it again only if its size or modification time has changed."""
+    """Whether a file matches its checksum.
+
+    A process reads it again only if its size or modification time has changed.
+    """
     return crc32_of(path) == crc32
 
 

@@ -1,4 +1,4 @@
-"""Grid of a stage: its rule for the size of crops, and a target spacing taken from the training cases."""
+"""Grid of a stage: its rule for the size of crops, and a target spacing from the training cases."""
 
 from medseg.console import say
 from medseg.data.options import DataOptions

@@ -1,5 +1,6 @@
-"""Ordered list of the transforms of a training sample: effects of `medseg.data.augment` and dictionary transforms such as MONAI's.
+"""Ordered list of the transforms of a training sample.
 
+They are effects of `medseg.data.augment` and dictionary transforms such as MONAI's.
 Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone:
 not on the number of loader workers, their start method or an interruption.
 """
@@ -17,14 +18,13 @@ from medseg.data.sampler import sample_rng
 
 # Packages of MONAI whose transforms move voxels, so that the labels must move with the image.
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
-IMAGE, LABEL = "image", "label"
-NUM_PROBES, PROBE_SHAPE = 24, (20, 24, 28)  # samples that a transform is tried on
-PROBE_VALUES = (
-    50,
-    100,
-    150,
-    200,
-)  # labels of four blocks in them; interpolated labels differ from all four
+IMAGE = "image"
+LABEL = "label"
+# Samples that a transform is tried on, and the labels of four blocks in them: interpolated labels
+# differ from all four.
+NUM_PROBES = 24
+PROBE_SHAPE = (20, 24, 28)
+PROBE_VALUES = (50, 100, 150, 200)
 
 
 class Transforms:
@@ -44,18 +44,20 @@ class Transforms:
 
     def __init__(self, transforms: Iterable[Any]) -> None:
         self.transforms = tuple(transforms)
-        self.affines = [one for one in self.transforms if isinstance(one, Affine)]
+        self.affines = [item for item in self.transforms if isinstance(item, Affine)]
         if len(self.affines) > 1:
             raise ValueError(
-                f"the list has {len(self.affines)} transforms Affine, but a sample is resampled only once; keep one of them"
+                f"the list has {len(self.affines)} transforms Affine, but a sample is resampled "
+                "only once; keep one of them"
             )
 
     def draw_window(
         self, rng: np.random.Generator, window_hu: tuple[float, float]
     ) -> tuple[float, float]:
         """Draw the HU window of a sample."""
-        for one in self.transforms:
-            window_hu = one.draw(rng, window_hu) if isinstance(one, WindowShift) else window_hu
+        for transform in self.transforms:
+            if isinstance(transform, WindowShift):
+                window_hu = transform.draw(rng, window_hu)
         return window_hu
 
     def draw_warp(self, rng: np.random.Generator, spacing_mm: Spacing) -> Warp | None:
@@ -124,28 +126,33 @@ def _apply_to_dictionary(
     return image.float().contiguous(), labels[0].to(torch.uint8).contiguous()
 
 
-def default_arguments(target: type, known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
-    """Choose `keys` and `mode` of a dictionary transform where the user does not: image and labels move together, labels by the nearest voxel.
+def default_arguments(
+    target: type, parameters: Iterable[str], arguments: Iterable[str]
+) -> dict[str, Any]:
+    """Choose `keys` and `mode` of a dictionary transform where the user does not.
+
+    Image and labels move together, labels by the nearest voxel.
 
     Args:
         target: Class of the transform.
-        known: Names of its arguments.
-        given: Names of the arguments that the user gives.
+        parameters: Names of the arguments that it takes.
+        arguments: Names of the arguments that the user gives.
 
     Raises:
         ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would
             interpolate the labels.
     """
-    if "keys" not in known:
+    if "keys" not in parameters:
         return {}
     is_spatial = f"{target.__module__}.".startswith(SPATIAL_MODULES)
-    added: dict[str, Any] = (
-        {} if "keys" in given else {"keys": [IMAGE, LABEL] if is_spatial else [IMAGE]}
-    )
-    if is_spatial and "mode" in known and "mode" not in given:
+    added: dict[str, Any] = {}
+    if "keys" not in arguments:
+        added["keys"] = [IMAGE, LABEL] if is_spatial else [IMAGE]
+    if is_spatial and "mode" in parameters and "mode" not in arguments:
         if not added:
             raise ValueError(
-                "mode is missing beside keys; give one for each key, such as keys=[image,label] mode=[bilinear,nearest]"
+                "mode is missing beside keys; give one for each key, such as keys=[image,label] "
+                "mode=[bilinear,nearest]"
             )
         added["mode"] = ["bilinear", "nearest"]
     return added
@@ -181,7 +188,8 @@ def check_transform(
         and set(keys) != {IMAGE, LABEL}
     ):
         raise ValueError(
-            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer fit; got keys={list(keys)}"
+            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer "
+            f"fit; got keys={list(keys)}"
         )
     tried = copy.deepcopy(transform)
     for name in ("prob", "probability"):
@@ -207,11 +215,13 @@ def check_transform(
             ) from error
         if changed.shape != image.shape or target.shape != labels.shape:
             raise ValueError(
-                f"it changes the shape of a sample, here from {PROBE_SHAPE} to {tuple(target.shape)}"
+                f"it changes the shape of a sample, here from {PROBE_SHAPE} to "
+                f"{tuple(target.shape)}"
             )
         if not set(target.unique().tolist()) <= {0, *PROBE_VALUES}:
             raise ValueError(
-                "it interpolates between labels; give mode=nearest for the labels, such as mode=[bilinear,nearest]"
+                "it interpolates between labels; give mode=nearest for the labels, such as "
+                "mode=[bilinear,nearest]"
             )
         moves_labels = not torch.equal(target, labels)
         if has_coarse_channel and moves_labels and not _moves_all_channels(transform):
@@ -221,12 +231,16 @@ def check_transform(
             )
         if has_sides and _is_mirrored(target, is_coarse=is_coarse):
             raise ValueError(
-                "it mirrors left and right, which the task distinguishes; leave that axis out, or give augment.allow_mirroring=true"
+                "it mirrors left and right, which the task distinguishes; leave that axis out, or "
+                "give augment.allow_mirroring=true"
             )
 
 
 def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
-    """Whether the four blocks of a probe have changed their handedness; in a crop of one region only a reversed x axis counts."""
+    """Whether the four blocks of a probe have changed their handedness.
+
+    In a crop of one region only a reversed x axis counts.
+    """
     if any(not (target == value).any() for value in PROBE_VALUES):
         return False  # a block has left the field of view
     origin, x_end, y_end, z_end = (

@@ -1,4 +1,4 @@
-"""Findings of the audit: the table of all kinds, the findings of a case, and the check of the codes to ignore."""
+"""Findings of the audit: the table of kinds, the findings of a case, the codes to ignore."""
 
 from __future__ import annotations
 
@@ -29,54 +29,71 @@ class Kind(NamedTuple):
 ERROR, WARNING, INFORMATION = Severity
 
 _RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
-_IGNORE_GRID = "resample it to the image, or, if only its header is wrong, use its voxels as they are with data.ignore_findings=[label_grid]"
+_IGNORE_GRID = (
+    "resample it to the image, or, if only its header is wrong, use its voxels as they are with "
+    "data.ignore_findings=[label_grid]"
+)
 KINDS = {
     # Sentences of the readers.
     "reading": Kind(WARNING, "{sentence}"),
     "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are about {size} too {way} for HU",
-        "data.hu_offset={offset} corrects them (predict: hu_offset={offset}), or the column hu_offset of the case table",
+        "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are "
+        "about {size} too {way} for HU",
+        "data.hu_offset={offset} corrects them (predict: hu_offset={offset}), or the column "
+        "hu_offset of the case table",
     ),
     "hu_range:constant": Kind(ERROR, "every voxel holds {low:g}", "export the scan again"),
     "hu_range:window": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
-        "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to 250 HU set data.hu_slope={slope:.6g} "
-        "data.hu_offset={offset:.6g} (for predict: hu_slope={slope:.6g} hu_offset={offset:.6g}), or these columns of the case table",
+        "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to "
+        "250 HU set data.hu_slope={slope:.6g} "
+        "data.hu_offset={offset:.6g} (for predict: hu_slope={slope:.6g} hu_offset={offset:.6g}), "
+        "or these columns of the case table",
     ),
     "hu_range:divided": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided by {slope:g}",
-        "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column hu_slope of the case table",
+        "the values run from {low:g} to {high:g}, and soft tissue lies near 0: they are HU divided "
+        "by {slope:g}",
+        "data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
+        "hu_slope of the case table",
     ),
     "hu_range:clipped": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: they may be HU divided by {slope:g} "
+        "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: "
+        "they may be HU divided by {slope:g} "
         "and clipped, or those of another window",
-        "if soft tissue lies near 0 and fat near -0.1, data.hu_slope={slope:g} corrects them (predict: hu_slope={slope:g}), or the column "
+        "if soft tissue lies near 0 and fat near -0.1, data.hu_slope={slope:g} corrects them "
+        "(predict: hu_slope={slope:g}), or the column "
         "hu_slope of the case table; otherwise convert the scan again from its DICOM files",
     ),
     "hu_range:inverted": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie near {air}, where bone is rare, with hardly any in the "
+        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie near {air}, "
+        "where bone is rare, with hardly any in the "
         "range of air: the image is inverted",
         "write the file again with its values times -1, or convert it again from its DICOM files",
     ),
     "hu_range:far": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie below {limit:g}, far below air: this is no CT in HU",
-        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)",
+        "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie below "
+        "{limit:g}, far below air: this is no CT in HU",
+        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: "
+        "hu_slope and hu_offset)",
     ),
     "hu_range:other": Kind(
         ERROR,
-        "the values run from {low:g} to {high:g}, and almost no voxel has the values of {lacking}: this is no CT in HU",
-        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)",
+        "the values run from {low:g} to {high:g}, and almost no voxel has the values of {lacking}: "
+        "this is no CT in HU",
+        "give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: "
+        "hu_slope and hu_offset)",
     ),
     "no_air": Kind(
         WARNING,
-        "no voxel is as dark as air or an organ full of it: the values run from {low:g} to {high:g}",
+        "no voxel is as dark as air or an organ full of it: the values run from {low:g} to "
+        "{high:g}",
         "expected for a crop inside the body; otherwise check that the values are HU",
     ),
     "padding:outside": Kind(
@@ -86,13 +103,15 @@ KINDS = {
     ),
     "padding:replaced": Kind(
         WARNING,
-        "{share:.1%} of the voxels hold exactly {value:g} HU up to the border of their slices: a constant was filled in outside the field of "
+        "{share:.1%} of the voxels hold exactly {value:g} HU up to the border of their slices: a "
+        "constant was filled in outside the field of "
         "view",
         "nothing to do: it is read as air, {air} HU",
     ),
     "padding:filled": Kind(
         WARNING,
-        "{share:.1%} of the voxels hold exactly {value} HU, the value of a tissue: a constant may have been filled in",
+        "{share:.1%} of the voxels hold exactly {value} HU, the value of a tissue: a constant may "
+        "have been filled in",
         "if they lie outside the field of view, replace them in the file by {air}",
     ),
     "clipped:air": Kind(
@@ -115,7 +134,8 @@ KINDS = {
     ),
     "label_shape:axes": Kind(
         ERROR,
-        "the label map is stored in another order of axes than its image and is not on its grid: {difference}",
+        "the label map is stored in another order of axes than its image and is not on its grid: "
+        "{difference}",
         _RESAMPLE,
     ),
     "label_grid": Kind(
@@ -125,49 +145,61 @@ KINDS = {
     ),
     "misplaced_labels": Kind(
         ERROR,
-        "the labels do not follow the edges of the image, but would if {way} (fit {best:.1f} instead of {fit:.1f}): they were "
+        "the labels do not follow the edges of the image, but would if {way} (fit {best:.1f} "
+        "instead of {fit:.1f}): they were "
         "written in another order of voxels",
         "look at the picture and write them again in the order of the image",
     ),
     "misplaced_labels:shifted": Kind(
         ERROR,
-        "the labels would match the edges of the image only if they were moved {shifts}: the label map was shifted",
+        "the labels would match the edges of the image only if they were moved {shifts}: the label "
+        "map was shifted",
         "look at the picture; correct the origin in the header of the label map, or write it again",
     ),
     "unknown_values": Kind(
         ERROR,
-        "the label map holds the value{s} {few}, which data.label_values does not name (it names {known})",
+        "the label map holds the value{s} {few}, which data.label_values does not name (it names "
+        "{known})",
         "add them there, or +data.label_values.background=[{all}] if they are not wanted",
     ),
     "unknown_values:many": Kind(
         ERROR,
-        "the label map holds the value{s} {few}, …, which data.label_values does not name (it names {known})",
+        "the label map holds the value{s} {few}, …, which data.label_values does not name (it "
+        "names {known})",
         "is it an image instead of a label map?",
     ),
     "empty_labels": Kind(
         ERROR,
         "the label map holds nothing but zeros",
-        "export it again; if the image shows none of {regions}, write 'absent' into the columns trust_<region> of the case table",
+        "export it again; if the image shows none of {regions}, write 'absent' into the columns "
+        "trust_<region> of the case table",
     ),
     "swapped_sides": Kind(
         ERROR,
-        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS): the "
+        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's "
+        "left must lie at larger x (LPS): the "
         "labels are swapped",
-        "look at the picture: if the labels are exchanged, correct data.label_values or the file; if the position of the body contradicts "
-        "the header, correct the headers and leave data.label_values as they are: with exchanged values the network would learn "
+        "look at the picture: if the labels are exchanged, correct data.label_values or the file; "
+        "if the position of the body contradicts "
+        "the header, correct the headers and leave data.label_values as they are: with exchanged "
+        "values the network would learn "
         "swapped sides",
     ),
     "swapped_sides:position": Kind(
         ERROR,
-        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's left must lie at larger x (LPS), and the "
+        "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's "
+        "left must lie at larger x (LPS), and the "
         "body itself seems to be {position}, contrary to the header",
-        "look at the picture; correct the headers of the image and the label map, and leave data.label_values as they are: with exchanged "
+        "look at the picture; correct the headers of the image and the label map, and leave "
+        "data.label_values as they are: with exchanged "
         "values the network would learn swapped sides",
     ),
     "body_position": Kind(
         WARNING,
-        "the body seems to be {position}, contrary to the header: {sign}; left and right would be exchanged",
-        "look at the picture; if it confirms this, correct the headers of the image and the label map",
+        "the body seems to be {position}, contrary to the header: {sign}; left and right would be "
+        "exchanged",
+        "look at the picture; if it confirms this, correct the headers of the image and the label "
+        "map",
     ),
     "implausible_volume": Kind(
         WARNING,
@@ -177,32 +209,39 @@ KINDS = {
     "implausible_volume:far": Kind(
         ERROR,
         "{name} has {volume_ml:.4g} ml, far above {low:g} to {high:g} ml",
-        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, and null turns the check off",
+        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
+        "and null turns the check off",
     ),
     "implausible_volume:tiny": Kind(
         ERROR,
-        "{name} has {volume_ml:.3g} ml although the scan does not cut it, far below {low:g} to {high:g} ml",
-        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, and null turns the check off",
+        "{name} has {volume_ml:.3g} ml although the scan does not cut it, far below {low:g} to "
+        "{high:g} ml",
+        "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
+        "and null turns the check off",
     ),
     "implausible_size:scan": Kind(
         ERROR,
-        "the scan is {extent} mm large (z, y, x), which shows no part of a patient: a field of view has between {least_mm:g} mm and {most_mm:g} mm",
+        "the scan is {extent} mm large (z, y, x), which shows no part of a patient: a field of "
+        "view has between {least_mm:g} mm and {most_mm:g} mm",
         "correct the spacing in the header, which may be in another unit than mm",
     ),
     "implausible_size:region": Kind(
         ERROR,
-        "{name} extends over {extent} mm (z, y, x), but no organ or bone of one side is longer than {most_mm:g} mm",
+        "{name} extends over {extent} mm (z, y, x), but no organ or bone of one side is longer "
+        "than {most_mm:g} mm",
         "correct the spacing in the header, often the distance of the slices",
     ),
     "doubtful_side": Kind(
         WARNING,
-        "only {region} is labelled, and it lies {off_mm:.0f} mm across the body's midline, on the opposite side",
+        "only {region} is labelled, and it lies {off_mm:.0f} mm across the body's midline, on the "
+        "opposite side",
         "look at the picture and correct data.label_values or the file if the side is wrong",
     ),
     "missing_region": Kind(
         WARNING,
         "{region} is not in the label map",
-        "if the image does not show it, write 'absent' into the column trust_{region} of the case table",
+        "if the image does not show it, write 'absent' into the column trust_{region} of the case "
+        "table",
     ),
     "touching_regions": Kind(
         WARNING,
@@ -231,33 +270,41 @@ KINDS = {
     ),
     "duplicate_image:patients": Kind(
         ERROR,
-        "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here and {twin_patient!r} there: one could be "
+        "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here "
+        "and {twin_patient!r} there: one could be "
         "used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy": Kind(
         ERROR,
-        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but {claim}: one could be used for training and the "
+        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but {claim}: "
+        "one could be used for training and the "
         "other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy:unclaimed": Kind(
         WARNING,
-        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart): one could be used for training and the other for "
+        "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart): one could be "
+        "used for training and the other for "
         "validation",
-        "if they show one patient, remove one of them, or give both the same patient in the case table",
+        "if they show one patient, remove one of them, or give both the same patient in the case "
+        "table",
     ),
     "near_copy:profile": Kind(
         ERROR,
-        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
-        "a cropped or resampled copy, but {claim}: one could be used for training and the other for validation",
+        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} "
+        "(within {difference:.1%}), of which it may be "
+        "a cropped or resampled copy, but {claim}: one could be used for training and the other "
+        "for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy:profile_unclaimed": Kind(
         WARNING,
-        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} (within {difference:.1%}), of which it may be "
+        "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} "
+        "(within {difference:.1%}), of which it may be "
         "a cropped or resampled copy: one could be used for training and the other for validation",
-        "if they show one patient, remove one of them, or give both the same patient in the case table",
+        "if they show one patient, remove one of them, or give both the same patient in the case "
+        "table",
     ),
 }
 """Code of each finding (before the colon) and its variant to severity, sentence and cure."""
@@ -295,9 +342,9 @@ class CaseAudit:
     def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
         return [
-            one
-            for one in self.findings
-            if one.severity in severities and one.code not in ignore_findings
+            finding
+            for finding in self.findings
+            if finding.severity in severities and finding.code not in ignore_findings
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -307,14 +354,14 @@ class CaseAudit:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaseAudit:
         """Read what `to_dict` wrote."""
-        findings = tuple(
-            Finding(**{**one, "severity": Severity(one["severity"])}) for one in data["findings"]
-        )
-        profile = tuple(map(tuple, data["profile"]))
+        findings = []
+        for values in data["findings"]:
+            findings.append(Finding(**{**values, "severity": Severity(values["severity"])}))
+        # JSON has lists where the audit has tuples.
         sequences = {
-            "findings": findings,
+            "findings": tuple(findings),
             "thumbnail": tuple(data["thumbnail"]),
-            "profile": profile,
+            "profile": tuple(map(tuple, data["profile"])),
         }
         return cls(**{**data, "grid": VoxelGrid(**data["grid"]), **sequences})
 

@@ -35,7 +35,8 @@ GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
 FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
-TISSUE_SHARE = 0.05  # images in HU hold 8 to 60 % of soft tissue, and 0.1 % at the place to which an offset would move it
+# Images in HU hold 8 to 60 % of soft tissue, and 0.1 % where an offset would move it.
+TISSUE_SHARE = 0.05
 DARK_SHARE = 0.01
 # An inverted image has this many times more voxels at the values of bone, where its air lies, than
 # at those of air.
@@ -90,28 +91,28 @@ class ImageFacts:
 
     @cached_property
     def measured_hu(self) -> tuple[int, int]:
-        """Lowest and highest value above padding, in whole HU; those of the image if all of it is padding."""
-        held = np.flatnonzero(self.counts[PADDING_BELOW_HU + 32768 :]) + PADDING_BELOW_HU
-        return (
-            (int(held[0]), int(held[-1]))
-            if held.size
-            else (round(self.low_hu), round(self.high_hu))
-        )
+        """Lowest and highest value above padding, in whole HU.
+
+        Those of the image if all of it is padding.
+        """
+        values_hu = np.flatnonzero(self.counts[PADDING_BELOW_HU + 32768 :]) + PADDING_BELOW_HU
+        if not values_hu.size:
+            return round(self.low_hu), round(self.high_hu)
+        return int(values_hu[0]), int(values_hu[-1])
 
     @cached_property
     def spikes(self) -> Mapping[int, float]:
         """Value of each spike to its share of the voxels, the largest first."""
-        counts, nearby = self.counts, np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
+        counts = self.counts
+        total = counts.sum()
+        nearby = np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
         nearby[SPIKE_REACH] = 0  # the value itself
-        neighbours = np.convolve(counts, nearby, "same") / np.maximum(
-            1, np.convolve(counts > 0, nearby, "same")
-        )
-        is_spike = (counts >= SPIKE_SHARE * counts.sum()) & (counts >= SPIKE_CONTRAST * neighbours)
+        num_values = np.maximum(1, np.convolve(counts > 0, nearby, "same"))
+        neighbours = np.convolve(counts, nearby, "same") / num_values
+        is_spike = (counts >= SPIKE_SHARE * total) & (counts >= SPIKE_CONTRAST * neighbours)
+        largest_first = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])
         return {
-            int(index) - 32768: float(counts[index] / counts.sum())
-            for index in sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])[
-                :MAX_SPIKES
-            ]
+            int(index) - 32768: float(counts[index] / total) for index in largest_first[:MAX_SPIKES]
         }
 
     @cached_property
@@ -123,8 +124,9 @@ class ImageFacts:
 
 
 def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
-    """Share of the counted voxels from `low_hu` up to but without `high_hu`; the ends may be infinite."""
-    low, high = (int(np.clip(value + 32768, 0, 65536)) for value in (low_hu, high_hu))
+    """Share of the counted voxels with low_hu ≤ value < high_hu; the ends may be infinite."""
+    low = int(np.clip(low_hu + 32768, 0, 65536))
+    high = int(np.clip(high_hu + 32768, 0, 65536))
     return float(counts[low:high].sum() / counts.sum())
 
 
@@ -132,18 +134,19 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
     """Count the values of an image (D, H, W), plane by plane."""
     counts = np.zeros(65536, dtype=np.int64)
     for plane in image_hu:
-        whole = (
-            plane
-            if plane.dtype == np.int16
-            else np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
-        )
+        whole = plane
+        if plane.dtype != np.int16:
+            whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
         # As uint16 nothing is negative; the upper half of the bins are the negative values.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=65536)
     return ImageFacts(float(image_hu.min()), float(image_hu.max()), np.roll(counts, 32768))
 
 
 def hash_voxels(image: np.ndarray) -> str:
-    """SHA-256 of the voxels of an oriented image: equal for one scan in two files, formats or storage orders."""
+    """SHA-256 of the voxels of an oriented image.
+
+    It is equal for one scan in two files, formats or storage orders.
+    """
     total = hashlib.sha256(str(image.shape).encode())
     for plane in image:
         total.update(np.ascontiguousarray(plane).data)
@@ -151,7 +154,10 @@ def hash_voxels(image: np.ndarray) -> str:
 
 
 def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
-    """Average an image (D, H, W), clipped to the range of air and tissue, in blocks; scans with fewer voxels along an axis have none."""
+    """Average an image (D, H, W), clipped to the range of air and tissue, in blocks.
+
+    Scans with fewer voxels along an axis than blocks have no thumbnail.
+    """
     if min(image_hu.shape) < THUMBNAIL_SIZE:
         return ()
     # Slab by slab: a clipped copy of the scan would be a second one.
@@ -184,14 +190,17 @@ class CheckedChannels(NamedTuple):
 def check_channels(
     images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True
 ) -> CheckedChannels:
-    """Check the values of all channels of a case, and replace what was filled in outside the field of view of a CT by air.
+    """Check the values of all channels of a case.
+
+    What was filled in outside the field of view of a CT is replaced by air.
 
     Args:
         images: Image (D, H, W) of each channel; a CT in HU.
         modalities: Modality of each.
         is_owned: Whether the images may be changed in place; otherwise one with a fill is copied.
     """
-    images, replaced = list(images), []
+    images = list(images)
+    replaced = []
     for number, (image, modality) in enumerate(zip(images, modalities, strict=True)):
         fill = find_fill(image) if modality == "ct" else None
         # Where the scale is wrong, the value of air is unknown.
@@ -215,18 +224,20 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     Returns:
         Findings; an image that is not in HU gets one error and no other finding about its values.
     """
-    if (scale := _audit_scale(facts)) is not None:
+    scale = _audit_scale(facts)
+    if scale is not None:
         return [scale]
-    found = [*_audit_padding(facts), *_audit_clipping(facts)]
-    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not any(
-        finding.code == "clipped" for finding in found
-    ):
-        found.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
-    return found
+    findings = [*_audit_padding(facts), *_audit_clipping(facts)]
+    is_clipped = any(finding.code == "clipped" for finding in findings)
+    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not is_clipped:
+        findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
+    return findings
 
 
 def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
-    """Check the values of all channels: those of a CT as `audit_image`, others only for holding more than one value.
+    """Check the values of all channels.
+
+    Those of a CT are checked as by `audit_image`, others only for holding more than one value.
 
     Args:
         channels: Histogram of each channel.
@@ -235,18 +246,15 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
     Returns:
         Findings; those of the channels after the first name it.
     """
-    found = []
+    findings = []
     for number, (facts, modality) in enumerate(zip(channels, modalities, strict=True)):
+        channel_findings = []
         if modality == "ct":
-            ours = audit_image(facts)
-        else:
-            ours = (
-                [find("hu_range:constant", low=facts.low_hu)]
-                if facts.low_hu == facts.high_hu
-                else []
-            )
-        found += [_of_channel(finding, number) for finding in ours]
-    return found
+            channel_findings = audit_image(facts)
+        elif facts.low_hu == facts.high_hu:
+            channel_findings = [find("hu_range:constant", low=facts.low_hu)]
+        findings += [_of_channel(finding, number) for finding in channel_findings]
+    return findings
 
 
 def _of_channel(finding: Finding, number: int) -> Finding:
@@ -323,19 +331,20 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
-    """Whether soft tissue lies where an offset would move it: enough voxels, and more than in the gap below."""
-    soft, gap = (
-        share_of(tissue, low_hu + offset_hu, high_hu + offset_hu)
-        for low_hu, high_hu in (SOFT_HU, GAP_HU)
-    )
+    """Whether soft tissue lies where an offset would move it.
+
+    There are enough voxels, and more than in the gap below.
+    """
+    soft = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
+    gap = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
     return soft >= max(TISSUE_SHARE, gap)
 
 
 def _is_inverted(tissue: np.ndarray) -> bool:
-    """Whether air lies at the values of dense bone: more voxels than in sparse bone, which is otherwise the larger part.
+    """Whether air lies at the values of dense bone.
 
-    Negated bone lies below soft tissue, where values with an offset and images of other modalities
-    have nothing.
+    It has more voxels than sparse bone there, which is otherwise the larger part. Negated bone lies
+    below soft tissue, where values with an offset and images of other modalities have nothing.
     """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)

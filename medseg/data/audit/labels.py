@@ -32,8 +32,10 @@ ABSENT = "absent"
 """Trust in a reference that is empty because the region is absent."""
 
 GRID_TOLERANCE_MM = 0.1
-"""Image and label map are on one grid if their corners agree within this: rounded decimals and float32 directions differ
-by less, and it is a small part of any voxel."""
+"""Image and label map are on one grid if their corners agree within this.
+
+Rounded decimals and float32 directions differ by less, and it is a small part of any voxel.
+"""
 
 MAX_LISTED = 10
 
@@ -90,15 +92,20 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     cosines = np.einsum("ij,ij->j", np.array(label_grid.direction), np.array(image_grid.direction))
     angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
     off_mm = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm()).max()
-    parts = {
-        f"it has {times(label_grid.shape)} voxels in LPS order, the image {times(image_grid.shape)}": not is_same_shape,
-        f"its spacing is {times(label_grid.spacing_mm)} mm, the image's {times(image_grid.spacing_mm)} mm": not np.allclose(
-            label_grid.spacing_mm, image_grid.spacing_mm, rtol=1e-3
-        ),
-        f"its axes are turned by {angle_deg:.1f} degrees": angle_deg > 0.1,
-        f"its corners lie up to {off_mm:.2f} mm off": is_same_shape,
-    }
-    return ", ".join(text for text, holds in parts.items() if holds)
+    shape = times(label_grid.shape)
+    spacing = times(label_grid.spacing_mm)
+    parts = []
+    if not is_same_shape:
+        image_shape = times(image_grid.shape)
+        parts.append(f"it has {shape} voxels in LPS order, the image {image_shape}")
+    if not np.allclose(label_grid.spacing_mm, image_grid.spacing_mm, rtol=1e-3):
+        image_spacing = times(image_grid.spacing_mm)
+        parts.append(f"its spacing is {spacing} mm, the image's {image_spacing} mm")
+    if angle_deg > 0.1:
+        parts.append(f"its axes are turned by {angle_deg:.1f} degrees")
+    if is_same_shape:
+        parts.append(f"its corners lie up to {off_mm:.2f} mm off")
+    return ", ".join(parts)
 
 
 def times(values: Sequence[float]) -> str:
@@ -123,33 +130,34 @@ def map_values(
         the findings.
     """
     present = sorted(set().union(*map(_values_of, labels)) - {0})
-    found = []
+    findings = []
     if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
-        found.append(find("empty_labels", regions=", ".join(task.parts)))
+        findings.append(find("empty_labels", regions=", ".join(task.parts)))
     if unknown := [value for value in present if value not in label_values]:
-        found.append(
-            find(
-                "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many",
-                s="s" * (len(unknown) > 1),
-                few=", ".join(map(str, unknown[:MAX_LISTED])),
-                all=",".join(map(str, unknown)),
-                known=", ".join(map(str, sorted(label_values))),
-            )
+        kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
+        finding = find(
+            kind,
+            s="s" if len(unknown) > 1 else "",
+            few=", ".join(map(str, unknown[:MAX_LISTED])),
+            all=",".join(map(str, unknown)),
+            known=", ".join(map(str, sorted(label_values))),
         )
+        findings.append(finding)
     new_values = {value: task.values.get(label_values.get(value, ""), 0) for value in present}
     if labels.dtype == np.uint8 and all(old == new for old, new in new_values.items()):
-        return labels, found
+        return labels, findings
     mapped = np.zeros(labels.shape, dtype=np.uint8)
     for old, new in new_values.items():
         mapped[labels == old] = new
-    return mapped, found
+    return mapped, findings
 
 
 def _values_of(plane: np.ndarray) -> list[int]:
-    """List the values of a plane; counting bytes is faster than `unique`, which sorts."""
-    return (
-        np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
-    ).tolist()
+    """List the values of a plane."""
+    # Counting bytes is faster than `unique`, which sorts.
+    if plane.dtype == np.uint8:
+        return np.flatnonzero(np.bincount(plane.ravel())).tolist()
+    return np.unique(plane).tolist()
 
 
 class RegionFacts(NamedTuple):
@@ -171,32 +179,33 @@ class RegionFacts(NamedTuple):
 def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
     """Measure the volume of each label of the task in ml; labels (D, H, W), uint8."""
     counts = np.asarray(sum(np.bincount(plane.ravel(), minlength=256) for plane in labels))
-    return {
-        name: float(counts[value]) * (math.prod(grid.spacing_mm) / 1000.0)
-        for name, value in task.labels.items()
-    }
+    voxel_ml = math.prod(grid.spacing_mm) / 1000.0
+    return {name: float(counts[value]) * voxel_ml for name, value in task.labels.items()}
 
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:
-    """Locate the regions that have voxels; only the box around all labels is read more than once."""
+    """Locate the regions that have voxels."""
+    # Only the box around all labels is read more than once.
     around = VoxelBox.from_mask(labels != 0)
     if around is None:
         return {}
     inner = labels[around.slices()]
-    found = {}
+    regions = {}
     for region in task.regions:
         mask = _mask(inner, region, task)
-        if (box := VoxelBox.from_mask(mask)) is not None:
-            sums = [mask[box.slices()].sum(axis=tuple({0, 1, 2} - {axis})) for axis in range(3)]
-            box = box.shifted(around.start)
-            centre = [
-                start + float(np.average(np.arange(len(one)), weights=one))
-                for start, one in zip(box.start, sums, strict=True)
-            ]
-            found[region.name] = RegionFacts(
-                region, box, centre[2], float(grid.index_to_world_xyz_mm(centre)[0])
-            )
-    return found
+        box = VoxelBox.from_mask(mask)
+        if box is None:
+            continue
+        part = mask[box.slices()]
+        box = box.shifted(around.start)
+        centre = []
+        for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
+            counts = part.sum(axis=other_axes)
+            offset = float(np.average(np.arange(len(counts)), weights=counts))
+            centre.append(box.start[axis] + offset)
+        centre_x_mm = float(grid.index_to_world_xyz_mm(centre)[0])
+        regions[region.name] = RegionFacts(region, box, centre[2], centre_x_mm)
+    return regions
 
 
 def _mask(labels: np.ndarray, region: Region, task: Task) -> np.ndarray:
@@ -221,61 +230,80 @@ def audit_labels(
         trust: Region name to trust; a region that is `absent` may be empty.
     """
     regions = measure_regions(labels, grid, task)
-    missing = [
-        one.name
-        for one in task.regions
-        if one.name not in regions and trust.get(one.name) != ABSENT
-    ]
-    found = [find("missing_region", region=name) for name in missing]
-    position, sign = (
-        ("", "") if image_hu is None else _position(image_hu, labels, grid, task, regions)
-    )
-    is_swapped = False
-    lefts, rights = (
-        [one for one in regions.values() if one.region.side == side] for side in ("left", "right")
-    )
-    for left, right in itertools.product(lefts, rights):
-        names = {"left": left.region.name, "right": right.region.name}
-        if left.centre_x_mm <= right.centre_x_mm:
-            is_swapped = True
-            sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
-            kind = "swapped_sides:position" if position else "swapped_sides"
-            found.append(find(kind, **names, **sides_mm, position=position))
-        if is_side_pair(left.region, right.region):
-            contact_mm2 = _contact_mm2(labels, grid, task, left, right)
-            if contact_mm2 >= TOUCHING_CM2 * 100:
-                found.append(find("touching_regions", **names, area=contact_mm2 / 100))
-    for one in [] if lefts and rights else [*lefts, *rights]:
-        off_mm, width_mm = (0.0, 0.0) if image_hu is None else _off_side_mm(image_hu, grid, one)
-        if off_mm > SIDE_SHARE * width_mm:
-            found.append(find("doubtful_side", region=one.region.name, off_mm=off_mm))
-    cuts = {
-        one.region.name: _cut_ends(image_hu, labels, grid, task, one) for one in regions.values()
-    }
-    if position and not is_swapped:
-        found.append(find("body_position", position=position, sign=sign))
+    findings = []
+    for region in task.regions:
+        if region.name not in regions and trust.get(region.name) != ABSENT:
+            findings.append(find("missing_region", region=region.name))
+    position, sign = "", ""
+    if image_hu is not None:
+        position, sign = _position(image_hu, labels, grid, task, regions)
+    sides = _audit_sides(image_hu, labels, grid, task, regions, position)
+    findings += sides
+    # Swapped sides already name the position.
+    if position and not any(finding.code == "swapped_sides" for finding in sides):
+        findings.append(find("body_position", position=position, sign=sign))
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
-            found.append(
-                find(
-                    "implausible_size:region",
-                    name=facts.region.name,
-                    extent=times(extents_mm),
-                    most_mm=MAX_REGION_MM,
-                )
+            finding = find(
+                "implausible_size:region",
+                name=facts.region.name,
+                extent=times(extents_mm),
+                most_mm=MAX_REGION_MM,
             )
-    found += _audit_volumes(labels, grid, task, {name for name, ends in cuts.items() if ends})
-    if any(cuts.values()):
-        found.append(
-            find(
-                "cut_region",
-                regions=" and ".join(
-                    f"{name} ({'; '.join(ends)})" for name, ends in cuts.items() if ends
-                ),
-            )
-        )
-    return found
+            findings.append(finding)
+    cuts: dict[str, list[str]] = {}
+    for name, facts in regions.items():
+        ends = _cut_ends(image_hu, labels, grid, task, facts)
+        if ends:
+            cuts[name] = ends
+    findings += _audit_volumes(labels, grid, task, cuts)
+    if cuts:
+        listed = " and ".join(f"{name} ({'; '.join(ends)})" for name, ends in cuts.items())
+        findings.append(find("cut_region", regions=listed))
+    return findings
+
+
+def _audit_sides(
+    image_hu: np.ndarray | None,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    regions: Mapping[str, RegionFacts],
+    position: str,
+) -> list[Finding]:
+    """Check that left regions lie on the left of right ones.
+
+    A region without a partner is compared with the midline of the body.
+
+    Args:
+        image_hu: Oriented image with its padding, (D, H, W); None if its values are not HU.
+        labels: Label map on the same grid.
+        grid: Grid of both.
+        task: Labels and regions.
+        regions: The regions that have voxels.
+        position: Position of the body that contradicts the header, or "".
+    """
+    findings = []
+    lefts = [facts for facts in regions.values() if facts.region.side == "left"]
+    rights = [facts for facts in regions.values() if facts.region.side == "right"]
+    for left, right in itertools.product(lefts, rights):
+        names = {"left": left.region.name, "right": right.region.name}
+        if left.centre_x_mm <= right.centre_x_mm:
+            sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
+            kind = "swapped_sides:position" if position else "swapped_sides"
+            findings.append(find(kind, **names, **sides_mm, position=position))
+        if is_side_pair(left.region, right.region):
+            contact_mm2 = _contact_mm2(labels, grid, task, left, right)
+            if contact_mm2 >= TOUCHING_CM2 * 100:
+                findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
+    if image_hu is None or (lefts and rights):
+        return findings
+    for facts in (*lefts, *rights):
+        off_mm, width_mm = _off_side_mm(image_hu, grid, facts)
+        if off_mm > SIDE_SHARE * width_mm:
+            findings.append(find("doubtful_side", region=facts.region.name, off_mm=off_mm))
+    return findings
 
 
 def _position(
@@ -285,8 +313,11 @@ def _position(
     task: Task,
     regions: Mapping[str, RegionFacts],
 ) -> tuple[str, str]:
-    """Describe a position of the body that contradicts the header, and its sign in the image; two empty texts where there is none."""
-    boxes = {name: one.box for name, one in regions.items()}
+    """Describe a position of the body that contradicts the header, and its sign in the image.
+
+    Both texts are empty where there is none.
+    """
+    boxes = {name: facts.box for name, facts in regions.items()}
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
@@ -297,36 +328,55 @@ def _position(
 def _audit_volumes(
     labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collection[str]
 ) -> list[Finding]:
-    """Compare volumes with the plausible ones of the task; a region that is cut, or absent, may be smaller."""
+    """Compare volumes with the plausible ones of the task.
+
+    A region that is cut, or absent, may be smaller.
+    """
     volumes_ml = measure_volumes(labels, grid, task)
-    volumes_ml |= {
-        region.name: sum(volumes_ml[name] for name in region.labels) for region in task.regions
-    }
-    regions_of = {label: region.name for region in task.regions for label in region.labels}
-    found = []
+    volumes_ml |= _region_volumes(volumes_ml, task)
+    cut_names = set(cut)
+    for region in task.regions:
+        if region.name in cut:
+            cut_names.update(region.labels)
+    findings = []
     for name, (low, high) in task.volume_ml.items():
         volume_ml = volumes_ml[name]
-        is_small = 0 < volume_ml < low and regions_of.get(name, name) not in cut
-        if is_small or volume_ml > high:
-            kind = "implausible_volume"
-            if volume_ml > high * FAR_FACTOR:
-                kind = "implausible_volume:far"
-            elif volume_ml < low / TINY_FACTOR:
-                kind = "implausible_volume:tiny"
-            found.append(find(kind, name=name, volume_ml=volume_ml, low=low, high=high))
-    return found
+        is_small = 0 < volume_ml < low and name not in cut_names
+        if not is_small and volume_ml <= high:
+            continue
+        kind = "implausible_volume"
+        if volume_ml > high * FAR_FACTOR:
+            kind = "implausible_volume:far"
+        elif volume_ml < low / TINY_FACTOR:
+            kind = "implausible_volume:tiny"
+        findings.append(find(kind, name=name, volume_ml=volume_ml, low=low, high=high))
+    return findings
 
 
-def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, one: RegionFacts) -> tuple[float, float]:
-    """Measure how far a region lies on the other side of the body's midline, and the width of the body, in its slices."""
-    start, stop = one.box.start[0], one.box.stop[0]
+def _region_volumes(volumes_ml: Mapping[str, float], task: Task) -> dict[str, float]:
+    """Add up the volumes of the labels of each region, in ml."""
+    return {
+        region.name: sum(volumes_ml[label] for label in region.labels) for region in task.regions
+    }
+
+
+def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> tuple[float, float]:
+    """Measure how far a region lies on the wrong side of the body's midline, in its slices.
+
+    Returns:
+        The distance, and the width of the body; both 0 where there is no body.
+    """
+    start = facts.box.start[0]
+    stop = facts.box.stop[0]
     step = math.ceil((stop - start) / FIELD_SLICES)
     body = np.count_nonzero(image_hu[start:stop:step] > BODY_HU, axis=(0, 1))
     if not body.any():
         return 0.0, 0.0
     middle = float(np.average(np.arange(len(body)), weights=body))
-    off_mm = (one.x_index - middle) * grid.spacing_mm[2] * (-1 if one.region.side == "left" else 1)
-    return off_mm, float(np.ptp(np.flatnonzero(body)) * grid.spacing_mm[2])
+    off_mm = (facts.x_index - middle) * grid.spacing_mm[2]
+    width_mm = float(np.ptp(np.flatnonzero(body)) * grid.spacing_mm[2])
+    # The index along x increases towards the patient's left.
+    return -off_mm if facts.region.side == "left" else off_mm, width_mm
 
 
 def _face_mm2(grid: VoxelGrid, axis: int) -> float:
@@ -338,59 +388,59 @@ def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
     """Measure the face that two regions share."""
-    near = (
-        left.box.expanded((1, 1, 1)).intersect(right.box.expanded((1, 1, 1))).clipped(labels.shape)
-    )
-    inner = labels[near.slices()]
+    near = left.box.expanded((1, 1, 1)).intersect(right.box.expanded((1, 1, 1)))
+    inner = labels[near.clipped(labels.shape).slices()]
     # With the codes 1 and 4, the sum of two neighbours is 5 only where both regions meet.
-    codes = _mask(inner, left.region, task).astype(np.uint8) + 4 * _mask(
-        inner, right.region, task
-    ).astype(np.uint8)
-    return sum(
-        np.count_nonzero(one[1:] + one[:-1] == 5) * _face_mm2(grid, axis)
-        for axis, one in enumerate([np.moveaxis(codes, axis, 0) for axis in range(3)])
-    )
+    codes = _mask(inner, left.region, task).astype(np.uint8)
+    codes += 4 * _mask(inner, right.region, task).astype(np.uint8)
+    contact_mm2 = 0.0
+    for axis in range(3):
+        lines = np.moveaxis(codes, axis, 0)
+        num_faces = np.count_nonzero(lines[1:] + lines[:-1] == 5)
+        contact_mm2 += num_faces * _face_mm2(grid, axis)
+    return contact_mm2
 
 
 def _cut_ends(
-    image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts
+    image_hu: np.ndarray | None,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    facts: RegionFacts,
 ) -> list[str]:
     """List the ends of the image that a region reaches, with the area of the cut."""
     ends = []
     for axis, names in enumerate(FACES):
         last = labels.shape[axis] - 1
-        for name, index, reached in zip(
-            names, (0, last), (one.box.start[axis], one.box.stop[axis] - 1), strict=True
-        ):
-            if reached == index:
-                num_voxels = np.count_nonzero(_mask(labels.take(index, axis), one.region, task))
-                ends.append(f"{name} end, {num_voxels * _face_mm2(grid, axis) / 100:.1f} cm²")
-    if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, one):
+        reached = (facts.box.start[axis], facts.box.stop[axis] - 1)
+        for name, end, region_end in zip(names, (0, last), reached, strict=True):
+            if region_end != end:
+                continue
+            num_voxels = np.count_nonzero(_mask(labels.take(end, axis), facts.region, task))
+            ends.append(f"{name} end, {num_voxels * _face_mm2(grid, axis) / 100:.1f} cm²")
+    if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, facts):
         ends.append("edge of the field of view")
     return ends
 
 
 def _reaches_padding(
-    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, one: RegionFacts
+    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, facts: RegionFacts
 ) -> bool:
-    """Whether a region comes near to padding within the slices; a sample of its slices is examined."""
+    """Whether a region comes near to padding within the slices, of which a sample is examined."""
     reach = [0, *(max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:])]
-    box = one.box.expanded(reach).clipped(labels.shape).slices()
-    step = math.ceil(one.box.shape[0] / FIELD_SLICES)
+    box = facts.box.expanded(reach).clipped(labels.shape).slices()
+    step = math.ceil(facts.box.shape[0] / FIELD_SLICES)
     is_padding = image_hu[box][::step] < FIELD_HU
     if not is_padding.any():
         return False
-    mask = _mask(labels[box][::step], one.region, task)
+    mask = _mask(labels[box][::step], facts.region, task)
     area_mm2 = 0.0
     for axis in (1, 2):
-        inside, outside, voxels = (
-            np.moveaxis(mask, axis, 0),
-            np.moveaxis(is_padding, axis, 0),
-            reach[axis],
-        )
-        hits = np.count_nonzero(inside[:-voxels] & outside[voxels:]) + np.count_nonzero(
-            inside[voxels:] & outside[:-voxels]
-        )
+        inside = np.moveaxis(mask, axis, 0)
+        outside = np.moveaxis(is_padding, axis, 0)
+        voxels = reach[axis]
+        hits = np.count_nonzero(inside[:-voxels] & outside[voxels:])
+        hits += np.count_nonzero(inside[voxels:] & outside[:-voxels])
         # Each line of voxels that ends at the padding is hit up to `reach` times.
         area_mm2 += hits / voxels * step * _face_mm2(grid, axis)
     return area_mm2 >= FIELD_CM2 * 100
@@ -407,11 +457,8 @@ def audit_vanished(
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.
     """
-    before_ml = {
-        region.name: sum(volumes_ml[label] for label in region.labels) for region in task.regions
-    }
     return [
         find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
-        for name, volume_ml in before_ml.items()
+        for name, volume_ml in _region_volumes(volumes_ml, task).items()
         if volume_ml > 0 and name not in boxes
     ]

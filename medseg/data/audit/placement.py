@@ -6,6 +6,7 @@ values change more across the boundary of a correct label than across the same b
 """
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -38,7 +39,7 @@ _AXES = ("head to feet", "back to front", "left to right")
 
 
 def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
-    """Find labels that fit the image much better when they are mirrored, or turned within the slices.
+    """Find labels that fit the image much better when mirrored, or turned within the slices.
 
     Args:
         image_hu: Oriented image in HU, (D, H, W).
@@ -52,33 +53,33 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     part = tuple(slice(None, None, step) for step in steps)
     coarse = np.ascontiguousarray(labels[part])
     image = np.clip(image_hu[part], AIR_HU, MAX_HU).astype(np.float32)
-    moves = [
-        max(1, round(MOVED_MM / (step * step_mm)))
-        for step, step_mm in zip(steps, grid.spacing_mm, strict=True)
-    ]
+    moves = []
+    for step, step_mm in zip(steps, grid.spacing_mm, strict=True):
+        moves.append(max(1, round(MOVED_MM / (step * step_mm))))
     if min(coarse.shape) < 4 or _edge(coarse, image)[1] < MIN_FACES:
         return []
     fit = _fit(coarse, image, moves)
     if fit >= SURE_FIT:
         return []
-    ways = {
-        "mirrored " + " and ".join(_AXES[axis] for axis in axes): np.flip(coarse, axes)
-        for count in (1, 2, 3)
-        for axes in itertools.combinations(range(3), count)
-    }
-    if coarse.shape[1] == coarse.shape[2]:
-        turned = coarse.swapaxes(1, 2)
-        ways |= {
-            "transposed within the slices": turned,
-            "turned by 90 degrees within the slices": np.flip(turned, 1),
-            "turned by -90 degrees within the slices": np.flip(turned, 2),
-            "transposed within the slices and mirrored head to feet": np.flip(turned, 0),
-        }
-    fits = {way: _fit(changed, image, moves) for way, changed in ways.items()}
+    fits = {way: _fit(moved, image, moves) for way, moved in _other_placements(coarse)}
     best = max(fits, key=lambda way: fits[way])
     if fits[best] < max(LEAST_FIT, LEAST_GAIN * fit):
         return []
     return [find("misplaced_labels", way=best, best=fits[best], fit=fit)]
+
+
+def _other_placements(labels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the labels mirrored and turned in all ways that keep their shape, as views."""
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(range(3), count):
+            names = " and ".join(_AXES[axis] for axis in axes)
+            yield f"mirrored {names}", np.flip(labels, axes)
+    if labels.shape[1] == labels.shape[2]:
+        turned = labels.swapaxes(1, 2)
+        yield "transposed within the slices", turned
+        yield "turned by 90 degrees within the slices", np.flip(turned, 1)
+        yield "turned by -90 degrees within the slices", np.flip(turned, 2)
+        yield "transposed within the slices and mirrored head to feet", np.flip(turned, 0)
 
 
 def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
@@ -95,25 +96,20 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        steps = [
-            1 if other == axis else max(1, round(STEP_MM / step_mm))
-            for other, step_mm in enumerate(grid.spacing_mm)
-        ]
+        # Every voxel along the axis, every few millimetres beside it.
+        steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
+        steps[axis] = 1
         part = tuple(slice(None, None, step) for step in steps)
         lines = np.moveaxis(image_hu[part], axis, -1)
         inside = np.moveaxis(labels[part] != 0, axis, -1)
-        found = [
-            _edge_shift(lines, faces)
-            for faces in (inside[..., 1:] & ~inside[..., :-1], inside[..., :-1] & ~inside[..., 1:])
-        ]
-        is_same_way = found[0] * found[1] > 0 and abs(found[0] - found[1]) <= MIN_SHIFT
-        voxels = round(sum(found) / 2)
-        if (
-            is_same_way
-            and abs(voxels) >= MIN_SHIFT
-            and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM
-        ):
-            shifts.append(f"{abs(voxels)} voxels towards the {FACES[axis][voxels > 0]} end")
+        shift_in = _edge_shift(lines, inside[..., 1:] & ~inside[..., :-1])
+        shift_out = _edge_shift(lines, inside[..., :-1] & ~inside[..., 1:])
+        is_same_way = shift_in * shift_out > 0 and abs(shift_in - shift_out) <= MIN_SHIFT
+        voxels = round((shift_in + shift_out) / 2)
+        is_large = abs(voxels) >= MIN_SHIFT and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM
+        if is_same_way and is_large:
+            end = FACES[axis][voxels > 0]
+            shifts.append(f"{abs(voxels)} voxels towards the {end} end")
     return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
 
 
@@ -133,23 +129,29 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
         return 0
     change = []
     for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
-        around = (np.clip(index + offset + step, 0, lines.shape[-1] - 1) for step in (-1, 2))
-        before, after = (
-            np.clip(lines[(*places, at)].astype(np.float32), AIR_HU, MAX_HU) for at in around
-        )
+        # The voxels one before and two behind the face: three voxels apart, across the edge.
+        before = _values_at(lines, places, index + offset - 1)
+        after = _values_at(lines, places, index + offset + 2)
         change.append(float(np.abs(after - before).mean()))
     best = int(np.argmax(change))
-    is_sharp = change[best] > max(
-        SHIFT_GAIN * change[SHIFT_REACH], SHIFT_SHARPNESS * float(np.median(change))
-    )
-    return best - SHIFT_REACH if is_sharp else 0
+    at_faces = SHIFT_GAIN * change[SHIFT_REACH]
+    anywhere = SHIFT_SHARPNESS * float(np.median(change))
+    return best - SHIFT_REACH if change[best] > max(at_faces, anywhere) else 0
+
+
+def _values_at(lines: np.ndarray, places: list[np.ndarray], index: np.ndarray) -> np.ndarray:
+    """Read the image at some voxels of the lines, in HU; beyond the ends, the last voxel."""
+    inside = np.clip(index, 0, lines.shape[-1] - 1)
+    return np.clip(lines[(*places, inside)].astype(np.float32), AIR_HU, MAX_HU)
 
 
 def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
-    """Sum the changes of the image across the faces between different labels, and count the faces."""
-    total, num_faces = 0.0, 0
+    """Sum the changes of the image across faces between different labels, and count the faces."""
+    total = 0.0
+    num_faces = 0
     for axis in range(3):
-        values, hu = np.moveaxis(labels, axis, 0), np.moveaxis(image, axis, 0)
+        values = np.moveaxis(labels, axis, 0)
+        hu = np.moveaxis(image, axis, 0)
         is_face = values[1:-2] != values[2:-1]
         total += float(np.abs(hu[3:] - hu[:-3])[is_face].sum())
         num_faces += int(np.count_nonzero(is_face))
@@ -157,12 +159,19 @@ def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
 
 
 def _fit(labels: np.ndarray, image: np.ndarray, moves: list[int]) -> float:
-    """Mean change across the boundary, relative to that across the boundary moved to either side along each axis."""
+    """Compare the change of the image across the boundary with that beside it.
+
+    Returns:
+        Mean change across the boundary, relative to that across the boundary moved to either side
+        along each axis.
+    """
     total, num_faces = _edge(labels, image)
-    moved = [
-        _edge(np.roll(labels, way * moves[axis], axis), image)
-        for axis in range(3)
-        for way in (1, -1)
-    ]
-    beside = sum(one[0] for one in moved) / max(1, sum(one[1] for one in moved))
+    total_beside = 0.0
+    num_beside = 0
+    for axis, move in enumerate(moves):
+        for shift in (move, -move):
+            change, count = _edge(np.roll(labels, shift, axis), image)
+            total_beside += change
+            num_beside += count
+    beside = total_beside / max(1, num_beside)
     return total / max(1, num_faces) / max(1.0, beside)

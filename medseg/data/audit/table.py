@@ -1,7 +1,7 @@
 """Audit of a data set: comparison of its cases, and the table of all findings."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -14,7 +14,9 @@ from medseg.findings import Finding, Severity
 from medseg.io.tables import csv_text
 
 DUPLICATE = "duplicate_image"
-READY, REFUSED, FAILED = "ready", "refused", "failed"
+READY = "ready"
+REFUSED = "refused"
+FAILED = "failed"
 # Columns of codes; that of information keeps its first name.
 SEVERITY_COLUMNS = {
     Severity.error: "errors",
@@ -48,30 +50,32 @@ class AuditedCase:
 
     def findings(self) -> list[Finding]:
         """List all findings that the case does not ignore, errors first."""
-        found = [*(self.audit.findings if self.audit else ()), *self.compared]
-        heeded = (one for one in found if one.code not in self.case.ignore_findings)
-        return sorted(heeded, key=lambda one: list(Severity).index(one.severity))
+        findings = list(self.compared)
+        if self.audit is not None:
+            findings = [*self.audit.findings, *self.compared]
+        heeded = [item for item in findings if item.code not in self.case.ignore_findings]
+        return sorted(heeded, key=lambda finding: list(Severity).index(finding.severity))
 
     @property
     def status(self) -> str:
         """`ready`, `refused` by the audit, or `failed` to be read."""
         if self.failure:
             return FAILED
-        return (
-            REFUSED
-            if any(finding.severity is Severity.error for finding in self.findings())
-            else READY
-        )
+        if any(finding.severity is Severity.error for finding in self.findings()):
+            return REFUSED
+        return READY
 
 
 def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
-    """Add the findings that need a comparison of the cases: outliers of the spacing and duplicates; the order stays."""
-    audits = [one.audit for one in cases if one.audit is not None]
-    usual_mm = {}
-    if len(audits) >= MIN_CASES:
-        usual_mm = {
-            axis: median(audit.grid.spacing_mm[axis] for audit in audits) for axis in (0, 1)
-        }
+    """Add the findings that need a comparison of the cases: odd spacings and duplicates.
+
+    Returns:
+        The cases in their order.
+    """
+    spacings_mm = [audited.audit.grid.spacing_mm for audited in cases if audited.audit is not None]
+    usual_mm: list[float] = []
+    if len(spacings_mm) >= MIN_CASES:
+        usual_mm = [median(along_axis) for along_axis in zip(*spacings_mm, strict=True)]
     # A table without the column `patient` takes each case for another patient, which nobody has
     # claimed.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
@@ -97,22 +101,34 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
 def _compare(
     case: Case,
     audit: CaseAudit,
-    usual_mm: Mapping[int, float],
+    usual_mm: Sequence[float],
     earlier: Sequence[AuditedCase],
     names_patients: bool,
 ) -> Iterator[Finding]:
-    """Compare a case with the usual spacing, and with the cases before it in the table."""
-    odd = [
-        f"its {what} are {spacing_mm:.3g} mm apart where the median of all cases is {usual_mm[axis]:.3g} mm"
-        for axis, what, spacing_mm in zip(
-            (0, 1), ("slices", "pixels"), audit.grid.spacing_mm, strict=False
-        )
-        if axis in usual_mm
-        and max(spacing_mm / usual_mm[axis], usual_mm[axis] / spacing_mm) > OUTLIER_FACTOR
+    """Compare a case with the usual spacing, and with the cases before it in the table.
+
+    Args:
+        case: The case.
+        audit: Its audit.
+        usual_mm: Median spacing of all cases, (z, y, x); empty where there are too few.
+        earlier: The cases before it.
+        names_patients: Whether the table names patients.
+    """
+    differences = []
+    names_of_steps = ("slices", "pixels")
+    for name, step_mm, median_mm in zip(
+        names_of_steps, audit.grid.spacing_mm, usual_mm, strict=False
+    ):
+        if max(step_mm / median_mm, median_mm / step_mm) > OUTLIER_FACTOR:
+            differences.append(
+                f"its {name} are {step_mm:.3g} mm apart where the median of all cases is "
+                f"{median_mm:.3g} mm"
+            )
+    if differences:
+        yield find("spacing_outlier", differences=" and ".join(differences))
+    distances = [
+        (copy_distance(audited.audit, audit), audited.case) for audited in earlier if audited.audit
     ]
-    if odd:
-        yield find("spacing_outlier", differences=" and ".join(odd))
-    distances = [(copy_distance(one.audit, audit), one.case) for one in earlier if one.audit]
     distance, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
     if distance == 0:
@@ -128,9 +144,9 @@ def _near_profiles(
 ) -> Iterator[Finding]:
     """Find the case of another patient whose profile is nearest, if it is near."""
     distances = [
-        (profile_distance(other_areas, areas), other)
-        for other, other_areas in earlier
-        if other.patient != case.patient
+        (profile_distance(earlier_areas, areas), earlier_case)
+        for earlier_case, earlier_areas in earlier
+        if earlier_case.patient != case.patient
     ]
     difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     if difference < NEAR_PROFILE:
@@ -140,7 +156,10 @@ def _near_profiles(
 
 
 def _claim(case: Case, twin: Case, names_patients: bool) -> str:
-    """Say what the case table claims that two copies contradict: two patients, or two sides; empty if it claims neither."""
+    """Say what the case table claims that two copies contradict: two patients, or two sides.
+
+    Empty if it claims neither.
+    """
     if names_patients:
         return f"the patient is {case.patient!r} here and {twin.patient!r} there"
     if case.split != twin.split and case.split and twin.split:
@@ -154,61 +173,51 @@ def _claim(case: Case, twin: Case, names_patients: bool) -> str:
     return ""
 
 
-def copy_distance(one: CaseAudit, other: CaseAudit) -> float:
+def copy_distance(audit: CaseAudit, twin: CaseAudit) -> float:
     """Measure how far two images are from being copies.
 
     Returns:
         0 for the same voxels; else the root mean square difference of their thumbnails in HU, above
         0; infinite where one has none.
     """
-    if one.voxels_sha256 == other.voxels_sha256:
+    if audit.voxels_sha256 == twin.voxels_sha256:
         return 0.0
-    if not one.thumbnail or not other.thumbnail:
+    if not audit.thumbnail or not twin.thumbnail:
         return math.inf
-    return max(
-        1e-9, float(np.sqrt(np.mean((np.array(one.thumbnail) - np.array(other.thumbnail)) ** 2)))
-    )
+    difference_hu = np.array(audit.thumbnail) - np.array(twin.thumbnail)
+    return max(1e-9, float(np.sqrt(np.mean(difference_hu**2))))
 
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:
     """Format the table of all cases, one line each."""
-    grid = ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
-    hu = ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
-    volumes = dict.fromkeys(
-        f"{name}_ml" for one in cases if one.audit for name in one.audit.volumes_ml
-    )
-    columns = [
-        "case",
-        "patient",
-        "status",
-        *grid,
-        *hu,
-        *volumes,
-        *SEVERITY_COLUMNS.values(),
-        "details",
-    ]
-    return csv_text([_row(one) for one in cases], columns)
+    columns = ["case", "patient", "status"]
+    columns += ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
+    columns += ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
+    volumes: dict[str, None] = {}
+    for audited in cases:
+        if audited.audit is not None:
+            volumes |= {f"{name}_ml": None for name in audited.audit.volumes_ml}
+    columns += [*volumes, *SEVERITY_COLUMNS.values(), "details"]
+    return csv_text([_row(audited) for audited in cases], columns)
 
 
-def _row(one: AuditedCase) -> dict[str, object]:
+def _row(audited: AuditedCase) -> dict[str, object]:
     """Make the line of a case."""
     row: dict[str, object] = {
-        "case": one.case.name,
-        "patient": one.case.patient,
-        "status": one.status,
+        "case": audited.case.name,
+        "patient": audited.case.patient,
+        "status": audited.status,
     }
-    if one.audit is not None:
-        for axis, size, mm in zip(
-            "zyx", one.audit.grid.shape, one.audit.grid.spacing_mm, strict=True
-        ):
+    audit = audited.audit
+    if audit is not None:
+        for axis, size, mm in zip("zyx", audit.grid.shape, audit.grid.spacing_mm, strict=True):
             row |= {f"size_{axis}": size, f"spacing_{axis}_mm": f"{mm:.6g}"}
-        row |= {f"hu_{name}": f"{value:g}" for name, value in one.audit.hu.items()}
-        row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in one.audit.volumes_ml.items()}
-    found = one.findings()
+        row |= {f"hu_{name}": f"{value:g}" for name, value in audit.hu.items()}
+        row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in audit.volumes_ml.items()}
+    findings = audited.findings()
     for level, column in SEVERITY_COLUMNS.items():
-        row[column] = " ".join(finding.code for finding in found if finding.severity is level)
-    return row | {
-        "details": " | ".join(
-            [one.failure] * bool(one.failure) + [str(finding) for finding in found]
-        )
-    }
+        row[column] = " ".join(finding.code for finding in findings if finding.severity is level)
+    details = [audited.failure] if audited.failure else []
+    details += map(str, findings)
+    row["details"] = " | ".join(details)
+    return row

@@ -1,5 +1,6 @@
-"""Profile of a CT: the areas of its tissues along the body, by which a cropped, shortened or resampled copy is recognised.
+"""Profile of a CT: the areas of its tissues along the body.
 
+It recognises a cropped, shortened or resampled copy.
 Air around the patient does not count, so a crop beside the body changes nothing; a copy that lacks
 slices is found by moving the profiles along each other.
 """

@@ -92,7 +92,7 @@ class Account:
         self._claimed.add(os.path.abspath(path))
 
     def explain(self, path: Path, why: str) -> None:
-        """Give the reason why a file, or all files of a folder, are left out unless they are claimed."""
+        """Give the reason why a file, or all files of a folder, are left out unless claimed."""
         self._reasons[os.path.abspath(path)] = why
 
     def close(self, root: Path, *, is_deep: bool = True) -> None:
@@ -115,7 +115,7 @@ class Account:
     def _walk(
         self, path: str, is_claimed: bool, why: str, is_deep: bool
     ) -> Iterator[tuple[str, bool, str]]:
-        """Find the files at a path, with whether each is claimed and the reason that was given for it."""
+        """Find the files at a path, with whether each is claimed, and the reason given for it."""
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
         is_other_folder = os.path.islink(path) and not self._claims_below(path)
@@ -133,7 +133,8 @@ class Account:
                 yield from self._walk(inner, is_claimed, why, is_deep)
 
     def _claims_below(self, path: str) -> bool:
-        """Whether something in a folder is claimed; only asked of links, which are rare and may form a circle."""
+        """Whether something in a folder is claimed."""
+        # Only asked of links, which are rare and may form a circle.
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 

@@ -1,6 +1,7 @@
-"""Imported data set: the cases, labels and channels in a folder of another program, and the task that is made from them."""
+"""Imported data set: cases, labels and channels of another program's folder, and their task."""
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from medseg.data.case_table import Case, check_case_name
 from medseg.data.importers.account import Account, Fate, Item, Kind
 from medseg.data.importers.splits import nfc
 from medseg.data.source_files import files_of
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
 from medseg.wording import first_few
@@ -84,20 +85,20 @@ class DataSet:
     structures: Structures | None = None
     account: Account = field(default_factory=Account)
 
-    def keep(self, wanted: Sequence[str] | Mapping[str, Any] | None) -> "DataSet":
+    def keep(self, choice: Sequence[str] | Mapping[str, Any] | None) -> "DataSet":
         """Choose the labels of the task; the others become background.
 
         Args:
-            wanted: Names of labels, or new labels with the names or values that they consist of;
+            choice: Names of labels, or new labels with the names or values that they consist of;
                 None = all.
 
         Raises:
             UserError: If a name is unknown, or a value would have two labels.
         """
-        if wanted is None:
+        if choice is None:
             return self
         named = {**self.background, **self.labels}
-        chosen = _choose(wanted, named)
+        chosen = _choose(choice, named)
         owners = _owners(chosen)
         background: FileValues = {}
         for name, members in named.items():
@@ -109,90 +110,78 @@ class DataSet:
         return replace(self, labels=chosen, background=background)
 
     def require_structures(self) -> None:
-        """Refuse labels of which a case lacks a structure: its voxels would be trained on as background.
+        """Refuse labels of which a case lacks a structure.
+
+        The voxels of the structure would be trained on as background.
 
         Raises:
             UserError: With the structure, the cases and the cure.
         """
         for label, members in self.labels.items():
             for member in members:
-                lacking = self._cases_without(member)
-                if not lacking:
-                    continue
-                part = f" (a part of {label})" if len(members) > 1 else ""
-                # Others may be incomplete too, and would be refused next.
-                complete = [
-                    name
-                    for name, parts in self.labels.items()
-                    if not any(map(self._cases_without, parts))
-                ]
-                choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
-                raise UserError(
-                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure "
-                    f"{_shown(member, label)}{part} is missing, and would be trained on as background; add it, leave the label "
-                    f"out (medseg import … {choice}), or state that these patients do not have it (medseg import … missing=absent)."
-                )
+                if self._cases_without(member):
+                    raise UserError(self._missing_structure(member, label))
+
+    def _missing_structure(self, member: int | str, label: str) -> str:
+        """Name the cases that lack a structure of a label, and the ways out."""
+        cases = self._cases_without(member)
+        part = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
+        # Other labels may be incomplete too, and would be refused next: propose only complete ones.
+        complete = [
+            name
+            for name, members in self.labels.items()
+            if not any(map(self._cases_without, members))
+        ]
+        choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
+        return (
+            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): "
+            f"the structure {_display_name(member, label)}{part} is missing, and would be trained "
+            "on as background; add it, leave the label "
+            f"out (medseg import … {choice}), or state that these patients do not have it "
+            "(medseg import … missing=absent)."
+        )
 
     def state_absence(self) -> "DataSet":
-        """Mark labels of which a case has no structure as absent there, in the columns `trust_<label>`."""
+        """Mark labels of which a case has no structure as absent in the columns `trust_<label>`."""
         cases = []
         for case in self.cases:
-            absent = {
-                label: ABSENT
-                for label, members in self.labels.items()
-                if case.name in self._keys and self._keys[case.name].isdisjoint(map(_key, members))
-            }
-            cases.append(replace(case, trust={**case.trust, **absent}))
+            trust = dict(case.trust)
+            keys = self._keys.get(case.name)
+            for label, members in self.labels.items():
+                if keys is not None and keys.isdisjoint(map(_key, members)):
+                    trust[label] = ABSENT
+            cases.append(replace(case, trust=trust))
         return replace(self, cases=tuple(cases))
 
     @functools.cached_property
     def _keys(self) -> dict[str, frozenset[int | str]]:
-        """Structures of each case in the form in which names are compared; empty where label maps hold values."""
-        return {
-            case: frozenset(map(_key, names)) for case, names in (self.structures or {}).items()
-        }
+        """Structures of each case in the form in which names are compared.
+
+        Empty where label maps hold values.
+        """
+        if self.structures is None:
+            return {}
+        return {case: frozenset(map(_key, names)) for case, names in self.structures.items()}
 
     def _cases_without(self, member: int | str) -> list[str]:
         """List the cases whose files lack a structure; none where label maps hold values."""
         return [case for case, keys in self._keys.items() if _key(member) not in keys]
 
     def closing_items(self) -> list[Item]:
-        """List everything that was found, with what became of it: the closing table of an import."""
+        """List everything in the folder and what became of it: the closing table of an import."""
         has_folds = any(case.fold is not None for case in self.cases)
-        items = [
-            *self.account.items,
-            *(_case_item(case, has_folds=has_folds) for case in self.cases),
-        ]
+        items = list(self.account.items)
+        items += [_case_item(case, has_folds=has_folds) for case in self.cases]
+        for number, channel in enumerate(self.channels):
+            why = f"{channel.modality} {channel.window_hu or channel.normalise}"
+            items.append(Item(Kind.channel, str(number), Fate.used, why))
         items += [
-            Item(
-                Kind.channel,
-                str(number),
-                Fate.used,
-                f"{one.modality} {one.window_hu or one.normalise}",
-            )
-            for number, one in enumerate(self.channels)
+            *self._label_items(),
+            *self._background_items(),
+            *self._value_items(),
+            *self._spelling_items(),
+            *self._overlap_items(),
         ]
-        for label, members in self.labels.items():
-            items.append(Item(Kind.label, label, Fate.used, _origin(members)))
-            if self.structures is not None:
-                items += [self._structure_item(member, label, len(members)) for member in members]
-        for name, members in self.background.items():
-            why = "no label of the task: background"
-            items.append(Item(Kind.label, f"{name} ({_origin(members)})", Fate.left_out, why))
-            if self.structures is not None:
-                items += [
-                    Item(Kind.structure, str(member), Fate.left_out, why) for member in members
-                ]
-        if self.ignore is not None:
-            items.append(
-                Item(
-                    Kind.label, IGNORE, Fate.used, f"value {self.ignore}: its voxels count nowhere"
-                )
-            )
-        if self.structures is None:
-            why = "prepare reads the voxels and refuses a value that is not named here"
-            items.append(Item(Kind.label, "", Fate.used, why, 0))
-        items += [*self._spelling_items(), *self._overlap_items()]
         # Names of files and in JSON may hold what no text file can.
         return [
             item._replace(
@@ -202,50 +191,74 @@ class DataSet:
             for item in items
         ]
 
+    def _label_items(self) -> list[Item]:
+        """List the labels of the task with their structures."""
+        items = []
+        for label, members in self.labels.items():
+            items.append(Item(Kind.label, label, Fate.used, _origin(members)))
+            if self.structures is not None:
+                items += [self._structure_item(member, label, len(members)) for member in members]
+        return items
+
+    def _background_items(self) -> list[Item]:
+        """List the names that are no label of the task, with their structures."""
+        items = []
+        why = "no label of the task: background"
+        for name, members in self.background.items():
+            items.append(Item(Kind.label, f"{name} ({_origin(members)})", Fate.left_out, why))
+            if self.structures is not None:
+                items += [Item(Kind.structure, str(part), Fate.left_out, why) for part in members]
+        return items
+
+    def _value_items(self) -> list[Item]:
+        """Say which value is ignored, and that values without a name are refused later."""
+        items = []
+        if self.ignore is not None:
+            why = f"value {self.ignore}: its voxels count nowhere"
+            items.append(Item(Kind.label, IGNORE, Fate.used, why))
+        if self.structures is None:
+            why = "prepare reads the voxels and refuses a value that is not named here"
+            items.append(Item(Kind.label, "", Fate.used, why, 0))
+        return items
+
     def _structure_item(self, member: int | str, label: str, num_members: int) -> Item:
         """Say what became of a structure that belongs to a label."""
-        num_cases = len(self.structures or ())
+        num_cases = len(self._keys)
         num_present = num_cases - len(self._cases_without(member))
         where = f"in {num_present} of {num_cases} cases"
         if num_present < num_cases:
             where += ", stated as absent in the others"
+        name = _display_name(member, label)
         if num_members > 1:
-            return Item(
-                Kind.structure, _shown(member, label), Fate.merged, f"into {label}, {where}"
-            )
-        return Item(Kind.structure, _shown(member, label), Fate.used, where)
+            return Item(Kind.structure, name, Fate.merged, f"into {label}, {where}")
+        return Item(Kind.structure, name, Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
-        """List the structures of one file that become one: those of equal names, or of names that differ in signs."""
+        """List the structures of one file that become one: their names differ in signs at most."""
         items = []
+        why = "several of one name in a file are one structure"
         for case, names in (self.structures or {}).items():
-            groups: dict[int | str, list[str]] = {}
+            spellings: dict[int | str, list[str]] = {}
             for name in names:
-                groups.setdefault(_key(name), []).append(str(name))
-            for several in groups.values():
-                if len(several) > 1:
-                    name = f"{' = '.join(several)} of {case}"
-                    items.append(
-                        Item(
-                            Kind.structure,
-                            name,
-                            Fate.merged,
-                            "several of one name in a file are one structure",
-                        )
-                    )
+                spellings.setdefault(_key(name), []).append(str(name))
+            for group in spellings.values():
+                if len(group) > 1:
+                    title = f"{' = '.join(group)} of {case}"
+                    items.append(Item(Kind.structure, title, Fate.merged, why))
         return items
 
     def _overlap_items(self) -> list[Item]:
         """Say what counts where structures overlap, which only their voxels tell."""
-        names = [
-            member
-            for members in self.labels.values()
-            for member in members
-            if isinstance(member, str)
-        ]
-        if self.structures is None or len(self.labels) < 2 or not names:
+        if self.structures is None or len(self.labels) < 2:
             return []
-        why = f"where labels overlap, the last of {', '.join(self.labels)} counts; prepare counts these voxels"
+        members = itertools.chain.from_iterable(self.labels.values())
+        # Values of one label map cannot overlap.
+        if not any(isinstance(member, str) for member in members):
+            return []
+        why = (
+            f"where labels overlap, the last of {', '.join(self.labels)} counts; "
+            "prepare counts these voxels"
+        )
         return [Item(Kind.structure, "", Fate.merged, why, 0)]
 
     def task(self) -> dict[str, Any]:
@@ -254,91 +267,98 @@ class DataSet:
         Regions are made if every label has a side; a task with other labels has one stage.
         """
         labels = {name: value for value, name in enumerate(self.labels, start=1)}
-        sides = {name: side_of(name)[0] for name in labels}
-        fits = self.ignore is not None and len(labels) < self.ignore <= MAX_IGNORE_LABEL
-        ignore = self.ignore if fits or self.ignore is None else len(labels) + 1
-        files = {
-            name: values[0] if len(values) == 1 else values
-            for name, values in {**self.labels, **self.background}.items()
+        task: dict[str, Any] = {
+            "name": safe_name(self.name),
+            "labels": labels,
+            "regions": self._regions(),
+            "channels": [_channel_keys(channel) for channel in self.channels],
         }
-        if ignore is not None and ignore != self.ignore:
-            files[IGNORE] = self.ignore  # type: ignore[assignment]
-        channels = [
-            {"modality": one.modality, "window_hu": list(one.window_hu)}
-            if one.window_hu
-            else {"modality": one.modality, "normalise": one.normalise}
-            for one in self.channels
-        ]
-        return {
-            "task": {
-                "name": safe_name(self.name),
-                "labels": labels,
-                "regions": {name: {"labels": [name], "side": side} for name, side in sides.items()}
-                if all(sides.values())
-                else None,
-                "channels": channels,
-                **({} if ignore is None else {"ignore_label": ignore}),
-            },
-            "data": {"label_values": files},
-        }
+        label_values: dict[str, Any] = {}
+        for name, values in {**self.labels, **self.background}.items():
+            label_values[name] = values[0] if len(values) == 1 else values
+        if self.ignore is not None:
+            # The value of the files stays if it lies above the labels and fits a label map.
+            task["ignore_label"] = self.ignore
+            if not len(labels) < self.ignore <= MAX_IGNORE_LABEL:
+                task["ignore_label"] = len(labels) + 1
+                label_values[IGNORE] = self.ignore
+        return {"task": task, "data": {"label_values": label_values}}
+
+    def _regions(self) -> dict[str, Any] | None:
+        """Make a region of each label; None unless every label has a side."""
+        sides = {name: side_of(name)[0] for name in self.labels}
+        if None in sides.values():
+            return None
+        return {name: {"labels": [name], "side": side} for name, side in sides.items()}
 
 
-def _groups_of(wanted: Any) -> dict[str, Any]:
+def _channel_keys(channel: Channel) -> dict[str, Any]:
+    """Write a channel as the configuration does."""
+    if channel.window_hu:
+        return {"modality": channel.modality, "window_hu": list(channel.window_hu)}
+    return {"modality": channel.modality, "normalise": channel.normalise}
+
+
+def _groups_of(choice: Any) -> dict[str, Any]:
     """Read the value of `labels`: a name, a list of names, or new names with their members.
 
     Raises:
         UserError: If it is something else, or a new name cannot name a label.
     """
-    if isinstance(wanted, str):
-        wanted = [wanted]
-    if isinstance(wanted, list | tuple):
-        return {str(name): [name] for name in wanted}
-    if not isinstance(wanted, Mapping):
+    if isinstance(choice, str):
+        return {choice: [choice]}
+    if isinstance(choice, list | tuple):
+        return {str(name): [name] for name in choice}
+    if not isinstance(choice, Mapping):
         raise UserError(
-            f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {wanted!r}."
+            f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {choice!r}."
         )
-    for label in map(str, wanted):
+    for label in map(str, choice):
         name = f"label_{label}" if label.isdigit() else safe_name(label)
         if name != label:
             raise UserError(
-                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; write {name}."
+                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; "
+                f"write {name}."
             )
-    return {str(label): members for label, members in wanted.items()}
+    return {str(label): members for label, members in choice.items()}
 
 
-def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
+def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
     """Find the members of each label that a person has chosen.
 
     Args:
-        wanted: Names of labels, or new labels with the names or members that they consist of.
+        choice: Names of labels, or new labels with the names or members that they consist of.
         named: Members of each name in the data set.
 
     Raises:
         UserError: If a name is not in the data set, or none is chosen.
     """
-    groups = _groups_of(wanted)
-    members = {member for several in named.values() for member in several}
-    choices = ", ".join(named)
+    groups = _groups_of(choice)
+    members = set(itertools.chain.from_iterable(named.values()))
+    names = ", ".join(named)
     if not groups:
         raise UserError(
-            f"labels: no label is chosen from the data set, which has {choices}; give some of these names."
+            f"labels: no label is chosen from the data set, which has {names}; "
+            "give some of these names."
         )
     chosen: FileValues = {}
     unknown = []
-    for label, parts in groups.items():
-        chosen[label] = []
-        for part in parts if isinstance(parts, list) else [parts]:
+    for label, content in groups.items():
+        parts: list[int | str] = []
+        for part in content if isinstance(content, list) else [content]:
             if str(part) in named:
-                chosen[label] += named[str(part)]
+                parts += named[str(part)]
             elif part in members:
-                chosen[label].append(part)
+                parts.append(part)
             else:
                 unknown.append(str(part))
+        chosen[label] = list(dict.fromkeys(parts))
     if unknown:
         raise UserError(
-            f"labels: {', '.join(unknown)} is not in the data set, which has {choices}; give some of these names."
+            f"labels: {', '.join(unknown)} is not in the data set, which has {names}; "
+            "give some of these names."
         )
-    return {label: list(dict.fromkeys(parts)) for label, parts in chosen.items()}
+    return chosen
 
 
 def _owners(chosen: FileValues) -> dict[int | str, str]:
@@ -359,7 +379,10 @@ def _owners(chosen: FileValues) -> dict[int | str, str]:
 
 
 def _name_of_rest(name: str, taken: Collection[str]) -> str:
-    """Name the members of a label that are left: an own name, since a task may give the label's name to other members."""
+    """Name the members of a label that are left.
+
+    The label's own name may be given to other members by the task.
+    """
     rest_name = f"{name}_rest"
     while rest_name in taken:
         rest_name += "_"
@@ -373,32 +396,36 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
         UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
             is missing.
     """
-    require(
-        bool(data.cases), f"{folder}: the {data.format} data set has no case; check the folder."
-    )
+    if not data.cases:
+        raise UserError(f"{folder}: the {data.format} data set has no case; check the folder.")
     # As a case table is read: programs write ü in two ways.
-    data = replace(
-        data, cases=tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
-    )
+    cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
+    data = replace(data, cases=cases)
     _check_names(data, folder)
-    files = [
-        path
-        for case in data.cases
-        for path in (case.image, *case.more_images, case.labels)
-        if path is not None
-    ]
+    files = list(itertools.chain.from_iterable(_files_by_role(case).values() for case in cases))
     if missing := [path for path in files if not path.exists()]:
         raise UserError(
-            f"{first_few(missing, 1)}: there is no such file, but the data set names it; copy the data set completely."
+            f"{first_few(missing, 1)}: there is no such file, but the data set names it; "
+            "copy the data set completely."
         )
-    if all(case.labels is None for case in data.cases):
+    if all(case.labels is None for case in cases):
         raise UserError(
-            f"{folder}: none of the {len(data.cases)} cases has labels, so nothing can be trained; add them."
+            f"{folder}: none of the {len(cases)} cases has labels, so nothing can be trained; "
+            "add them."
         )
-    _check_images(data.cases, folder)
+    _check_images(cases, folder)
     _account_shared(data)
     _account_files(data, files, folder)
     return data
+
+
+def _files_by_role(case: Case) -> dict[str, Path]:
+    """List the files of a case by what they hold: `channel 0`, `channel 1`, …, `labels`."""
+    images = (case.image, *case.more_images)
+    files = {f"channel {number}": path for number, path in enumerate(images) if path is not None}
+    if case.labels is not None:
+        files["labels"] = case.labels
+    return files
 
 
 def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
@@ -406,10 +433,10 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
     root = Path(os.path.realpath(folder if folder.is_dir() else folder.parent))
     for path in files:
         for file in _data_files(path):
-            require(
-                file.exists(),
-                f"{file} does not exist, but {path} holds its header; copy both files.",
-            )
+            if not file.exists():
+                raise UserError(
+                    f"{file} does not exist, but {path} holds its header; copy both files."
+                )
         # The importer of DICOM claims the files of each series itself: several may share a folder.
         if data.format != DICOM or not path.is_dir():
             for file in files_of(path):
@@ -429,18 +456,24 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
 
 def _check_names(data: DataSet, folder: Path) -> None:
     """Refuse names that clash, or that cannot name a file."""
-    seen: dict[str, Case] = {}
+    images: dict[str, Path] = {}
+    spellings: dict[str, list[str]] = {}
     for case in data.cases:
         check_case_name(case.name, str(case.image))
-        other = seen.get(case.name.casefold())
-        if other is not None and other.name == case.name:
+        if case.name in images:
             raise UserError(
-                f"{folder}: {other.image} and {case.image} would both be the case {case.name!r}; rename one of them."
+                f"{folder}: {images[case.name]} and {case.image} would both be the case "
+                f"{case.name!r}; rename one of them."
             )
-        if other is not None:
-            why = "the names differ in upper and lower case only: some systems take their files for one"
-            data.account.use(Kind.case, f"{other.name} and {case.name}", why)
-        seen[case.name.casefold()] = case
+        images[case.name] = case.image
+        names = spellings.setdefault(case.name.casefold(), [])
+        names.append(case.name)
+        if len(names) > 1:
+            why = (
+                "the names differ in upper and lower case only: "
+                "some systems take their files for one"
+            )
+            data.account.use(Kind.case, " and ".join(names), why)
 
 
 def _check_images(cases: Sequence[Case], folder: Path) -> None:
@@ -451,31 +484,24 @@ def _check_images(cases: Sequence[Case], folder: Path) -> None:
         owner = owners.setdefault(key, case)
         if owner is not case:
             raise UserError(
-                f"{folder}: {case.image} is the image of the case {owner.name!r} and of {case.name!r}; keep one of the two."
+                f"{folder}: {case.image} is the image of the case {owner.name!r} and of "
+                f"{case.name!r}; keep one of the two."
             )
 
 
 def _account_shared(data: DataSet) -> None:
-    """Enter files that are read for several cases or channels: a slip of a list, unless it is meant."""
+    """Enter files that are read for several cases or channels: an error, unless it is meant."""
     uses: dict[tuple[str, str | None], list[str]] = {}
     for case in data.cases:
-        roles = {
-            f"channel {number}": path
-            for number, path in enumerate((case.image, *case.more_images))
-            if path
-        }
-        if case.labels is not None:
-            roles["labels"] = case.labels
-        for role, path in roles.items():
+        for role, path in _files_by_role(case).items():
+            # Several DICOM series may share the folder that is the image.
             series = case.series if path == case.image else None
-            uses.setdefault((os.path.realpath(path), series), []).append(f"{role} of {case.name}")
-    for (real_path, _), shared in uses.items():
-        if len(shared) > 1:
-            data.account.merge(
-                Kind.file,
-                real_path,
-                f"one file is {' and '.join(shared[:MAX_CASES])}; check that this is meant",
-            )
+            key = os.path.realpath(path), series
+            uses.setdefault(key, []).append(f"{role} of {case.name}")
+    for (real_path, _), roles in uses.items():
+        if len(roles) > 1:
+            why = f"one file is {' and '.join(roles[:MAX_CASES])}; check that this is meant"
+            data.account.merge(Kind.file, real_path, why)
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
@@ -492,36 +518,32 @@ def _data_files(path: Path) -> tuple[Path, ...]:
 
 def _case_item(case: Case, *, has_folds: bool) -> Item:
     """Say what a case is used for; `has_folds`: whether the column `fold` divides the cases."""
+    use = _use_of(case, has_folds=has_folds)
+    if use is None:
+        why = "no labels: not trained on"
+        if case.fold_sides and case.split is None:
+            why = "in no list of any fold: neither trained on nor validated"
+        return Item(Kind.case, case.name, Fate.left_out, why)
+    return Item(Kind.case, case.name, Fate.used, use)
+
+
+def _use_of(case: Case, *, has_folds: bool) -> str | None:
+    """Say in which part of a training a case is used; None if in none."""
     labels = "" if case.labels is not None else ", without labels"
-    if case.fold_sides and case.split is None:
-        places = [
-            f"fold {number}: {side}"
-            for number, side in enumerate(case.fold_sides)
-            if side is not None
-        ]
-        if not places:
-            return Item(
-                Kind.case,
-                case.name,
-                Fate.left_out,
-                "in no list of any fold: neither trained on nor validated",
-            )
-        return Item(Kind.case, case.name, Fate.used, f"{'; '.join(places)}{labels}")
     if case.split is not None:
         uses = {"train": "training", "val": "validation", "test": "test"}
-        return Item(Kind.case, case.name, Fate.used, uses[case.split] + labels)
+        return uses[case.split] + labels
+    if case.fold_sides:
+        sides = enumerate(case.fold_sides)
+        places = [f"fold {number}: {side}" for number, side in sides if side is not None]
+        return "; ".join(places) + labels if places else None
     if case.labels is None:
-        return Item(Kind.case, case.name, Fate.left_out, "no labels: not trained on")
+        return None
     if case.fold is not None:
-        return Item(
-            Kind.case,
-            case.name,
-            Fate.used,
-            f"validated in fold {case.fold}, trained on in the others",
-        )
+        return f"validated in fold {case.fold}, trained on in the others"
     if has_folds:
-        return Item(Kind.case, case.name, Fate.used, "trained on in every fold")
-    return Item(Kind.case, case.name, Fate.used, "training and validation")
+        return "trained on in every fold"
+    return "training and validation"
 
 
 @functools.cache
@@ -530,15 +552,16 @@ def _key(member: int | str) -> int | str:
     return plain_name(member) if isinstance(member, str) else member
 
 
-def _shown(member: int | str, label: str) -> str:
+def _display_name(member: int | str, label: str) -> str:
     """Name a structure in messages; one that is known by its value has the name of its label."""
     return member if isinstance(member, str) else f"{label} (value {member})"
 
 
 def _origin(members: Sequence[int | str]) -> str:
     """Say of which values or structures a label consists."""
-    kind = "value" if all(isinstance(one, int) for one in members) else "structure"
-    return f"{kind}{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+    kind = "value" if all(isinstance(member, int) for member in members) else "structure"
+    ending = "s" if len(members) > 1 else ""
+    return f"{kind}{ending} {', '.join(map(str, members))}"
 
 
 def side_of(name: str) -> tuple[str | None, str]:
@@ -556,12 +579,14 @@ def side_of(name: str) -> tuple[str | None, str]:
 
 
 def safe_name(name: str) -> str:
-    """Join the words of a name by `_`, without signs that a file name or a key of the configuration cannot have."""
+    """Join the words of a name by `_`, without signs that file names or keys cannot have."""
     return re.sub(r"[^\w-]+", "_", CONTROL_CHARACTERS.sub("_", name)).strip("_-") or "label"
 
 
 def plain_name(name: str) -> str:
-    """Reduce a name to the form in which names are compared: without upper case and signs, the side first and written out.
+    """Reduce a name to the form in which names are compared.
+
+    It has no upper case and no signs; the side comes first and is written out.
 
     Example:
         >>> [plain_name(name) for name in ("Femur_L", "left femur", "femur-left", "Heart")]
@@ -584,25 +609,32 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         >>> label_names(["Femur_L", "Femur_R", "left atrium"])
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
-    known = {name: safe_name(name) for name in names}
-    organs = [side_of(name) for name in known.values()]
-    for name, label in known.items():
+    labels = {name: safe_name(name) for name in names}
+    sides_of: dict[str, set[str | None]] = {}
+    for name in labels:
+        side, organ = side_of(name)
+        sides_of.setdefault(organ, set()).add(side)
+    for name, label in labels.items():
         side, organ = side_of(label)
-        is_pair = {one for one, other in organs if other == organ} >= {"left", "right"}
+        # `vessel_l` alone may be a letter, not a side.
+        is_pair = {"left", "right"} <= sides_of.get(organ, set())
         if side and is_pair and side not in label.casefold():
-            known[name] = f"{side}_{organ.casefold()}"
-    taken: dict[str, str] = {}
-    for name, label in known.items():
-        other = taken.setdefault(label.casefold(), name)
-        require(
-            other == name,
-            f"the labels {other!r} and {name!r} would both be {label}; rename one of them in the data set.",
-        )
-    return known
+            labels[name] = f"{side}_{organ.casefold()}"
+    owners: dict[str, str] = {}
+    for name, label in labels.items():
+        owner = owners.setdefault(label.casefold(), name)
+        if owner != name:
+            raise UserError(
+                f"the labels {owner!r} and {name!r} would both be {label}; "
+                "rename one of them in the data set."
+            )
+    return labels
 
 
 def named_groups(names: Iterable[str], account: Account) -> FileValues:
-    """Make one label of each structure; spellings that differ in case, signs or the place of the side are one structure.
+    """Make one label of each structure.
+
+    Spellings that differ in case, signs or the place of the side are one structure.
 
     Args:
         names: Names of the structures of all cases in the order of the labels; they may repeat.
@@ -638,9 +670,11 @@ def require_pairs(
     """
     if alone := sorted(set(images) - set(labels)):
         raise UserError(
-            f"{labels_at}: no labels for {first_few(alone, 1)}, which {images_at.name} holds; add them, or move the image to another folder."
+            f"{labels_at}: no labels for {first_few(alone, 1)}, which {images_at.name} holds; "
+            "add them, or move the image to another folder."
         )
     if alone := sorted(set(labels) - set(images)):
         raise UserError(
-            f"{images_at}: no image for {first_few(alone, 1)}, which {labels_at.name} holds; add it, or move the labels to another folder."
+            f"{images_at}: no image for {first_few(alone, 1)}, which {labels_at.name} holds; "
+            "add it, or move the labels to another folder."
         )

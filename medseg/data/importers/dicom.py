@@ -1,9 +1,10 @@
-"""Importer of DICOM folders: image series whose labels are a SEG or an RTSTRUCT, in folders of any depth.
+"""Importer of DICOM folders of any depth: image series with labels in SEG or RTSTRUCT files.
 
 An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series
 is an RTSTRUCT.
 """
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,63 +17,67 @@ from medseg.data.importers.dataset import (
     named_groups,
     plain_name,
 )
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, is_copy, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.wording import first_few
 
 
 def import_dicom(folder: Path) -> DataSet:
-    """Read a folder of DICOM files: each series that a SEG or an RTSTRUCT refers to is a case, named after its patient.
+    """Read a folder of DICOM files.
 
-    Structures whose names agree by `plain_name` are one label.
+    Each series that a SEG or an RTSTRUCT refers to is a case, named after its patient. Structures
+    whose names agree by `plain_name` are one label.
 
     Raises:
         UserError: If there are no labels, none of them has its series, two label one series, or the
             series are of several modalities.
     """
-    catalogue, account = read_catalogue(folder), Account()
+    catalogue = read_catalogue(folder)
+    account = Account()
     series = catalogue.series
     if not catalogue.labels:
         # Labels that cannot be read are the likely cause.
         for path, reason in catalogue.unreadable.items():
-            require(not reason, f"{path}: {reason}")
+            if reason:
+                raise UserError(f"{path}: {reason}")
         raise UserError(
-            f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, but found none; add them."
+            f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, "
+            "but found none; add them."
         )
     chosen = _choose_labels(catalogue, folder, account)
-    kinds = sorted({series[uid].modality for uid in chosen})
-    require(
-        len(kinds) == 1,
-        f"{folder}: expected series of one modality, got {' and '.join(kinds)}; import a folder of each.",
-    )
+    modalities = sorted({series[uid].modality for uid in chosen})
+    if len(modalities) != 1:
+        raise UserError(
+            f"{folder}: expected series of one modality, got {' and '.join(modalities)}; "
+            "import a folder of each."
+        )
     _account_series(catalogue, chosen, account)
     patients = {uid: _patient(series[uid], folder) for uid in chosen}
     _check_patients(patients, series)
+    # A patient with several labelled series has a case of each: `<patient>_1`, `<patient>_2`, …
     counts = Counter(patients.values())
     numbers: Counter[str] = Counter()
-    cases, structures = [], dict[str, tuple[str, ...]]()
+    cases = []
+    structures: dict[str, tuple[str, ...]] = {}
+    names: list[str] = []
     for uid, file in chosen.items():
         patient = patients[uid]
         numbers[patient] += 1
         name = f"{patient}_{numbers[patient]}" if counts[patient] > 1 else patient
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
         structures[name] = file.names
-        for empty in file.empty:
-            account.use(
-                Kind.structure,
-                f"{empty} of {name}",
-                "empty there: nothing is enclosed, which states its absence",
-            )
-    names = [name for file in chosen.values() for name in file.names]
+        names += file.names
+        for structure in file.empty:
+            why = "empty there: nothing is enclosed, which states its absence"
+            account.use(Kind.structure, f"{structure} of {name}", why)
     labels = named_groups(sorted(names, key=plain_name), account)
-    channels = (channel_of(kinds[0]),)
     return DataSet(
         DICOM,
         folder.name,
         tuple(cases),
         labels,
-        channels,
+        (channel_of(modalities[0]),),
         {},
         structures=structures,
         account=account,
@@ -93,15 +98,15 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
             lost.append(file.path)
             account.explain(file.path, "labels a series that is not below the folder")
             continue
-        other = chosen.setdefault(image.uid, file)
-        if other is file:
+        first = chosen.setdefault(image.uid, file)
+        if first is file:
             continue
-        if is_copy(file, other):
-            account.explain(file.path, f"a copy of {other.path.relative_to(folder)}")
+        if is_copy(file, first):
+            account.explain(file.path, f"a copy of {first.path.relative_to(folder)}")
             continue
         raise UserError(
-            f"{file.path} and {other.path} label the same series of {_patient(image, folder)}; which one counts is not said: "
-            "move the other one to another folder."
+            f"{file.path} and {first.path} label the same series of {_patient(image, folder)}; "
+            "which one counts is not said: move the other one to another folder."
         )
     if lost and not chosen:
         raise UserError(
@@ -113,20 +118,18 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
 def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account: Account) -> None:
     """Enter the files of the series, and those that are neither images nor labels."""
     for image in catalogue.series.values():
-        if image.uid in chosen:
+        if image.uid not in chosen:
+            account.leave_out(Kind.series, image.uid, "no labels refer to it")
             for path in image.files:
-                account.claim(path)
-            folders = {path.parent for path in image.files}
-            why = (
-                "labelled"
-                if len(folders) == 1
-                else f"labelled; its files lie in {len(folders)} folders, equal slices count once"
-            )
-            account.use(Kind.series, image.uid, why)
+                account.explain(path, "of a series without labels")
             continue
-        account.leave_out(Kind.series, image.uid, "no labels refer to it")
         for path in image.files:
-            account.explain(path, "of a series without labels")
+            account.claim(path)
+        num_folders = len({path.parent for path in image.files})
+        why = "labelled"
+        if num_folders > 1:
+            why += f"; its files lie in {num_folders} folders, equal slices count once"
+        account.use(Kind.series, image.uid, why)
     for path, reason in catalogue.unreadable.items():
         account.explain(path, reason or "damaged DICOM, cannot be read")
     for path, modality in catalogue.others.items():
@@ -143,21 +146,19 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
         named = [series[uid] for uid in file.series_uids if uid in series]
         if len(named) > 1:
             raise UserError(
-                f"{file.path}: it refers to {len(named)} series below the folder ({named[0].folder}, {named[1].folder}); move all but "
-                "one to another folder."
+                f"{file.path}: it refers to {len(named)} series below the folder "
+                f"({named[0].folder}, {named[1].folder}); move all but one to another folder."
             )
         return named[0] if named else None
-    own = [one for one in series.values() if one.patient == file.patient]
-    return own[0] if len(own) == 1 else None
+    of_patient = [image for image in series.values() if image.patient == file.patient]
+    return of_patient[0] if len(of_patient) == 1 else None
 
 
 def _patient(series: ImageSeries, folder: Path) -> str:
-    """Name the patient of a series: by its Patient ID, else by the first folder on the way to it."""
+    """Name the patient of a series by its Patient ID, else by the first folder on the way to it."""
     name = series.patient or next(iter(series.folder.relative_to(folder).parts), folder.name)
-    return (
-        CONTROL_CHARACTERS.sub("_", name).replace("/", "_").replace("\\", "_").lstrip(".")
-        or "patient"
-    )
+    name = re.sub(r"[/\\]", "_", CONTROL_CHARACTERS.sub("_", name))
+    return name.lstrip(".") or "patient"
 
 
 def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) -> None:
@@ -165,8 +166,9 @@ def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) ->
     identities: dict[str, str] = {}
     for uid, patient in patients.items():
         identity = series[uid].patient
-        other = identities.setdefault(patient, identity)
-        if other != identity:
+        first = identities.setdefault(patient, identity)
+        if first != identity:
             raise UserError(
-                f"the patients {other!r} and {identity!r} would both be called {patient!r}; import a folder of each."
+                f"the patients {first!r} and {identity!r} would both be called {patient!r}; "
+                "import a folder of each."
             )

@@ -1,4 +1,6 @@
-"""Importers of data sets described by folder and file names: TotalSegmentator, LUNA16, and folders of images and label maps.
+"""Importers of data sets that folder and file names describe.
+
+These are TotalSegmentator, LUNA16, and folders of images and label maps.
 
 Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator;
 luna16.grand-challenge.org/Data.
@@ -8,8 +10,9 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +28,8 @@ from medseg.data.importers.dataset import (
     require_pairs,
 )
 from medseg.data.importers.json_lists import guess_modality, values_in
-from medseg.errors import UserError, require
+from medseg.data.reference import masks_in
+from medseg.errors import UserError
 from medseg.io.inputs import (
     CASE_IMAGES,
     SEGMENTATION_SUFFIX,
@@ -42,7 +46,9 @@ from medseg.wording import first_few
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
 
-TOTALSEGMENTATOR, LUNA16, PAIRS = "totalsegmentator", "luna16", "pairs"
+TOTALSEGMENTATOR = "totalsegmentator"
+LUNA16 = "luna16"
+PAIRS = "pairs"
 MASK_FOLDER = "segmentations"
 LUNA16_MASKS = "seg-lungs-LUNA16"
 # Values of its masks, which an algorithm has drawn; the audit compares the sides with the geometry.
@@ -56,42 +62,50 @@ LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
 def import_totalsegmentator(folder: Path) -> DataSet:
-    """Read TotalSegmentator's data set: `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of `meta.csv`.
+    """Read TotalSegmentator's data set.
 
-    Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are
-    `left_lung`, and so is `lung_left` beside them.
+    It holds `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of
+    `meta.csv`. Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left`
+    are `left_lung`, and so is `lung_left` beside them.
 
     Raises:
         UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
     """
     account = Account()
-    splits = _read_meta(folder / "meta.csv", account)
-    cases, structures = [], dict[str, list[str]]()
-    for one in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if not _is_case(one):
+    meta = folder / "meta.csv"
+    splits = _read_meta(meta, account)
+    cases = []
+    structures: dict[str, list[str]] = {}
+    for case_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if not _is_case(case_folder):
             continue
-        image = _image_of(one)
-        masks = _masks_in(one / MASK_FOLDER)
-        require(
-            bool(masks),
-            f"{one / MASK_FOLDER}: expected masks such as liver.nii.gz, but the folder holds none; copy them there.",
-        )
-        if splits and one.name not in splits:
+        name = case_folder.name
+        image = _image_of(case_folder)
+        masks_at = case_folder / MASK_FOLDER
+        masks = masks_in(masks_at) if masks_at.is_dir() else {}
+        if not masks:
             raise UserError(
-                f"{folder / 'meta.csv'}: expected the split of {one.name}, but found no row; add it, or remove the table."
+                f"{masks_at}: expected masks such as liver.nii.gz, but the folder holds none; "
+                "copy them there."
             )
-        structures[one.name] = list(masks)
-        cases.append(Case(one.name, image, one / MASK_FOLDER, one.name, splits.get(one.name)))
+        if splits and name not in splits:
+            raise UserError(
+                f"{meta}: expected the split of {name}, but found no row; "
+                "add it, or remove the table."
+            )
+        structures[name] = list(masks)
+        cases.append(Case(name, image, masks_at, patient=name, split=splits.get(name)))
     for name in sorted(splits.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
-    names = sorted({name for several in structures.values() for name in several})
+    names = sorted(set(itertools.chain.from_iterable(structures.values())))
     labels = _merge_lobes(named_groups(names, account))
-    modalities = {case_name(case.image): case for case in cases}
-    if len(modalities) > 1:
+    image_names = {case_name(case.image) for case in cases}
+    if len(image_names) > 1:
         raise UserError(
-            f"{folder}: expected CT or MR, but found both ({', '.join(sorted(modalities))}); import a folder of each."
+            f"{folder}: expected CT or MR, but found both ({', '.join(sorted(image_names))}); "
+            "import a folder of each."
         )
-    channel = channel_of("mr" if "mri" in modalities else "ct")
+    channel = channel_of("mr" if "mri" in image_names else "ct")
     return DataSet(
         TOTALSEGMENTATOR,
         folder.name,
@@ -105,7 +119,9 @@ def import_totalsegmentator(folder: Path) -> DataSet:
 
 
 def _merge_lobes(structures: FileValues) -> FileValues:
-    """Merge the lobes of an organ, and its mask as a whole where there is one: it must not compete with its lobes.
+    """Merge the lobes of an organ, and its mask as a whole where there is one.
+
+    That mask must not compete with the lobes.
 
     Args:
         structures: Labels of one structure each.
@@ -113,15 +129,20 @@ def _merge_lobes(structures: FileValues) -> FileValues:
     Returns:
         Labels in the order of their first structure.
     """
-    plain_names = {label: plain_name(str(members[0])) for label, members in structures.items()}
-    lobes = {
-        label: match[1] for label, name in plain_names.items() if (match := LOBE.fullmatch(name))
-    }
-    organs = set(lobes.values())
+    organ_of: dict[str, str] = {}
+    organs_of_lobes: set[str] = set()
+    for label, members in structures.items():
+        name = plain_name(str(members[0]))
+        lobe = LOBE.fullmatch(name)
+        if lobe is None:
+            organ_of[label] = name
+        else:
+            organ_of[label] = lobe[1]
+            organs_of_lobes.add(lobe[1])
     merged: FileValues = {}
     for label, members in structures.items():
-        organ = lobes.get(label, plain_names[label])
-        merged.setdefault(organ if organ in organs else label, []).extend(members)
+        organ = organ_of[label]
+        merged.setdefault(organ if organ in organs_of_lobes else label, []).extend(members)
     return dict(sorted(merged.items(), key=lambda item: str(item[1][0])))
 
 
@@ -146,67 +167,59 @@ def _image_of(folder: Path) -> Path:
             f"{folder}: expected one image, but found {' and '.join(images)}; keep one of them."
         )
     raise UserError(
-        f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; copy it there."
+        f"{folder}: expected an image {' or '.join(CASE_IMAGES)} (.nii.gz) beside {MASK_FOLDER}; "
+        "copy it there."
     )
 
 
-def _masks_in(folder: Path) -> dict[str, Path]:
-    """Find the masks of a case by the names of their structures; none where there is no folder.
-
-    Raises:
-        UserError: If two files have the name of one structure.
-    """
-    masks: dict[str, Path] = {}
-    for path in volume_files(folder) if folder.is_dir() else []:
-        other = masks.setdefault(case_name(path), path)
-        if other != path:
-            raise UserError(
-                f"{folder}: {other.name} and {path.name} are masks of one structure; keep one of them."
-            )
-    return masks
-
-
 def import_luna16(folder: Path) -> DataSet:
-    """Read LUNA16: `subset<n>/<series>.mhd` and the lung masks `seg-lungs-LUNA16/<series>.mhd`; the subsets are the folds.
+    """Read LUNA16.
+
+    It holds `subset<n>/<series>.mhd` and the lung masks `seg-lungs-LUNA16/<series>.mhd`; the
+    subsets are the folds.
 
     Raises:
         UserError: If the masks are missing, or that of a scan, or a scan or a mask is there twice.
     """
     account = Account()
+    masks_at = folder / LUNA16_MASKS
     images = _by_stem(folder.glob("subset*/**/*"))
-    masks = _by_stem((folder / LUNA16_MASKS).rglob("*"))
-    require(
-        bool(masks),
-        f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of its own; download and unpack it there.",
-    )
+    masks = _by_stem(masks_at.rglob("*"))
+    if not masks:
+        raise UserError(
+            f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of "
+            "its own; download and unpack it there."
+        )
     if alone := sorted(set(images) - set(masks)):
         raise UserError(
-            f"{folder / LUNA16_MASKS}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely."
+            f"{masks_at}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely."
         )
-    account.explain(folder / LUNA16_MASKS, "its scan is in none of the subsets")
-    subsets: dict[str, int] = {}
-    for name, path in images.items():
-        place = path.relative_to(folder).parts[0]
-        if not (match := re.fullmatch(r"subset(\d+)", place, re.ASCII)):
-            raise UserError(
-                f"{folder / place}: expected folders subset0, subset1, …, which are the folds; rename the folder."
-            )
-        subsets[name] = int(match[1])
-    has_folds = len(set(subsets.values())) > 1
-    trust = dict.fromkeys(LUNA16_LABELS, "approximate")
-    cases = [
-        Case(name, path, masks[name], name, None, trust, fold=subsets[name] if has_folds else None)
-        for name, path in images.items()
-    ]
-    notes = [
-        "the masks are those of an algorithm: the columns trust_left_lung and trust_right_lung say approximate"
-    ]
-    for subset in sorted(set(subsets.values())):
+    account.explain(masks_at, "its scan is in none of the subsets")
+    subset_of = {name: _subset_of(path, folder) for name, path in images.items()}
+    subsets = sorted(set(subset_of.values()))
+    has_folds = len(subsets) > 1
+    for subset in subsets:
         why = "is a fold" if has_folds else "is the only one: no fold"
         account.use(Kind.list, f"subset{subset}", why)
+    cases = []
+    for name, path in images.items():
+        case = Case(
+            name,
+            path,
+            masks[name],
+            patient=name,
+            trust=dict.fromkeys(LUNA16_LABELS, "approximate"),
+            fold=subset_of[name] if has_folds else None,
+        )
+        cases.append(case)
+    notes = [
+        "the masks are those of an algorithm: "
+        "the columns trust_left_lung and trust_right_lung say approximate"
+    ]
     if has_folds:
         notes.append(
-            f"each subset is a fold: data.fold=0 validates on subset0; give data.num_folds={1 + max(subsets.values())} to choose among all of them"
+            "each subset is a fold: data.fold=0 validates on subset0; "
+            f"give data.num_folds={1 + subsets[-1]} to choose among all of them"
         )
     return DataSet(
         LUNA16,
@@ -220,6 +233,22 @@ def import_luna16(folder: Path) -> DataSet:
     )
 
 
+def _subset_of(image: Path, folder: Path) -> int:
+    """Read the number of the subset in which an image lies.
+
+    Raises:
+        UserError: If its folder has no number.
+    """
+    name = image.relative_to(folder).parts[0]
+    match = re.fullmatch(r"subset(\d+)", name, re.ASCII)
+    if match is None:
+        raise UserError(
+            f"{folder / name}: expected folders subset0, subset1, …, which are the folds; "
+            "rename the folder."
+        )
+    return int(match[1])
+
+
 def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
     """Index the scans or masks of LUNA16 among some files by the UID of their series.
 
@@ -230,14 +259,14 @@ def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
     for path in sorted(paths):
         if path.name.startswith(".") or volume_suffix(path) != ".mhd":
             continue
-        other = files.setdefault(path.stem, path)
-        if other != path:
-            raise UserError(f"{other} and {path} have the same name; keep one of them.")
+        first = files.setdefault(path.stem, path)
+        if first != path:
+            raise UserError(f"{first} and {path} have the same name; keep one of them.")
     return files
 
 
 def import_pairs(folder: Path) -> DataSet:
-    """Read a folder of images and a folder of label maps, or of folders of binary masks, of the same names.
+    """Read a folder of images and a folder of label maps, or of folders of masks, of equal names.
 
     3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of
     its segments become labels.
@@ -247,45 +276,30 @@ def import_pairs(folder: Path) -> DataSet:
             several kinds.
     """
     account = Account()
-    pairs = [pair for pair in _pair_folders(folder) if all(one.is_dir() for one in pair)]
+    pairs = _pair_folders(folder)
     if len(pairs) > 1:
         names = " and ".join(f"{images.name} with {labels.name}" for images, labels in pairs)
         raise UserError(
-            f"{folder}: expected one pair of folders, but found {names}; move the others to another folder."
+            f"{folder}: expected one pair of folders, but found {names}; "
+            "move the others to another folder."
         )
     images_at, labels_at = pairs[0] if pairs else (folder, folder)
-    files = [
-        path for path in volume_files(labels_at) if images_at != labels_at or is_slicer_file(path)
-    ]
-    entries = [
-        *files,
-        *(one for one in sorted(labels_at.iterdir()) if one.is_dir() and volume_files(one)),
-    ]
-    if images_at == labels_at:
-        entries = files
     images = dict(list_inputs(images_at))
-    labels = {case_name(path): path for path in entries}
-    if not labels.keys() & images.keys():
-        labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
-    require(
-        len(labels) == len(entries),
-        f"{labels_at}: expected one label map of each case, but two have the same name; keep one.",
-    )
+    labels = _label_files(images_at, labels_at, images)
     require_pairs(images, labels, images_at, labels_at)
-    cases = [Case(name, path, labels[name], name) for name, path in images.items()]
+    cases = [Case(name, path, labels[name], patient=name) for name, path in images.items()]
     _require_one_kind(list(labels.values()), labels_at)
     notes: list[str] = []
     structures: Structures | None = None
     if any(path.is_dir() for path in labels.values()):
-        structures = {name: list(_masks_in(path)) for name, path in labels.items()}
-        groups = named_groups(
-            sorted({str(name) for several in structures.values() for name in several}), account
-        )
+        structures = {name: list(masks_in(path)) for name, path in labels.items()}
+        names_of_masks = sorted(map(str, set(itertools.chain.from_iterable(structures.values()))))
+        groups = named_groups(names_of_masks, account)
     elif segments := _segments_of(labels):
         structures, groups = _slicer_groups(segments, account)
     else:
         groups = values_in(cases, notes)
-    channel = channel_of(guess_modality(cases[0].image, notes))
+    channel = channel_of(guess_modality(cases, notes))
     return DataSet(
         PAIRS,
         folder.name,
@@ -299,28 +313,65 @@ def import_pairs(folder: Path) -> DataSet:
     )
 
 
-def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
-    """Refuse label maps beside folders of masks or segmentations of 3D Slicer: they do not say labels alike."""
-    kinds = {
-        "folders of masks": [path for path in labels if path.is_dir()],
-        "segmentations of 3D Slicer": [
-            path for path in labels if not path.is_dir() and is_slicer_file(path)
-        ],
-        "label maps": [path for path in labels if not path.is_dir() and not is_slicer_file(path)],
-    }
-    present = {kind: paths for kind, paths in kinds.items() if paths}
-    if len(present) > 1:
-        names = " and ".join(
-            f"{kind} ({first_few([path.name for path in paths], 1)})"
-            for kind, paths in present.items()
-        )
+def _label_files(images_at: Path, labels_at: Path, names: Collection[str]) -> dict[str, Path]:
+    """Find the label map, or the folder of masks, of each case.
+
+    Args:
+        images_at: Folder of the images.
+        labels_at: Folder of the labels; the same one where 3D Slicer saved both.
+        names: Names of the cases.
+
+    Raises:
+        UserError: If two label maps have the name of one case.
+    """
+    files = volume_files(labels_at)
+    if images_at == labels_at:
+        files = [path for path in files if is_slicer_file(path)]
+    else:
+        folders = sorted(path for path in labels_at.iterdir() if path.is_dir())
+        files = [*files, *(path for path in folders if volume_files(path))]
+    labels = {case_name(path): path for path in files}
+    # Other programs name the label map `<case>_seg`.
+    if labels.keys().isdisjoint(names):
+        labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
+    if len(labels) != len(files):
         raise UserError(
-            f"{place}: expected labels of one kind, but found {names}; save all of them alike."
+            f"{labels_at}: expected one label map of each case, but two have the same name; "
+            "keep one."
+        )
+    return labels
+
+
+def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
+    """Refuse labels of several kinds, since each kind names its labels in another way.
+
+    Raises:
+        UserError: With a file of each kind.
+    """
+    kinds: dict[str, list[str]] = {
+        "folders of masks": [],
+        "segmentations of 3D Slicer": [],
+        "label maps": [],
+    }
+    for path in labels:
+        if path.is_dir():
+            kinds["folders of masks"].append(path.name)
+        elif is_slicer_file(path):
+            kinds["segmentations of 3D Slicer"].append(path.name)
+        else:
+            kinds["label maps"].append(path.name)
+    present = [f"{kind} ({first_few(names, 1)})" for kind, names in kinds.items() if names]
+    if len(present) > 1:
+        raise UserError(
+            f"{place}: expected labels of one kind, but found {' and '.join(present)}; "
+            "save all of them alike."
         )
 
 
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
-    """Read the segments of each case; empty where no file names any, as label maps of other programs.
+    """Read the segments of each case; empty where no file names any.
+
+    Label maps of other programs may have the ending of 3D Slicer, too.
 
     Raises:
         UserError: If some files name their segments and others do not.
@@ -332,11 +383,11 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     segments = {name: read_segments(path) for name, path in labels.items()}
     if not any(segments.values()):
         return {}
-    for name, several in segments.items():
-        require(
-            bool(several),
-            f"{labels[name]}: it names no segments; save the segmentation again, or remove it.",
-        )
+    for name, segments_of_case in segments.items():
+        if not segments_of_case:
+            raise UserError(
+                f"{labels[name]}: it names no segments; save the segmentation again, or remove it."
+            )
     return segments
 
 
@@ -349,23 +400,24 @@ def _slicer_groups(
         Segments of each case, and the labels: by value where all files give each name one value of
         its own, else by the names.
     """
-    every_segment = [segment for several in segments.values() for segment in several]
+    every_segment = list(itertools.chain.from_iterable(segments.values()))
     names = sorted({segment.name for segment in every_segment})
     groups = named_groups(names, account)
     places = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
     # Each name has one value and each value one name, of which no other spelling exists.
-    if has_layers or not len(places) == len(names) == num_values == len(groups):
-        return {
-            name: [segment.name for segment in several] for name, several in segments.items()
-        }, groups
-    values = dict(places)
-    by_value: FileValues = {label: [values[str(members[0])]] for label, members in groups.items()}
-    ordered = dict(sorted(by_value.items(), key=lambda item: item[1][0]))
-    return {
-        name: [segment.value for segment in several] for name, several in segments.items()
-    }, ordered
+    has_one_value_each = len(places) == len(names) == num_values == len(groups)
+    structures: dict[str, list[int | str]] = {}
+    if has_layers or not has_one_value_each:
+        for case, case_segments in segments.items():
+            structures[case] = [segment.name for segment in case_segments]
+        return structures, groups
+    for case, case_segments in segments.items():
+        structures[case] = [segment.value for segment in case_segments]
+    value_of = dict(places)
+    by_value: FileValues = {label: [value_of[str(names[0])]] for label, names in groups.items()}
+    return structures, dict(sorted(by_value.items(), key=lambda item: item[1][0]))
 
 
 def is_slicer_file(path: Path) -> bool:
@@ -386,16 +438,16 @@ def is_luna16(folder: Path) -> bool:
 
 
 def is_pairs(folder: Path) -> bool:
-    """Whether a folder holds a folder of images and one of labels, or segmentations of 3D Slicer."""
+    """Whether a folder has a folder of images and one of labels, or segmentations of 3D Slicer."""
     if not folder.is_dir():
         return False
-    return any(all(one.is_dir() for one in pair) for pair in _pair_folders(folder)) or any(
-        map(is_slicer_file, volume_files(folder))
-    )
+    return bool(_pair_folders(folder)) or any(map(is_slicer_file, volume_files(folder)))
 
 
 def _pair_folders(folder: Path) -> list[tuple[Path, Path]]:
-    return [(folder / images, folder / labels) for images, labels in PAIR_FOLDERS]
+    """Find the pairs of a folder of images and one of labels."""
+    pairs = [(folder / images, folder / labels) for images, labels in PAIR_FOLDERS]
+    return [(images, labels) for images, labels in pairs if images.is_dir() and labels.is_dir()]
 
 
 def _read_meta(path: Path, account: Account) -> dict[str, str]:
@@ -408,18 +460,20 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
         return {}
     account.claim(path)
     rows = list(csv.DictReader(io.StringIO(read_text(path)), delimiter=";"))
-    require(
-        bool(rows) and {"image_id", "split"} <= rows[0].keys(),
-        f"{path}: expected the columns image_id and split, separated by ';'; restore or remove it.",
-    )
+    if not rows or not {"image_id", "split"} <= rows[0].keys():
+        raise UserError(
+            f"{path}: expected the columns image_id and split, separated by ';'; "
+            "restore or remove it."
+        )
     account.leave_out_keys(map(str, rows[0]), ("image_id", "split"), path.name)
     splits: dict[str, str] = {}
     for row in rows:
-        name, split = row["image_id"], row["split"]
-        require(
-            split in SPLITS,
-            f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}.",
-        )
+        name = row["image_id"]
+        split = row["split"]
+        if split not in SPLITS:
+            raise UserError(
+                f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}."
+            )
         if name not in splits:
             splits[name] = split
         elif splits[name] == split:

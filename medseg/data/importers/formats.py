@@ -1,4 +1,4 @@
-"""Formats of data sets: detection of the format of a folder from its content, and the importer of each format."""
+"""Formats of data sets: detection of the format of a folder, and the importer of each format."""
 
 import functools
 import os
@@ -29,7 +29,7 @@ from medseg.data.importers.json_lists import (
     import_nnunet,
     read_about,
 )
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.inputs import dicom_files
 from medseg.preprocess.scale import AS_STORED, HuScale
 
@@ -49,8 +49,9 @@ class Format(NamedTuple):
 
 
 def _is_nnunet(path: Path) -> bool:
-    """Whether a folder has a `dataset.json` with `channel_names`, or one of nnU-Net 1, whose images have the number of a channel.
+    """Whether a folder has a `dataset.json` of nnU-Net.
 
+    That of nnU-Net 2 has `channel_names`; with nnU-Net 1, images have the number of a channel.
     Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files
     as they are.
     """
@@ -65,13 +66,13 @@ def _is_nnunet(path: Path) -> bool:
 
 
 def _lists_files(folder: Path, entries: Any) -> bool:
-    """Whether a list of the Decathlon names files that exist, some of them without the number of a first channel."""
-    images = (
-        [entry.get("image") for entry in entries if isinstance(entry, dict)]
-        if isinstance(entries, list)
-        else []
-    )
-    paths = [folder / image for image in images if isinstance(image, str)]
+    """Whether a list of the Decathlon names files that exist, some without a channel's number."""
+    if not isinstance(entries, list):
+        return False
+    paths = []
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("image"), str):
+            paths.append(folder / entry["image"])
     is_numbered = all("_0000." in path.name for path in paths)
     return bool(paths) and not is_numbered and all(path.is_file() for path in paths)
 
@@ -113,7 +114,9 @@ FORMATS = {
 
 @functools.cache
 def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
-    """Read a data set in the layout of another program; only headers, tables and names are read where these name the labels.
+    """Read a data set in the layout of another program.
+
+    Only headers, tables and names are read where these name the labels.
 
     Args:
         path: Folder, or datalist (.json).
@@ -123,14 +126,16 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
     Raises:
         UserError: If the path does not exist, has no known layout, or the data set is incomplete.
     """
-    require(path.exists(), f"{path}: this folder does not exist; check the path.")
+    if not path.exists():
+        raise UserError(f"{path}: this folder does not exist; check the path.")
     # The names of the folder and of those around it count: "." has none.
     path = Path(os.path.abspath(path))
     try:
         return check_dataset(FORMATS[format_name or find_format(path)].read(path), path)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); check the path and its permissions."
+            f"{error.filename or path}: cannot be read ({error.strerror}); "
+            "check the path and its permissions."
         ) from error
 
 
@@ -140,30 +145,38 @@ def find_format(path: Path) -> str:
     Raises:
         UserError: If it has none of those in `FORMATS`, or holds several data sets.
     """
-    if name := next((name for name, one in FORMATS.items() if one.is_at(path)), None):
+    name = _format_at(path)
+    if name is not None:
         return name
-    entries = sorted(path.iterdir()) if path.is_dir() else []
-    inner = [
-        one.name
-        for one in entries
-        if one.is_dir() and any(form.is_at(one) for form in FORMATS.values())
-    ]
+    folders = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
+    inner = [folder.name for folder in folders if _format_at(folder) is not None]
     if inner:
-        several = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
+        count = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
         raise UserError(
-            f"{path}: it holds {several}: {', '.join(inner[:10])}; give one of them, such as {path / inner[0]}."
+            f"{path}: it holds {count}: {', '.join(inner[:10])}; "
+            f"give one of them, such as {path / inner[0]}."
         )
     whole = path.absolute().parent
-    if name := next(
-        (name for name, one in FORMATS.items() if name != DICOM and one.is_at(whole)), None
-    ):
+    # DICOM files anywhere beside the folder say nothing about it.
+    name = _format_at(whole, excluded=DICOM)
+    if name is not None:
         raise UserError(
-            f"{path}: expected a data set, but found a part of the {name} data set {whole}; give that folder."
+            f"{path}: expected a data set, but found a part of the {name} data set {whole}; "
+            "give that folder."
         )
-    signs = "; ".join(f"{name}: {one.sign}" for name, one in FORMATS.items())
+    signs = "; ".join(f"{name}: {layout.sign}" for name, layout in FORMATS.items())
     raise UserError(
-        f"{path}: expected a data set in one of these layouts, but found none ({signs}); give one, or a case table."
+        f"{path}: expected a data set in one of these layouts, but found none ({signs}); "
+        "give one, or a case table."
     )
+
+
+def _format_at(path: Path, excluded: str = "") -> str | None:
+    """Find the first layout that a path looks like; None if there is none."""
+    for name, layout in FORMATS.items():
+        if name != excluded and layout.is_at(path):
+            return name
+    return None
 
 
 def read_cases(
@@ -173,7 +186,9 @@ def read_cases(
     hu: HuScale = AS_STORED,
     ignore_findings: frozenset[str] = frozenset(),
 ) -> list[Case]:
-    """Read the cases of a case table, of a folder with `cases.csv`, or of a data set that `import_dataset` reads; arguments as there.
+    """Read the cases of a case table, or of a data set that `import_dataset` reads.
+
+    Arguments are those of `read_case_table`; a folder with `cases.csv` is a case table.
 
     Raises:
         UserError: If it is none of these.

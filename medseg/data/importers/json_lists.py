@@ -1,4 +1,4 @@
-"""Importers of data sets that a JSON file describes: nnU-Net raw folders, the Medical Segmentation Decathlon, MONAI datalists.
+"""Importers of data sets that a JSON file describes: nnU-Net, the Decathlon, MONAI datalists.
 
 Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldecathlon.com,
 `monai.data.load_decathlon_datalist`.
@@ -7,7 +7,8 @@ Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldec
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from medseg.data.importers.dataset import (
     require_pairs,
 )
 from medseg.data.importers.splits import SPLITS_FILE, read_folds
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
-from medseg.task import IGNORE
+from medseg.task import IGNORE, Channel
 
-NNUNET, MSD = "nnunet", "msd"
+NNUNET = "nnunet"
+MSD = "msd"
 DATASET_FILE = "dataset.json"
 BACKGROUND = "background"
 # A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of
@@ -38,6 +40,7 @@ CT_HU = -500
 # Lists of a datalist, and the split of their cases.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
 ENTRY_KEYS = ("image", "label", "fold", "patient")
+# Keys of dataset.json that are read; all others are listed in the closing table.
 NNUNET_KEYS = (
     "channel_names",
     "modality",
@@ -47,174 +50,197 @@ NNUNET_KEYS = (
     "dataset",
     "name",
 )
-MSD_KEYS = (*LISTS, "labels", "modality", "name")
+MSD_KEYS = (*LISTS, "labels", "modality", "name", "numTraining", "numTest")
+
+
+@dataclass(frozen=True)
+class _RawFolder:
+    """nnU-Net raw folder, with what each step of its import reads.
+
+    Attributes:
+        folder: The folder.
+        about: Content of its `dataset.json`.
+        channels: Names of the channels in their order.
+        ending: Ending of all images and labels, such as `.nii.gz`.
+        account: Gets what was used and what was left out.
+    """
+
+    folder: Path
+    about: Mapping[str, Any]
+    channels: Sequence[str]
+    ending: str
+    account: Account
+
+    @property
+    def path(self) -> Path:
+        """The file that describes the folder."""
+        return self.folder / DATASET_FILE
+
+    def has_list(self, key: str) -> bool:
+        """Whether a list of nnU-Net 1 chooses among the files: nnU-Net 2 takes all of them."""
+        return "channel_names" not in self.about and key in self.about
 
 
 def import_nnunet(folder: Path) -> DataSet:
-    """Read an nnU-Net raw folder: `dataset.json`, `imagesTr/<case>_0000.nii.gz`, `labelsTr/<case>.nii.gz`, and `imagesTs`.
+    """Read an nnU-Net raw folder.
 
-    `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data, gives the folds.
-    The older `dataset.json` of nnU-Net 1 is read too: its lists `training` and `test` choose among
-    the files.
+    It holds `dataset.json`, `imagesTr/<case>_0000.nii.gz`, `labelsTr/<case>.nii.gz`, and
+    `imagesTs`. `splits_final.json` in the folder, or in nnU-Net's folder of preprocessed data,
+    gives the folds. The older `dataset.json` of nnU-Net 1 is read too: its lists `training` and
+    `test` choose among the files.
 
     Raises:
         UserError: If a file is missing, or `dataset.json` is damaged.
     """
-    path, account = folder / DATASET_FILE, Account()
-    about = read_about(path)
-    account.claim(path)
-    key = "channel_names" if "channel_names" in about else "modality"
-    channels = _names(field(about, key, dict, path))
-    ending = about.get("file_ending", ".nii.gz")
-    require(
-        ending in list(SUFFIXES),
-        f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; convert the files to one of them.",
-    )
-    why = (
-        "the key dataset does not name it"
-        if "dataset" in about
-        else f"no file of a case that ends in {ending}"
-    )
-    _explain_places(folder, why, account)
-    is_first_version = "channel_names" not in about
-    read = [*NNUNET_KEYS, *(("training", "test") if is_first_version else ())]
-    account.leave_out_keys(about, read, DATASET_FILE)
-    if "dataset" in about:
-        images, labels = _listed(folder, about, len(channels))
-    else:
-        images, labels = _in_folders(folder, ending, channels)
-    if is_first_version and "training" in about:
-        images = _chosen(images, about, "training", path, folder / "imagesTr", account)
-        _require_own_labels(about, labels, path)
-    _check_count(about, "numTraining", len(images), account)
-    splits = [
-        folder / SPLITS_FILE,
-        folder.parent.parent / "nnUNet_preprocessed" / folder.name / SPLITS_FILE,
-    ]
-    folds = read_folds(splits, images, account)
+    raw = _read_raw_folder(folder)
+    images, labels = _training_files(raw)
+    _check_count(raw.about, "numTraining", len(images), raw.account)
+    preprocessed = folder.parent.parent / "nnUNet_preprocessed" / folder.name
+    folds = read_folds([folder / SPLITS_FILE, preprocessed / SPLITS_FILE], images, raw.account)
     cases = []
     for name, files in images.items():
         place = folds.place(name)
-        more = tuple(files[1:])
         case = Case(
             name,
             files[0],
             labels[name],
-            name,
+            patient=name,
             fold=place.fold,
             fold_sides=place.sides,
-            more_images=more,
+            more_images=tuple(files[1:]),
         )
         cases.append(case)
-    for name, files, reference in _tested(folder, about, ending, channels, account):
-        sides = (None,) * folds.num_sides
-        cases.append(
-            Case(
-                name,
-                files[0],
-                reference,
-                name,
-                "test",
-                fold_sides=sides,
-                more_images=tuple(files[1:]),
-            )
-        )
-    groups, background, ignore = _label_groups(field(about, "labels", dict, path), path, account)
+    cases += _test_cases(raw, num_sides=folds.num_sides)
+    named_values = field(raw.about, "labels", dict, raw.path)
+    groups, background, ignore = _label_groups(named_values, raw.path, raw.account)
     return DataSet(
         NNUNET,
-        str(about.get("name") or folder.name),
+        str(raw.about.get("name") or folder.name),
         tuple(cases),
         groups,
-        tuple(map(channel_of, channels)),
+        tuple(map(channel_of, raw.channels)),
         background,
         ignore,
-        (folds.advice,) if folds.advice else (),
-        account=account,
+        notes=(folds.advice,) if folds.advice else (),
+        account=raw.account,
     )
 
 
-def _explain_places(folder: Path, why: str, account: Account) -> None:
-    """Say why files of an nnU-Net folder are left out, unless they are read."""
+def _read_raw_folder(folder: Path) -> _RawFolder:
+    """Read the description of an nnU-Net folder, and note the reasons why its files are left out.
+
+    Raises:
+        UserError: If `dataset.json` is damaged, or the files have another format.
+    """
+    path = folder / DATASET_FILE
+    account = Account()
+    about = read_about(path)
+    account.claim(path)
+    is_first_version = "channel_names" not in about
+    channels = _names(field(about, "modality" if is_first_version else "channel_names", dict, path))
+    ending = about.get("file_ending", ".nii.gz")
+    if ending not in list(SUFFIXES):
+        raise UserError(
+            f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
+            "convert the files to one of them."
+        )
+    # Unless the steps that follow claim the files, or give a better reason.
+    why = f"no file of a case that ends in {ending}"
+    if "dataset" in about:
+        why = "the key dataset does not name it"
     for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
         account.explain(folder / name, why)
     account.explain(
         folder / "splits_final.pkl", f"a pickle is not read: save the folds as {SPLITS_FILE}"
     )
+    keys = (*NNUNET_KEYS, "training", "test") if is_first_version else NNUNET_KEYS
+    account.leave_out_keys(about, keys, DATASET_FILE)
+    return _RawFolder(folder, about, channels, ending, account)
 
 
-def _listed(
-    folder: Path, about: Mapping[str, Any], num_channels: int
-) -> tuple[dict[str, list[Path]], dict[str, Path]]:
+def _training_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
+    """Find the images, one per channel, and the labels of each training case."""
+    if "dataset" in raw.about:
+        images, labels = _listed_files(raw)
+    else:
+        images, labels = _files_in_folders(raw)
+    if raw.has_list("training"):
+        images = _choose_listed(raw, "training", images, raw.folder / "imagesTr")
+        _require_own_labels(raw, labels)
+    return images, labels
+
+
+def _listed_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
     """Read the images and labels that the key `dataset` lists."""
-    path = folder / DATASET_FILE
-    listed = {
-        name: entry if isinstance(entry, dict) else {}
-        for name, entry in field(about, "dataset", dict, path).items()
-    }
-    images = {
-        name: [folder / one for one in texts(entry.get("images"), path)]
-        for name, entry in listed.items()
-    }
-    labels = {name: folder / text(entry.get("label"), path) for name, entry in listed.items()}
-    for name, files in images.items():
-        require(
-            len(files) == num_channels,
-            f"{path}: expected {num_channels} images of {name}, one per channel, got {len(files)}.",
+    images: dict[str, list[Path]] = {}
+    labels: dict[str, Path] = {}
+    for name, content in field(raw.about, "dataset", dict, raw.path).items():
+        entry = content if isinstance(content, dict) else {}
+        images[name] = [raw.folder / image for image in texts(entry.get("images"), raw.path)]
+        labels[name] = raw.folder / text(entry.get("label"), raw.path)
+        if len(images[name]) != len(raw.channels):
+            raise UserError(
+                f"{raw.path}: expected {len(raw.channels)} images of {name}, one per channel, "
+                f"got {len(images[name])}."
+            )
+    return images, labels
+
+
+def _files_in_folders(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
+    """Find the images and labels of the training cases by the names of the files."""
+    images_at = raw.folder / "imagesTr"
+    labels_at = raw.folder / "labelsTr"
+    images = _numbered(images_at, raw)
+    if not images:
+        raise UserError(
+            f"{images_at}: expected files that end in {raw.ending} (file_ending of {raw.path}), "
+            "found none; rename the files, or correct file_ending."
         )
+    labels = _by_name(labels_at, raw.ending)
+    require_pairs(images, labels, images_at, labels_at)
     return images, labels
 
 
-def _in_folders(
-    folder: Path, ending: str, channels: Sequence[str]
-) -> tuple[dict[str, list[Path]], dict[str, Path]]:
-    """Find the images and labels of the training cases."""
-    images = _numbered(folder / "imagesTr", ending, len(channels))
-    require(
-        bool(images),
-        f"{folder / 'imagesTr'}: expected files that end in {ending} (file_ending of {folder / DATASET_FILE}), found none; rename the files, "
-        "or correct file_ending.",
-    )
-    labels = _by_name(folder / "labelsTr", ending)
-    require_pairs(images, labels, folder / "imagesTr", folder / "labelsTr")
-    return images, labels
-
-
-def _chosen(
-    images: dict[str, list[Path]],
-    about: Mapping[str, Any],
-    key: str,
-    path: Path,
-    folder: Path,
-    account: Account,
+def _choose_listed(
+    raw: _RawFolder, key: str, images: dict[str, list[Path]], folder: Path
 ) -> dict[str, list[Path]]:
-    """Choose the cases that a list of nnU-Net 1 names: it trains on its list, not on the files of the folder.
+    """Choose the cases that a list of nnU-Net 1 names.
+
+    nnU-Net 1 trains on its list, not on the files of the folder.
+
+    Args:
+        raw: The data set.
+        key: Name of the list.
+        images: Images of each case in the folder.
+        folder: The folder, for messages.
 
     Raises:
         UserError: If the list names a case that has no file.
     """
-    entries = field(about, key, list, path)
-    paths = [
-        text(entry.get("image") if isinstance(entry, dict) else entry, path) for entry in entries
-    ]
-    counts = Counter(map(_name_in_list, paths))
+    counts: Counter[str] = Counter()
+    for entry in field(raw.about, key, list, raw.path):
+        image = entry.get("image") if isinstance(entry, dict) else entry
+        counts[_name_in_list(text(image, raw.path))] += 1
     for name, count in counts.items():
         if name not in images:
             raise UserError(
-                f"{path}: the list {key} names {name}, which {folder} does not hold; add the file, or remove the entry."
+                f"{raw.path}: the list {key} names {name}, which {folder} does not hold; "
+                "add the file, or remove the entry."
             )
         if count > 1:
-            account.merge(Kind.list, f"{name} in {key}", "named more than once, counts once")
+            raw.account.merge(Kind.list, f"{name} in {key}", "named more than once, counts once")
+    why = f"the list {key} of {DATASET_FILE} does not name it"
     for name, files in images.items():
         if name in counts:
             continue
-        account.leave_out(Kind.case, name, f"the list {key} of {path.name} does not name it")
+        raw.account.leave_out(Kind.case, name, why)
         for file in files:
-            account.explain(file, f"the list {key} of {path.name} does not name it")
-    account.use(Kind.list, key, f"names {len(counts)} cases of {path.name}")
-    return {name: images[name] for name in images if name in counts}
+            raw.account.explain(file, why)
+    raw.account.use(Kind.list, key, f"names {len(counts)} cases of {DATASET_FILE}")
+    return {name: files for name, files in images.items() if name in counts}
 
 
-def _require_own_labels(about: Mapping[str, Any], labels: Mapping[str, Path], path: Path) -> None:
+def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
     """Refuse a list of nnU-Net 1 that gives a case the labels of another name.
 
     nnU-Net 1 takes the file that the list names, nnU-Net 2 the one that has the name of the case.
@@ -222,55 +248,69 @@ def _require_own_labels(about: Mapping[str, Any], labels: Mapping[str, Path], pa
     Raises:
         UserError: With the case and both files.
     """
-    for entry in about["training"]:
+    for entry in raw.about["training"]:
         if not isinstance(entry, dict) or "label" not in entry:
             continue
-        name = _name_in_list(text(entry.get("image"), path))
-        listed = Path(text(entry["label"], path)).name
+        name = _name_in_list(text(entry.get("image"), raw.path))
+        listed = Path(text(entry["label"], raw.path)).name
         if listed != labels[name].name:
             raise UserError(
-                f"{path}: the list training gives the case {name} the labels {listed}, but expected {labels[name].name}; "
-                "name the file of the right labels so, and correct the list."
+                f"{raw.path}: the list training gives the case {name} the labels {listed}, "
+                f"but expected {labels[name].name}; name the file of the right labels so, "
+                "and correct the list."
             )
 
 
 def _name_in_list(image: str) -> str:
-    """Name a case of nnU-Net 1 after the image in its list, which has the number of a channel or none."""
+    """Name a case of nnU-Net 1 after its image, listed with or without the number of a channel."""
     return re.sub(r"_0000$", "", case_name(Path(image)))
 
 
-def _tested(
-    folder: Path, about: Mapping[str, Any], ending: str, channels: Sequence[str], account: Account
-) -> list[tuple[str, list[Path], Path | None]]:
-    """Find name, images and labels of the test cases."""
-    place, labels_at, path = folder / "imagesTs", folder / "labelsTs", folder / DATASET_FILE
-    is_listed = "channel_names" not in about and "test" in about
-    if not place.is_dir():
-        if is_listed and field(about, "test", list, path):
+def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
+    """Find the test cases.
+
+    Args:
+        raw: The data set.
+        num_sides: Number of folds that the column `fold_sides` describes; a test case is in none.
+    """
+    images_at = raw.folder / "imagesTs"
+    if not images_at.is_dir():
+        if raw.has_list("test") and field(raw.about, "test", list, raw.path):
             raise UserError(
-                f"{path}: the list test names cases, but {place} does not exist; copy the folder, or empty the list."
+                f"{raw.path}: the list test names cases, but {images_at} does not exist; "
+                "copy the folder, or empty the list."
             )
         return []
-    images = _numbered(place, ending, len(channels))
-    if is_listed:
-        images = _chosen(images, about, "test", path, place, account)
-    labels = _by_name(labels_at, ending) if labels_at.is_dir() else {}
+    images = _numbered(images_at, raw)
+    if raw.has_list("test"):
+        images = _choose_listed(raw, "test", images, images_at)
+    labels_at = raw.folder / "labelsTs"
+    labels = _by_name(labels_at, raw.ending) if labels_at.is_dir() else {}
     for name, file in labels.items():
         if name not in images:
-            account.explain(file, "labels without an image")
-    return [(name, files, labels.get(name)) for name, files in images.items()]
+            raw.account.explain(file, "labels without an image")
+    return [
+        Case(
+            name,
+            files[0],
+            labels.get(name),
+            patient=name,
+            split="test",
+            fold_sides=(None,) * num_sides,
+            more_images=tuple(files[1:]),
+        )
+        for name, files in images.items()
+    ]
 
 
 def _check_count(about: Mapping[str, Any], key: str, count: int, account: Account) -> None:
-    """Enter a number of cases that the description states: it is wrong more often than the files are."""
+    """Enter whether a stated number of cases is right; the files count, not the number."""
     if key not in about:
         return
     if about[key] == count:
         account.use(Kind.key, key, "agrees with the cases")
-    else:
-        account.leave_out(
-            Kind.key, key, f"says {str(about[key])[:20]}, but there are {count} cases"
-        )
+        return
+    account.leave_out(Kind.key, key, f"says {str(about[key])[:20]}, but there are {count} cases")
 
 
 def import_msd(source: Path) -> DataSet:
@@ -284,72 +324,39 @@ def import_msd(source: Path) -> DataSet:
         UserError: If the file is damaged, or lists a scan twice.
     """
     path = source if source.is_file() else source / DATASET_FILE
-    about, notes, account = read_about(path), list[str](), Account()
+    about = read_about(path)
+    notes: list[str] = []
+    account = Account()
     account.claim(path)
-    account.leave_out_keys(about, (*MSD_KEYS, "numTraining", "numTest"), path.name)
+    account.leave_out_keys(about, MSD_KEYS, path.name)
     entries = _entries(about, path, account)
-    for key, lists in {"numTraining": ["training"], "numTest": ["test", "testing"]}.items():
-        _check_count(about, key, sum(len(about.get(name) or ()) for name in lists), account)
-    images = [
-        [path.parent / one for one in texts(entry.get("image"), path)] for _, entry in entries
-    ]
-    names = _case_names(path.parent, [several[0] for several in images])
-    cases = []
-    for name, files, (split, entry) in zip(names, images, entries, strict=True):
-        labels, fold = entry.get("label"), entry.get("fold")
-        require(
-            fold is None or (type(fold) is int and fold >= 0),
-            f"{path}: expected a fold >= 0 for {name}, got {fold!r}.",
-        )
-        if fold is not None and split is not None:
-            account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
-        cases.append(
-            Case(
-                name,
-                files[0],
-                path.parent / text(labels, path) if labels is not None else None,
-                str(entry.get("patient") or name),
-                split,
-                fold=fold if split is None else None,
-                more_images=tuple(files[1:]),
-            )
-        )
-    has_folds = any(case.fold is not None for case in cases)
-    if has_folds and any(split == "val" for split, _ in entries):
-        raise UserError(
-            f"{path}: expected a list validation or a fold of each case, but it has both; remove one of them."
-        )
-    if has_folds:
-        for case in cases:
-            if case.split is None and case.fold is None:
-                account.use(
-                    Kind.list,
-                    f"fold of {case.name}",
-                    "none: trained on in every fold, as MONAI does",
-                )
+    num_tested = len(about.get("test", ())) + len(about.get("testing", ()))
+    _check_count(about, "numTraining", len(about["training"]), account)
+    _check_count(about, "numTest", num_tested, account)
+    images = []
+    for _, entry in entries:
+        images.append([path.parent / image for image in texts(entry.get("image"), path)])
+    cases = _msd_cases(entries, images, path, account)
     background: FileValues = {}
+    ignore = None
     if "labels" in about:
-        groups, background, ignore = _label_groups(
-            field(about, "labels", dict, path), path, account
-        )
+        named_values = field(about, "labels", dict, path)
+        groups, background, ignore = _label_groups(named_values, path, account)
     else:
-        groups, ignore = values_in(cases, notes), None
-    channels = (
-        [channel_of(one) for one in _names(field(about, "modality", dict, path))]
-        if "modality" in about
-        else []
-    )
+        groups = values_in(cases, notes)
+    channels: list[Channel] = []
+    if "modality" in about:
+        channels = [channel_of(name) for name in _names(field(about, "modality", dict, path))]
     _check_channels(path, images, len(channels))
+    if not channels:
+        channel = channel_of(guess_modality(cases, notes))
+        channels = [channel] * max(map(len, images), default=1)
     return DataSet(
         MSD,
         str(about.get("name") or path.parent.name),
         tuple(cases),
         groups,
-        tuple(
-            channels
-            or [channel_of(guess_modality(cases[0].image, notes))]
-            * max(map(len, images), default=1)
-        ),
+        tuple(channels),
         background,
         ignore,
         tuple(notes),
@@ -357,16 +364,18 @@ def import_msd(source: Path) -> DataSet:
     )
 
 
-def _entries(
-    about: Mapping[str, Any], path: Path, account: Account
-) -> list[tuple[str | None, dict[str, Any]]]:
-    """Read the lists of a datalist: the split of each entry, and the entry.
+Entries = list[tuple[str | None, dict[str, Any]]]
+"""Entries of the lists of a datalist: the split, None = training, and the mapping of the file."""
+
+
+def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
+    """Read the lists of a datalist.
 
     Raises:
         UserError: If a list is none, or two entries have the same image.
     """
-    entries: list[tuple[str | None, dict[str, Any]]] = []
-    owners: dict[str, tuple[str, dict[str, Any]]] = {}
+    entries: Entries = []
+    first_uses: dict[str, tuple[str, dict[str, Any]]] = {}
     for key, split in LISTS.items():
         if key not in about and key != "training":
             continue
@@ -375,28 +384,99 @@ def _entries(
         for value in content:
             entry = value if isinstance(value, dict) else {"image": value}
             account.leave_out_keys(entry, ENTRY_KEYS, f"an entry of {key}")
+            # "./a.nii.gz" and "a.nii.gz" are one file.
             image = os.path.normpath(texts(entry.get("image"), path)[0])
-            other, known = owners.setdefault(image, (key, entry))
-            if known is entry:
+            first_key, first_entry = first_uses.setdefault(image, (key, entry))
+            if first_entry is entry:
                 entries.append((split, entry))
-            elif known == entry and LISTS[other] == split:
+            elif first_entry == entry and LISTS[first_key] == split:
                 account.merge(Kind.list, f"{image} in {key}", "listed more than once, counts once")
             else:
                 raise UserError(
-                    f"{path}: {image} is listed twice, in {other} and in {key}, with different entries or splits; keep one entry."
+                    f"{path}: {image} is listed twice, in {first_key} and in {key}, "
+                    "with different entries or splits; keep one entry."
                 )
     return entries
 
 
+def _msd_cases(
+    entries: Entries, images: Sequence[Sequence[Path]], path: Path, account: Account
+) -> list[Case]:
+    """Make a case of each entry of a datalist.
+
+    Args:
+        entries: The entries.
+        images: Images of each entry, one per channel, or one file of all channels.
+        path: The datalist.
+        account: Gets the folds that do not count.
+
+    Raises:
+        UserError: If a fold is no whole number, or a file has folds and a list of validation cases.
+    """
+    names = _case_names(path.parent, [files[0] for files in images])
+    cases = []
+    for name, files, (split, entry) in zip(names, images, entries, strict=True):
+        fold = entry.get("fold")
+        if fold is not None and (type(fold) is not int or fold < 0):
+            raise UserError(f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
+        if fold is not None and split is not None:
+            account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
+            fold = None
+        labels = None
+        if entry.get("label") is not None:
+            labels = path.parent / text(entry["label"], path)
+        case = Case(
+            name,
+            files[0],
+            labels,
+            patient=str(entry.get("patient") or name),
+            split=split,
+            fold=fold,
+            more_images=tuple(files[1:]),
+        )
+        cases.append(case)
+    _check_folds(cases, path, account)
+    return cases
+
+
+def _check_folds(cases: Sequence[Case], path: Path, account: Account) -> None:
+    """Enter the training cases without a fold, if others have one.
+
+    Raises:
+        UserError: If the file has folds and a list of validation cases.
+    """
+    if all(case.fold is None for case in cases):
+        return
+    if any(case.split == "val" for case in cases):
+        raise UserError(
+            f"{path}: expected a list validation or a fold of each case, but it has both; "
+            "remove one of them."
+        )
+    for case in cases:
+        if case.split is None and case.fold is None:
+            why = "none: trained on in every fold, as MONAI does"
+            account.use(Kind.list, f"fold of {case.name}", why)
+
+
 def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: int) -> None:
-    """Refuse entries of several images whose number is not that of the channels."""
-    counts = {len(several) for several in images if len(several) > 1}
-    expected = num_channels or max(counts, default=1)
-    for several in images:
-        if len(several) not in (1, expected) or (len(several) == 1 and counts):
+    """Refuse entries of several images whose number is not that of the channels.
+
+    Where each entry has one image, that file may hold all channels.
+
+    Args:
+        path: The datalist, for messages.
+        images: Images of each entry.
+        num_channels: Number of channels in `modality`; 0 = not stated.
+    """
+    most = max(map(len, images), default=1)
+    if most == 1:
+        return
+    expected = num_channels or most
+    for files in images:
+        if len(files) != expected:
             raise UserError(
-                f"{path}: expected {expected} images of each case, one per channel, got {len(several)} ({several[0]}); "
-                "correct the entry or modality."
+                f"{path}: expected {expected} images of each case, one per channel, "
+                f"got {len(files)} ({files[0]}); correct the entry or modality."
             )
 
 
@@ -407,11 +487,11 @@ def read_about(path: Path) -> dict[str, Any]:
         UserError: If it is no mapping.
     """
     about = read_json(path, unique_keys=True)
-    require(
-        isinstance(about, dict),
-        f"{path}: expected a description of a data set (a JSON mapping), got another value.",
-    )
-    return dict(about)
+    if not isinstance(about, dict):
+        raise UserError(
+            f"{path}: expected a description of a data set (a JSON mapping), got another value."
+        )
+    return about
 
 
 def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
@@ -422,8 +502,9 @@ def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
     """
     value = about.get(key)
     if not isinstance(value, kind):
+        kind_name = "mapping" if kind is dict else "list"
         raise UserError(
-            f"{path}: expected {key!r} as a {'mapping' if kind is dict else 'list'}, got {str(value)[:60]!r}; correct the file."
+            f"{path}: expected {key!r} as a {kind_name}, got {str(value)[:60]!r}; correct the file."
         )
     return value
 
@@ -436,72 +517,91 @@ def text(value: Any, path: Path) -> str:
     """
     if not isinstance(value, str) or not value or "\0" in value:
         raise UserError(
-            f"{path}: expected the path of an image or a label map, got {str(value)[:60]!r}; correct the file."
+            f"{path}: expected the path of an image or a label map, got {str(value)[:60]!r}; "
+            "correct the file."
         )
     return value
 
 
 def texts(value: Any, path: Path) -> list[str]:
     """Return one path or several, at least one."""
-    return [text(one, path) for one in (value if isinstance(value, list) and value else [value])]
+    if isinstance(value, list) and value:
+        return [text(item, path) for item in value]
+    return [text(value, path)]
 
 
 def values_in(cases: Sequence[Case], notes: list[str]) -> FileValues:
-    """Find the values of all label maps, for data sets that name no labels; the names are `label_<value>`."""
-    found = {
-        int(value)
-        for case in cases
-        if case.labels is not None
-        for value in np.unique(read_labels(case.labels).array)
-    }
-    values = sorted(found - {0})
-    require(bool(values), "the label maps hold nothing but zeros; check the data set.")
+    """Find the values of all label maps, for data sets that name no labels.
+
+    Returns:
+        Labels with the names `label_<value>`.
+    """
+    present: set[int] = set()
+    for case in cases:
+        if case.labels is not None:
+            present.update(np.unique(read_labels(case.labels).array).tolist())
+    values = sorted(present - {0})
+    if not values:
+        raise UserError("the label maps hold nothing but zeros; check the data set.")
     notes.append(
-        f"the data set does not name its labels; its label maps hold {', '.join(map(str, values))}: name them with labels={{<name>: <value>, …}}"
+        "the data set does not name its labels; its label maps hold "
+        f"{', '.join(map(str, values))}: name them with labels={{<name>: <value>, …}}"
     )
     return {f"label_{value}": [value] for value in values}
 
 
-def guess_modality(image: Path, notes: list[str]) -> str:
-    """Guess from the values of a scan whether it is CT."""
+def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
+    """Guess from the values of the first scan whether the scans are CT.
+
+    Returns:
+        `ct` or `other`, the latter also for a data set without cases, which is refused later.
+    """
+    if not cases:
+        return "other"
+    image = cases[0].image
     is_ct = int(read_image(image, modality="other").array.min()) < CT_HU
+    content = "holds HU" if is_ct else "holds no HU"
     notes.append(
-        f"the data set does not name its modality; {image.name} {'holds HU' if is_ct else 'holds no HU'}: correct task.yaml if that is wrong"
+        f"the data set does not name its modality; {image.name} {content}: "
+        "correct task.yaml if that is wrong"
     )
     return "ct" if is_ct else "other"
 
 
-def _names(given: Mapping[str, Any]) -> list[str]:
-    """List the names of channels in their order."""
-    return [str(given[key]) for key in sorted(given, key=lambda key: (len(key), key))]
+def _names(by_number: Mapping[str, Any]) -> list[str]:
+    """List the names of channels in the order of their numbers, which are texts in JSON."""
+    numbers = sorted(by_number, key=lambda number: (len(number), number))
+    return [str(by_number[number]) for number in numbers]
 
 
-def _numbered(folder: Path, ending: str, num_channels: int) -> dict[str, list[Path]]:
+def _numbered(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
     """Find the images `<case>_0000`, `<case>_0001`, … of each case.
 
     Raises:
         UserError: If the folder or a channel is missing, or a name has no number.
     """
-    found: dict[str, dict[int, Path]] = {}
-    for name, path in _by_name(folder, ending).items():
+    channels: dict[str, dict[int, Path]] = {}
+    for name, path in _by_name(folder, raw.ending).items():
         match = re.fullmatch(r"(.+)_(\d{4})", name, re.ASCII)
         if match is None:
             raise UserError(
-                f"{path}: expected a name that ends in the number of a channel, such as {name}_0000{ending}; rename the file."
+                f"{path}: expected a name that ends in the number of a channel, "
+                f"such as {name}_0000{raw.ending}; rename the file."
             )
-        found.setdefault(match[1], {})[int(match[2])] = path
-    for name, files in found.items():
-        if lacking := sorted(set(range(num_channels)) - set(files)):
+        channels.setdefault(match[1], {})[int(match[2])] = path
+    expected = range(len(raw.channels))
+    for name, files in channels.items():
+        if missing := sorted(set(expected) - set(files)):
             raise UserError(
-                f"{folder}: {name} lacks the channel {lacking[0]:04d}, expected {num_channels} channels ({DATASET_FILE}); add the file."
+                f"{folder}: {name} lacks the channel {missing[0]:04d}, "
+                f"expected {len(expected)} channels ({DATASET_FILE}); add the file."
             )
-        if extra := sorted(set(files) - set(range(num_channels))):
+        if extra := sorted(set(files) - set(expected)):
             raise UserError(
-                f"{folder}: {name} has a channel {extra[0]:04d}, but {DATASET_FILE} names {num_channels}; correct one of them."
+                f"{folder}: {name} has a channel {extra[0]:04d}, "
+                f"but {DATASET_FILE} names {len(expected)}; correct one of them."
             )
-    return {
-        name: [files[number] for number in range(num_channels)] for name, files in found.items()
-    }
+    return {name: [files[number] for number in expected] for name, files in channels.items()}
 
 
 def _by_name(folder: Path, ending: str) -> dict[str, Path]:
@@ -510,34 +610,34 @@ def _by_name(folder: Path, ending: str) -> dict[str, Path]:
     Raises:
         UserError: If the folder is missing, or two files have one name.
     """
-    require(
-        folder.is_dir(),
-        f"{folder} does not exist, but an nnU-Net data set needs it; check the folder.",
-    )
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} does not exist, but an nnU-Net data set needs it; check the folder."
+        )
     files: dict[str, Path] = {}
     for path in volume_files(folder):
         if not path.name.lower().endswith(ending):
             continue
         name = path.name[: -len(ending)]
-        other = files.setdefault(name, path)
-        if other != path:
+        first = files.setdefault(name, path)
+        if first != path:
             raise UserError(
-                f"{folder}: {other.name} and {path.name} would both be {name!r}; keep one of them."
+                f"{folder}: {first.name} and {path.name} would both be {name!r}; keep one of them."
             )
     return files
 
 
+Members = dict[str, tuple[int, ...]]
+"""Values of each label or region, as `dataset.json` names them; regions may share values."""
+
+
 def _label_groups(
-    given: Mapping[str, Any], path: Path, account: Account
+    named_values: Mapping[str, Any], path: Path, account: Account
 ) -> tuple[FileValues, FileValues, int | None]:
     """Make disjoint labels of what `dataset.json` names.
 
-    Regions of nnU-Net are lists of values that overlap. Values that belong to the same regions
-    become one label. It has the name of the smallest of these regions, with `_rest` where the
-    region holds further values.
-
     Args:
-        given: Name to value or list of values; or value to name, as in the Decathlon.
+        named_values: Name to value or list of values; or value to name, as in the Decathlon.
         path: File, for messages.
         account: Gets the regions that are divided.
 
@@ -548,95 +648,147 @@ def _label_groups(
     Raises:
         UserError: If a value is no whole number, or has several names.
     """
-    members = _members(given, path)
+    members = _members(named_values, path)
     ignored = members.pop(IGNORE, ())
     if len(ignored) > 1:
         raise UserError(
             f"{path}: expected one value of the label {IGNORE!r}, got {list(ignored)}; keep one."
         )
+    background = _take_background(members, path, account)
+    if not members:
+        raise UserError(
+            f"{path}: expected at least one label beside the background, "
+            f"got {dict(named_values)}; correct the file."
+        )
+    # Values that no label may have: their voxels are not trained on as its own.
+    reserved: set[int | str] = set(ignored)
+    for background_values in background.values():
+        reserved.update(background_values)
+    _check_values(members, reserved, path)
+    groups = _disjoint_groups(members)
+    label_of_group = label_names(groups)
+    # A region that is exactly one group keeps its name and needs no row.
+    for region, values in members.items():
+        parts = [
+            label_of_group[name] for name, group in groups.items() if set(group) <= set(values)
+        ]
+        if parts != [label_of_group.get(region)]:
+            why = f"region that overlaps others: divided into {', '.join(parts)}"
+            account.merge(Kind.label, region, why)
+    labels = {label_of_group[name]: group for name, group in groups.items()}
+    return labels, background, ignored[0] if ignored else None
+
+
+def _take_background(members: Members, path: Path, account: Account) -> FileValues:
+    """Remove the names of the background from the members of labels.
+
+    Returns:
+        Values of the background other than 0, by name.
+
+    Raises:
+        UserError: If a label has the value 0 beside others.
+    """
     background: FileValues = {}
     for name, values in list(members.items()):
         if name.casefold() == BACKGROUND:
-            background |= {name: [value for value in values if value]} if any(values) else {}
+            if any(values):
+                background[name] = [value for value in values if value]
         elif values == (0,):
             account.leave_out(Kind.label, name, "its value 0 is the background")
         elif 0 in values:
             raise UserError(
-                f"{path}: the label {name!r} has the value 0, which is the background; remove it there."
+                f"{path}: the label {name!r} has the value 0, which is the background; "
+                "remove it there."
             )
         else:
             continue
         del members[name]
-    require(
-        bool(members),
-        f"{path}: expected at least one label beside the background, got {dict(given)}; correct the file.",
-    )
-    _check_values(
-        members, {*ignored, *(value for several in background.values() for value in several)}, path
-    )
+    return background
+
+
+def _disjoint_groups(members: Members) -> FileValues:
+    """Divide regions that overlap: values that belong to the same regions become one group.
+
+    A group has the name of the smallest of its regions, with `_rest` where that region holds
+    further values.
+
+    Returns:
+        Groups in the order of their smallest values.
+    """
+    regions_of: dict[int, list[str]] = {}
+    for name, values in members.items():
+        for value in values:
+            regions_of.setdefault(value, []).append(name)
     groups: dict[tuple[str, ...], list[int | str]] = {}
-    for value in sorted({value for values in members.values() for value in values}):
-        owners = sorted(
-            (name for name, values in members.items() if value in values),
-            key=lambda name: len(members[name]),
-        )
-        groups.setdefault(tuple(owners), []).append(value)
-    named: FileValues = {}
+    for value in sorted(regions_of):
+        smallest_first = sorted(regions_of[value], key=lambda name: len(members[name]))
+        groups.setdefault(tuple(smallest_first), []).append(value)
+    named_groups: FileValues = {}
     for regions, group in groups.items():
-        name = regions[0] if set(group) == set(members[regions[0]]) else f"{regions[0]}_rest"
-        named["_and_".join(regions) if name in named else name] = group
-    written = label_names(named)
-    for region in members:
-        parts = [
-            written[name] for name, group in named.items() if set(group) <= set(members[region])
-        ]
-        if parts != [written.get(region)]:
-            account.merge(
-                Kind.label, region, f"region that overlaps others: divided into {', '.join(parts)}"
+        name = regions[0]
+        if set(group) != set(members[name]):
+            name += "_rest"
+        # Another group has the same smallest region: the names of all regions tell them apart.
+        if name in named_groups:
+            name = "_and_".join(regions)
+        named_groups[name] = group
+    return named_groups
+
+
+def _members(named_values: Mapping[str, Any], path: Path) -> Members:
+    """Read the values of each label.
+
+    Args:
+        named_values: Name to value or list of values; or value to name, as in the Decathlon, where
+            several values may have one name.
+        path: File, for messages.
+    """
+    values_of = dict(named_values)
+    # The Decathlon: {"1": "liver"}.
+    if all(isinstance(name, str) for name in named_values.values()):
+        if not all(key.isdecimal() for key in named_values):
+            raise UserError(
+                f"{path}: expected labels as name: value or value: name, got {dict(named_values)}."
             )
-    return (
-        {written[name]: group for name, group in named.items()},
-        background,
-        ignored[0] if ignored else None,
-    )
-
-
-def _members(given: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    """Read the values of each label, from name: value or value: name; one name may have several values."""
-    if all(isinstance(name, str) for name in given.values()):
-        require(
-            all(key.isdecimal() for key in given),
-            f"{path}: expected labels as name: value or value: name, got {dict(given)}.",
-        )
-        by_name: dict[str, list[int]] = {}
-        for value, name in given.items():
-            by_name.setdefault(name, []).append(int(value))
-        given = by_name
-    members: dict[str, tuple[int, ...]] = {}
-    for name, value in given.items():
-        several = value if isinstance(value, list) else [value]
-        require(
-            bool(several) and all(type(one) is int and one >= 0 for one in several),
-            f"{path}: expected whole numbers from 0 as values of the label {name!r}, got {value!r}; correct the file.",
-        )
-        members[name] = tuple(dict.fromkeys(several))
+        values_of = {}
+        for value, name in named_values.items():
+            values_of.setdefault(name, []).append(int(value))
+    members: Members = {}
+    for name, content in values_of.items():
+        values = content if isinstance(content, list) else [content]
+        # A bool is an int in Python, but no value of a label.
+        if not values or not all(type(value) is int and value >= 0 for value in values):
+            raise UserError(
+                f"{path}: expected whole numbers from 0 as values of the label {name!r}, "
+                f"got {content!r}; correct the file."
+            )
+        members[name] = tuple(dict.fromkeys(values))
     return members
 
 
-def _check_values(
-    members: Mapping[str, tuple[int, ...]], others: Collection[int | str], path: Path
-) -> None:
-    """Refuse two labels of the same values, and values that are also ignored or background: one of them would be lost."""
+def _check_values(members: Members, reserved: set[int | str], path: Path) -> None:
+    """Refuse labels of which one would be lost.
+
+    Args:
+        members: Values of each label.
+        reserved: Values that are ignored, or background.
+        path: File, for messages.
+
+    Raises:
+        UserError: If two labels have the same values, or a label has a reserved value.
+    """
     owners: dict[frozenset[int], str] = {}
     for name, values in members.items():
         owner = owners.setdefault(frozenset(values), name)
         if owner != name:
             raise UserError(
-                f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; remove one of them."
+                f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; "
+                "remove one of them."
             )
-        if shared := sorted(set(values) & set(others)):
+        if shared := sorted(reserved.intersection(values)):
             raise UserError(
-                f"{path}: the value {shared[0]} of the label {name!r} is also that of {IGNORE} or {BACKGROUND}; give it one name."
+                f"{path}: the value {shared[0]} of the label {name!r} is also that of {IGNORE} "
+                f"or {BACKGROUND}; give it one name."
             )
 
 
@@ -645,17 +797,20 @@ def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
 
     The number of a first channel is left out where all files end in it; else `liver_0000` is the
     name of a case.
+
+    Args:
+        folder: Folder of the datalist, whose own name is not part of the names.
+        images: First image of each case.
     """
     names = [case_name(path) for path in images]
+    # Files that were written for nnU-Net.
     if all(name.endswith("_0000") for name in names):
         names = [name.removesuffix("_0000") for name in names]
     if len(set(names)) == len(names):
         return names
-    parts = [
-        path.relative_to(folder).parts if path.is_relative_to(folder) else path.parts[1:]
-        for path in images
-    ]
-    return [
-        "_".join([*(part for part in one[:-1] if part not in (".", "..")), name])
-        for one, name in zip(parts, names, strict=True)
-    ]
+    long_names = []
+    for path, name in zip(images, names, strict=True):
+        inner = path.relative_to(folder) if path.is_relative_to(folder) else path
+        folders = [part for part in inner.parts[:-1] if part not in (path.anchor, ".", "..")]
+        long_names.append("_".join([*folders, name]))
+    return long_names

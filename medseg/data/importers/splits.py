@@ -90,35 +90,46 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
         names: All training cases.
     """
     num_folds = len(members)
-    advice = f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 is the only one, and needs no key"
+    advice = (
+        f"the folds of {SPLITS_FILE} are in the case table: "
+        "data.fold=0 is the only one, and needs no key"
+    )
     if num_folds > 1:
         advice = (
-            f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … data.fold={num_folds - 1} chooses one, "
+            f"the folds of {SPLITS_FILE} are in the case table: "
+            f"data.fold=0 … data.fold={num_folds - 1} chooses one, "
             f"together with data.num_folds={num_folds}"
         )
-    sides = {name: tuple(fold.get(name) for fold in members) for name in names}
-    is_complete = all(None not in own and own.count("val") <= 1 for own in sides.values())
-    # The column `fold` cannot say that a fold validates nothing.
-    if not is_complete or not all("val" in fold.values() for fold in members):
-        return Folds({name: Place(sides=own) for name, own in sides.items()}, advice, num_folds)
-    places = {
-        name: Place(own.index("val") if "val" in own else None) for name, own in sides.items()
-    }
-    return Folds(places, advice)
+    sides_of = {name: tuple(fold.get(name) for fold in members) for name in names}
+    # The column `fold` says that a case is validated in one fold and trained on in all others. It
+    # cannot say that a fold leaves a case out, or validates nothing.
+    fits_column = all("val" in fold.values() for fold in members)
+    for sides in sides_of.values():
+        if None in sides or sides.count("val") > 1:
+            fits_column = False
+    places = {}
+    for name, sides in sides_of.items():
+        if not fits_column:
+            places[name] = Place(sides=sides)
+        else:
+            places[name] = Place(sides.index("val") if "val" in sides else None)
+    return Folds(places, advice, num_sides=0 if fits_column else num_folds)
 
 
 def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
     """Check that the file holds a list of folds, each with its two lists."""
     folds: list[Any] = content if isinstance(content, list) else []
-    is_fold = [
-        isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES)
-        for fold in folds
-    ]
-    if not folds or not all(is_fold):
+    if not folds or not all(map(_is_fold, folds)):
         raise UserError(
-            f"{path}: expected a list of folds, each with train and val; correct or remove the file."
+            f"{path}: expected a list of folds, each with train and val; correct or remove the "
+            "file."
         )
     return folds
+
+
+def _is_fold(fold: Any) -> bool:
+    """Whether a value of the file is a fold with its two lists."""
+    return isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES)
 
 
 def _read_fold(
@@ -136,12 +147,15 @@ def _read_fold(
         for name, count in counts.items():
             if name not in names:
                 raise UserError(
-                    f"{path}: {where} names {name!r}, which is no training case{_hint(name, names)}; {_CURE}."
+                    f"{path}: {where} names {name!r}, which is no training "
+                    f"case{_hint(name, names)}; {_CURE}."
                 )
             if name in members:
                 raise UserError(
-                    f"{path}: fold {number} names {name!r} in train and in val, but no case is trained on and validated "
-                    "at once; remove it from one of the lists, or remove the file and train on all cases with data.fold=all."
+                    f"{path}: fold {number} names {name!r} in train and in val, but no case is "
+                    "trained on and validated "
+                    "at once; remove it from one of the lists, or remove the file and train on all "
+                    "cases with data.fold=all."
                 )
             if count > 1:
                 account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
@@ -149,7 +163,8 @@ def _read_fold(
         account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
     if "train" not in members.values():
         raise UserError(
-            f"{path}: train of fold {number} is empty; name the cases to train on, or remove the fold."
+            f"{path}: train of fold {number} is empty; name the cases to train on, or remove the "
+            "fold."
         )
     for key in fold:
         if key not in SIDES:

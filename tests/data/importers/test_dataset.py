@@ -173,6 +173,9 @@ def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are
         UserError, match=r"a.nii.gz and .*a.nii.gz would both be the case 'a'; rename"
     ):
         check_dataset(dataset({"x": [1]}, (case, case)), inside.parent)
+    cases = (case, Case("A", elsewhere, None, "A"), case)
+    with pytest.raises(UserError, match=r"would both be the case 'a'; rename"):
+        check_dataset(dataset({"x": [1]}, cases), inside.parent)
     with pytest.raises(UserError, match=r"the case name '../a' cannot name a file"):
         check_dataset(dataset({"x": [1]}, (Case("../a", inside, None, "a"),)), inside.parent)
     with pytest.raises(

@@ -390,6 +390,7 @@ def test_any_value_in_a_description_is_read_or_refused(
     [
         ([2, 3], None, "expected 3 images of each case, one per channel, got 2"),
         ([2, 2, 1], None, "expected 2 images of each case, one per channel, got 1"),
+        ([1, 2], {"0": "CT"}, "expected 1 images of each case, one per channel, got 2"),
         ([3], {"0": "CT", "1": "PET"}, "expected 2 images of each case, one per channel, got 3"),
         ([2, 2], {"0": "CT", "1": "PET"}, None),
         ([1, 1], {"0": "CT"}, None),
@@ -415,6 +416,12 @@ def test_the_number_of_images_of_each_case_is_that_of_the_channels(
     with pytest.raises(UserError) as error:
         import_msd(path)
     assert said in str(error.value)
+
+
+def test_a_datalist_without_cases_and_modality_is_refused(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "list.json", {"training": [], "labels": {"1": "a"}})
+    with pytest.raises(UserError, match="the msd data set has no case"):
+        import_dataset(path)
 
 
 def test_further_values_of_the_background_and_a_label_at_its_value(tmp_path: Path) -> None:
