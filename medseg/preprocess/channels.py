@@ -96,7 +96,8 @@ def place_channel(
     share = float(gaps.mean())
     require(
         share < 1.0,
-        f"{begin}expected {name} to show the same patient region as {first}, but the two do not overlap; check both.",
+        f"{begin}expected {name} to show the same patient region as {first}, but the two do not "
+        "overlap; check both.",
     )
     if share > 0.0:  # the image itself, where the grids agree, is not changed
         image[gaps] = fill
@@ -144,7 +145,8 @@ def read_channels(
     if missing:
         known = next((str(path) for path in paths if path is not None), "the case")
         raise UserError(
-            f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is missing; give a file for each."
+            f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is "
+            "missing; give a file for each."
         )
     channels: list[np.ndarray] = []
     findings: list[Finding] = []

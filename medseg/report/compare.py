@@ -181,27 +181,42 @@ def _val_dice_worst(run: Run) -> float | None:
 
 # fmt: off
 VAL_DICE = Metric(
-    "val_dice", "Val Dice", "Best mean Dice over the validation cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
+    "val_dice", "Val "
+                "Dice", "Best mean "
+                            "Dice over "
+                            "the "
+                            "validation "
+                            "cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
 )
 PEAK = Metric(
-    "peak_gib", "Peak GiB", "Peak memory: that of the GPU if there is one, else resident memory", _reader("peak_gib", "peak_gib"),
+    "peak_gib", "Peak "
+                "GiB", "Peak memory: that of the GPU if "
+                            "there is one, else resident memory", _reader("peak_gib", "peak_gib"),
     "{:.2f}".format, -1,
 )
 STEP = Metric(
-    "seconds_per_step", "s/step", "Median seconds per optimiser step, validation left out", _reader("", "seconds_per_step", median),
+    "seconds_per_step", "s/step", "Median seconds per "
+                                  "optimiser step, "
+                                  "validation left out", _reader("", "seconds_per_step", median),
     "{:.3g}".format, -1,
 )
 METRICS = (
     VAL_DICE,
     Metric(
-        "val_dice_worst", "Worst case", "Dice of the worst validation case, at the step of the best mean", _val_dice_worst,
+        "val_dice_worst", "Worst "
+                          "case", "Dice of the worst validation case, at "
+                                        "the step of the best mean", _val_dice_worst,
         "{:.4f}".format, 1,
     ),
     Metric("steps", "Steps", "Optimiser steps made", _reader("steps", "step"), "{:.0f}".format, 0),
     STEP,
-    Metric("train_s", "Time", "Training and validation together", _reader("train_s"), write_duration, -1),
+    Metric("train_s", "Time", "Training and validation "
+                              "together", _reader("train_s"), write_duration, -1),
     PEAK,
-    Metric("num_parameters", "Weights", "Number of parameters of the network", _reader("num_parameters"), write_count, 0),
+    Metric("num_parameters", "Weights", "Number of "
+                                        "parameters "
+                                        "of the "
+                                        "network", _reader("num_parameters"), write_count, 0),
 )
 # fmt: on
 

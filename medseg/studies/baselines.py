@@ -74,7 +74,8 @@ def install_baselines(folder: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise UserError(
-            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false"
+            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
+            "peers=false"
         )
     replace_text(installed, "\n".join(PACKAGES))
     return packages

@@ -28,7 +28,11 @@ from medseg.training.options import TrainConfig
 
 # Column of time_to_dice.csv to its heading in time_to_dice.md.
 COLUMNS = {
-    "row": "", "arguments": "arguments", "outcome": "outcome", "cpu_minutes": "CPU minutes", "ratio": "of the first row", "step": "steps",
+    "row": "", "arguments": "arguments", "outcome": "outcome", "cpu_minutes": "CPU "
+                                                                              "minutes", "ratio": "of "
+                                                                                                      "the "
+                                                                                                      "first "
+                                                                                                      "row", "step": "steps",
     "dice": "best Dice",
 }  # fmt: skip
 FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
@@ -72,7 +76,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         )
         limit_minutes = min(config.max_minutes, config.max_ratio * first_minutes)
         print(
-            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most {limit_minutes:.1f} CPU minutes",
+            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most "
+            f"{limit_minutes:.1f} CPU minutes",
             flush=True,
         )
         make_data_module(row_config).prepare_data()
@@ -133,7 +138,8 @@ def train_row(
                 points.append({key: line[key] for key in SCORES} | {"cpu_minutes": minutes})
                 write_csv(path, points, (*SCORES, "cpu_minutes"))
                 print(
-                    f"  step {line['step']:.0f}: {study.metric} {line[study.metric]:.4f} after {minutes:.2f} CPU minutes",
+                    f"  step {line['step']:.0f}: {study.metric} {line[study.metric]:.4f} after "
+                    f"{minutes:.2f} CPU minutes",
                     flush=True,
                 )
         return is_reached() or minutes >= limit_minutes

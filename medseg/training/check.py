@@ -62,7 +62,8 @@ def check_objects(config: TrainConfig) -> bool:
     weights, num_outputs = config.loss.get("output_weights"), network.traits.num_outputs
     require(
         weights is None or num_outputs in (None, len(weights)),
-        f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output of the network; leave it out, or correct it",
+        f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output of "
+        "the network; leave it out, or correct it",
     )
     check_loss(config)
     make_transforms(config)
@@ -87,8 +88,8 @@ def _check_callbacks(config: TrainConfig) -> None:
     for name, callback in zip(config.callbacks, callbacks, strict=True):
         if isinstance(callback, (DeviceStatsMonitor, LearningRateMonitor)):
             raise UserError(
-                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is none; "
-                "choose logger=csv, or leave the callback out"
+                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is "
+                "none; choose logger=csv, or leave the callback out"
             )
 
 
@@ -97,8 +98,9 @@ def _check_loggers(config: TrainConfig) -> None:
     for folder in filter(None, (config.resume, config.run_dir)):
         if not is_utf8(os.path.abspath(folder)) and _list_targets(config.logger) - {CSV_LOGGER}:
             raise UserError(
-                f"{os.path.abspath(folder)}: expected a run folder whose name is UTF-8, since the files of this logger cannot be written "
-                "to another one; rename the folder, or give logger=csv"
+                f"{os.path.abspath(folder)}: expected a run folder whose name is UTF-8, since the "
+                "files of this logger cannot be written to another one; rename the folder, or give "
+                "logger=csv"
             )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         make_loggers(
@@ -135,11 +137,13 @@ def _check_optimisation(config: TrainConfig) -> None:
     name = str(config.optimizer[TARGET]).rpartition(".")[2]
     if float(first_step @ torch.linspace(-1.0, 1.0, len(first_step))) > 0:
         raise UserError(
-            f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave optimizer.maximize out"
+            f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave "
+            "optimizer.maximize out"
         )
     if config.lr_scaling is LrScaling.linear and not follows_gradient:
         raise UserError(
-            f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose lr_scaling=sqrt"
+            f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose "
+            "lr_scaling=sqrt"
         )
     with _refused_by("schedule", config.schedule):
         schedule = make_schedule(
@@ -183,8 +187,8 @@ def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them, or "
-            f"choose another {group}"
+            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: "
+            f"{first_line(error)}); change them, or choose another {group}"
         ) from error
 
 
@@ -207,8 +211,9 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     ):
         require(
             (found or whole) == size,
-            f"{key}={list(found) if found else None}: the network accepts inputs of {list(size)} voxels only; choose {key}={list(size)}, "
-            f"or spacing=fixed_size spacing.size={list(size)}, or another size of the network (model.img_size)",
+            f"{key}={list(found) if found else None}: the network accepts inputs of {list(size)} "
+            f"voxels only; choose {key}={list(size)}, or spacing=fixed_size "
+            f"spacing.size={list(size)}, or another size of the network (model.img_size)",
         )
 
 
@@ -217,7 +222,8 @@ def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: 
     policy = config.memory.checkpointing
     if policy not in ("none", []) and not network.traits.blocks:
         raise UserError(
-            f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in model.blocks, such as [encoder.*]"
+            f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in "
+            "model.blocks, such as [encoder.*]"
         )
     try:
         select_blocks(network.blocks(), policy if isinstance(policy, str) else tuple(policy))
@@ -227,6 +233,6 @@ def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: 
         return
     require(
         has_batch_norm or not config.trainer.sync_batchnorm,
-        f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} does not have; choose "
-        "trainer.sync_batchnorm=false",
+        f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} "
+        "does not have; choose trainer.sync_batchnorm=false",
     )

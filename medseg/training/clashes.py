@@ -47,8 +47,8 @@ def _fold_clashes(config: TrainConfig) -> Iterator[str]:
     checkpoints = config.stage.coarse_folds
     if checkpoints is not None and len(checkpoints) != config.data.num_folds:
         yield (
-            f"stage.coarse_folds names {len(checkpoints)} checkpoints, but data.num_folds={config.data.num_folds}; "
-            "give one for each fold, in their order"
+            f"stage.coarse_folds names {len(checkpoints)} checkpoints, but "
+            f"data.num_folds={config.data.num_folds}; give one for each fold, in their order"
         )
 
 
@@ -63,13 +63,14 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
     for key, size in input_sizes(config).items():
         if any(part > most for part, most in zip(size, whole, strict=True)):
             yield (
-                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; choose a smaller size, or null"
+                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; "
+                "choose a smaller size, or null"
             )
     max_voxels = config.stage.max_voxels
     if max_voxels is not None and math.prod(whole) > max_voxels:
         yield (
-            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} allows; choose a smaller "
-            "size, or stage.max_voxels=null"
+            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} "
+            "allows; choose a smaller size, or stage.max_voxels=null"
         )
 
 
@@ -91,8 +92,9 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
             yield f"{key}: expected multiples of {multiple} ({reason}), but got {list(size)}"
         if size == divisor and needs_two_voxels:
             yield (
-                f"{key}={list(size)}: the deepest level of the network would have one voxel, but instance norm "
-                "(model.norm=instance) needs at least two for a variance; choose a larger size along an axis"
+                f"{key}={list(size)}: the deepest level of the network would have one voxel, but "
+                "instance norm (model.norm=instance) needs at least two for a variance; choose a "
+                "larger size along an axis"
             )
 
 
@@ -104,14 +106,14 @@ def _rank_clashes(config: TrainConfig) -> Iterator[str]:
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
     if trainer.sync_batchnorm and config.model[TARGET] == UNET and not is_batch_norm(config.model):
         yield (
-            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; "
-            "choose trainer.sync_batchnorm=false"
+            "trainer.sync_batchnorm=true works with model.norm=batch only, but "
+            f"model.norm={config.model.get('norm')}; choose trainer.sync_batchnorm=false"
         )
     num_parts = trainer.num_ranks * memory.accumulate
     if stage.batch_size % num_parts:
         yield (
-            f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} rank(s) × "
-            f"memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
+            f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} "
+            f"rank(s) × memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
         )
 
 
@@ -139,21 +141,23 @@ def _device_clashes(config: TrainConfig) -> Iterator[str]:
         return
     if memory.precision in (Precision.fp16, Precision.tf32):
         yield (
-            f"memory.precision={memory.precision.value} needs a GPU, but trainer.accelerator=cpu; choose memory.precision=bf16"
+            f"memory.precision={memory.precision.value} needs a GPU, but trainer.accelerator=cpu; "
+            "choose memory.precision=bf16"
         )
     if memory.offload:
         yield (
-            "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose "
-            "memory.offload=false"
+            "memory.offload=true moves activations from a GPU to the host, but "
+            "trainer.accelerator=cpu; choose memory.offload=false"
         )
     if config.data.pin_memory:
         yield (
-            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null"
+            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose "
+            "data.pin_memory=null"
         )
     if memory.cudnn_benchmark:
         yield (
-            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose "
-            "memory.cudnn_benchmark=false"
+            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; "
+            "choose memory.cudnn_benchmark=false"
         )
 
 
@@ -162,8 +166,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     schedule = class_name(config.schedule)
     if warmup_steps and schedule not in CHAINABLE_SCHEDULES:
         yield (
-            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all steps itself; choose "
-            "warmup_steps=0, or a schedule such as schedule=cosine"
+            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all "
+            "steps itself; choose warmup_steps=0, or a schedule such as schedule=cosine"
         )
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
@@ -172,14 +176,14 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     is_new = config.resume in (None, "auto")
     if total_steps is not None and total_steps < steps and is_new:
         yield (
-            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; leave "
-            f"schedule.total_steps out, or give {steps} or more"
+            f"schedule.total_steps={total_steps}: the schedule would end before the run, "
+            f"steps={steps}; leave schedule.total_steps out, or give {steps} or more"
         )
     (lowest_key, lowest_lr), (highest_key, highest_lr) = _lr_bounds(config)
     if lowest_lr > highest_lr:
         yield (
-            f"{lowest_key}={lowest_lr:g} is the lowest rate of the schedule, but {highest_key}={highest_lr:g} is its "
-            "highest; choose a smaller one"
+            f"{lowest_key}={lowest_lr:g} is the lowest rate of the schedule, but "
+            f"{highest_key}={highest_lr:g} is its highest; choose a smaller one"
         )
 
 
@@ -202,13 +206,13 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
     # After fewer steps the weights of the first one would be a third of the average, or more.
     if decay is not None and steps * (1 - decay) < 1:
         yield (
-            f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; choose "
-            f"{1 - 1 / steps:.4g} or less, or more steps"
+            f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; "
+            f"choose {1 - 1 / steps:.4g} or less, or more steps"
         )
     if config.lr_scaling is not LrScaling.none and "lr" not in config.optimizer:
         yield (
-            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be scaled; give "
-            "optimizer.lr=<number>"
+            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be "
+            "scaled; give optimizer.lr=<number>"
         )
 
 
@@ -219,12 +223,13 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
         return
     if 2 in flip_axes:
         yield (
-            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} "
-            "distinguishes; leave axis 2 out"
+            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "
+            f"task={config.task.name} distinguishes; leave axis 2 out"
         )
     if config.stage.name is not StageName.fine:
         yield (
-            f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot distinguish the sides; leave it empty"
+            f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot "
+            "distinguish the sides; leave it empty"
         )
 
 
@@ -235,18 +240,20 @@ def _region_clashes(config: TrainConfig) -> Iterator[str]:
     if stage.name is not StageName.fine:
         if stage.add_parts_mm is not None and not regions:
             yield (
-                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out"
+                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to "
+                "add to; leave it out"
             )
         return
     if not regions:
         yield (
-            f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single"
+            f"stage=fine: the task {task.name} has no regions, and one stage segments all of its "
+            "labels; choose stage=single"
         )
     num_labels = {name: len(region.labels) for name, region in regions.items()}
     if len(set(num_labels.values())) > 1:
         yield (
-            f"stage=fine: one network segments all regions, but they have {num_labels} labels; give each the same "
-            "number of labels, or choose stage=single task.regions=null"
+            f"stage=fine: one network segments all regions, but they have {num_labels} labels; "
+            "give each the same number of labels, or choose stage=single task.regions=null"
         )
 
 

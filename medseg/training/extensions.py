@@ -80,7 +80,8 @@ def check_loss(config: TrainConfig) -> None:
         )
         if added:
             say(
-                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and integer labels"
+                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and "
+                "integer labels"
             )
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
@@ -233,8 +234,8 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its file in conf/ has the command, "
-            "such as pip install 'medseg[loggers]')"
+            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its "
+            "file in conf/ has the command, such as pip install 'medseg[loggers]')"
         ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -93,7 +93,8 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     theirs = _with_defaults(metadata["model"])
     if ours != theirs:
         raise UserError(
-            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model"
+            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same "
+            "model"
         )
     if config.stage.coarse_channel and not metadata.get("coarse_channel"):
         weights = _with_zero_channel(network, weights)
