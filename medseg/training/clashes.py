@@ -1,4 +1,7 @@
-"""Contradictions between keys of several groups of `train`; those within a group stand beside its keys."""
+"""Contradictions between keys of several groups of `train`.
+
+Those within a group stand beside its keys.
+"""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +31,10 @@ DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator
 
 
 def train_clashes(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each contradiction, in an order in which the earlier ones are checked for the later ones."""
+    """Yield a sentence for each contradiction.
+
+    Later checks rely on what the earlier ones refuse.
+    """
     yield from missing_file("init_from", config.init_from)
     yield from model_clashes(config.model)
     yield from loss_clashes(config.loss)
@@ -43,7 +49,7 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _fold_clashes(config: TrainConfig) -> Iterator[str]:
-    """One coarse checkpoint for each fold."""
+    """Check that there is one coarse checkpoint for each fold."""
     checkpoints = config.stage.coarse_folds
     if checkpoints is not None and len(checkpoints) != config.data.num_folds:
         yield (
@@ -53,7 +59,10 @@ def _fold_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _size_clashes(config: TrainConfig) -> Iterator[str]:
-    """Sizes of network inputs: within the crop and, if the divisor is known without building the network, multiples of it."""
+    """Check that the sizes of network inputs lie within the crop.
+
+    If the divisor is known without building the network, they must be multiples of it.
+    """
     divisor = stated_divisor(config.model, config.spacing)
     if divisor is not None:
         yield from divisor_clashes(config, divisor, config.model.get("norm") == "instance")
@@ -75,7 +84,7 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool) -> Iterator[str]:
-    """Sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
+    """Check that input sizes are multiples of the divisor, with two voxels at the deepest level.
 
     Args:
         config: The configuration.
@@ -99,7 +108,7 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
 
 
 def _rank_clashes(config: TrainConfig) -> Iterator[str]:
-    """Several ranks and a device map: the keys that they exclude."""
+    """Check the keys that several ranks and a device map exclude."""
     stage, memory, trainer = config.stage, config.memory, config.trainer
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
@@ -135,7 +144,7 @@ def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _device_clashes(config: TrainConfig) -> Iterator[str]:
-    """Switches that need a GPU."""
+    """Check the switches that need a GPU."""
     memory = config.memory
     if config.trainer.accelerator is not Accelerator.cpu:
         return
@@ -188,7 +197,7 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Key and value of the lowest and of the highest learning rate, as far as they are stated."""
+    """Find key and value of the lowest and the highest learning rate, as far as they are stated."""
     schedule = config.schedule
     lowest, highest = ("", 0.0), ("", math.inf)
     for key in ("base_lr", "eta_min"):
@@ -217,7 +226,7 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _side_clashes(config: TrainConfig) -> Iterator[str]:
-    """Flips of a task that distinguishes left and right."""
+    """Check the flips of a task that distinguishes left and right."""
     flip_axes = config.augment.flip_axes
     if not flip_axes or not config.task.has_sides:
         return
@@ -234,7 +243,7 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _region_clashes(config: TrainConfig) -> Iterator[str]:
-    """Stages and the regions of the task."""
+    """Check that the stage suits the regions of the task."""
     stage, task = config.stage, config.task
     regions = task.regions or {}
     if stage.name is not StageName.fine:
@@ -258,5 +267,5 @@ def _region_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def class_name(node: dict[str, Any]) -> str:
-    """Name of the class that a node of an extension point names, without its package."""
+    """Return the name of the class that a node of an extension point names, without its package."""
     return str(node.get(TARGET)).rpartition(".")[2]

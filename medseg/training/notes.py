@@ -54,7 +54,7 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
 
 
 def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
-    """Yield a sentence for each key that computes over the samples of a batch, but sees fewer at a time."""
+    """Yield a sentence for each key that computes over a batch, but sees fewer of its samples."""
     stage, accumulate, ranks = config.stage, config.memory.accumulate, config.trainer.num_ranks
     has_one_shape = _has_one_shape(config)
     # Samples of different shapes go through the network one by one.
