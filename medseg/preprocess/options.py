@@ -102,18 +102,12 @@ class SpacingOptions:
         name = self.strategy.value
         target_mm = list(self.target_spacing_mm or ())
         if self.strategy is SpacingStrategy.native:
-            if target_mm:
-                yield (
-                    f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing "
-                    "of each scan; leave it null"
-                )
-            if self.resampling is not Resampling.antialiased:
-                yield (
-                    f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples "
-                    "nothing; leave it out"
-                )
+            yield from self._native_clashes(key, target_mm)
         if self.strategy in TARGET_NEEDED and not target_mm:
-            yield f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, (z, y, x)"
+            yield (
+                f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, "
+                "(z, y, x)"
+            )
         if self.strategy in ONE_SPACING and len(set(target_mm)) > 1:
             yield (
                 f"{key}.target_spacing_mm={target_mm}: {key}.strategy={name} uses one spacing for "
@@ -124,17 +118,34 @@ class SpacingOptions:
                 f"{key}.fill={self.fill.value}: only {key}.strategy=fixed_resolution makes cubes, "
                 f"but {key}.strategy={name}; leave it out"
             )
+        yield from self._owner_clashes(key)
+        if self.range_mm is not None:
+            yield from self._range_clashes(key, self.range_mm, target_mm)
+
+    def _native_clashes(self, key: str, target_mm: list[float]) -> Iterator[str]:
+        """Refuse what a strategy that resamples nothing does not use."""
+        if target_mm:
+            yield (
+                f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing "
+                "of each scan; leave it null"
+            )
+        if self.resampling is not Resampling.antialiased:
+            yield (
+                f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples "
+                "nothing; leave it out"
+            )
+
+    def _owner_clashes(self, key: str) -> Iterator[str]:
+        """Refuse keys that belong to another strategy, and missing keys of this one."""
         for own_key, owner in OWN_SPACING_KEYS.items():
             has_value = getattr(self, own_key) is not None
             if has_value and self.strategy is not owner:
                 yield (
                     f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but "
-                    f"{key}.strategy={name}; leave it out"
+                    f"{key}.strategy={self.strategy.value}; leave it out"
                 )
             if self.strategy is owner and not has_value:
                 yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
-        if self.range_mm is not None:
-            yield from self._range_clashes(key, self.range_mm, target_mm)
 
     def _range_clashes(self, key: str, range_mm: Pair, target_mm: list[float]) -> Iterator[str]:
         low_mm, high_mm = range_mm
