@@ -1,1 +1,4 @@
-"""Studies: commands that combine several runs (ladder, time to a Dice, spacing comparison, cross-validation, search, weights, demo)."""
+"""Studies: commands that combine several runs.
+
+They are ladder, time to a Dice, spacing comparison, cross-validation, search, weights and demo.
+"""
