@@ -1,4 +1,1 @@
-"""Studies: commands that combine several runs.
-
-They are ladder, time to a Dice, spacing comparison, cross-validation, search, weights and demo.
-"""
+"""Studies: commands that combine several runs, such as ladder, cross-validation and search."""
