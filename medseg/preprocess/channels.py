@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from scipy.ndimage import affine_transform
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.volume import Volume
@@ -31,12 +31,15 @@ SHARE_TOLD = 0.01
 def resample_to(
     image: np.ndarray, source: VoxelGrid, target: VoxelGrid, outside: float
 ) -> np.ndarray:
-    """Resample an image to any grid: antialiased along its own axes, then linearly where the grids are rotated to each other.
+    """Resample an image to any grid.
+
+    It is antialiased along its own axes, then interpolated linearly where the grids are rotated to
+    each other.
 
     Args:
         image: Image (D, H, W) on `source`.
         source: Its grid; axes may be permuted, flipped or oblique to those of the target.
-        target: Wanted grid.
+        target: New grid.
         outside: Value for voxels whose centre lies outside the source's field of view.
 
     Returns:
@@ -44,25 +47,30 @@ def resample_to(
     """
     if source.is_close(target):
         return image
-    (image, source, _), back = orient(image, source), orientation_of(target)
-    wanted = target.reoriented(back.order, back.flips)
-    if np.allclose(source.direction, wanted.direction, rtol=0, atol=DIRECTION_TOLERANCE):
-        return back.from_lps(resample_image(image, source, wanted, outside).numpy())
+    image, source, _ = orient(image, source)
+    back = orientation_of(target)
+    oriented_target = target.reoriented(back.order, back.flips)
+    if np.allclose(source.direction, oriented_target.direction, rtol=0, atol=DIRECTION_TOLERANCE):
+        return back.from_lps(resample_image(image, source, oriented_target, outside).numpy())
     # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear
     # interpolation.
-    z, y, x = map(max, source.spacing_mm, wanted.spacing_mm)
+    z, y, x = map(max, source.spacing_mm, oriented_target.spacing_mm)
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
     # Index in the lattice of target voxels (0, 0, 0) and of the next one along each axis.
-    first, *steps = lattice.world_to_index_zyx(
-        wanted.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
-    )
+    corners = oriented_target.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
+    first, *steps = lattice.world_to_index_zyx(corners)
     matrix = np.transpose(np.array(steps) - first)
-    return back.from_lps(
-        affine_transform(
-            filtered, matrix, first, wanted.shape, order=1, mode="grid-constant", cval=outside
-        )
+    resampled = affine_transform(
+        filtered,
+        matrix,
+        first,
+        oriented_target.shape,
+        order=1,
+        mode="grid-constant",
+        cval=outside,
     )
+    return back.from_lps(resampled)
 
 
 def place_channel(
@@ -94,17 +102,17 @@ def place_channel(
     image = resample_to(image, source, target, math.nan)
     gaps = np.isnan(image)
     share = float(gaps.mean())
-    require(
-        share < 1.0,
-        f"{begin}expected {name} to show the same patient region as {first}, but the two do not overlap; check both.",
-    )
+    if gaps.all():
+        raise UserError(
+            f"{begin}expected {name} to show the same patient region as {first}, but the two do "
+            "not overlap; check both."
+        )
     if share > 0.0:  # the image itself, where the grids agree, is not changed
         image[gaps] = fill
     if share <= SHARE_TOLD:
         return image, []
-    return image, warnings_of(
-        "reading", [f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"]
-    )
+    warning = f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"
+    return image, warnings_of("reading", [warning])
 
 
 def read_channels(
@@ -142,9 +150,10 @@ def read_channels(
     names = ["image", *(f"image_{number}" for number in range(1, len(paths)))]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
-        known = next((str(path) for path in paths if path is not None), "the case")
+        case = next((str(path) for path in paths if path is not None), "the case")
         raise UserError(
-            f"{known}: expected the channels {', '.join(names)}, but {', '.join(missing)} is missing; give a file for each."
+            f"{case}: expected the channels {', '.join(names)}, but {', '.join(missing)} is "
+            "missing; give a file for each."
         )
     channels: list[np.ndarray] = []
     findings: list[Finding] = []
@@ -154,11 +163,19 @@ def read_channels(
         zip(names, paths, outside, scales, modalities, strict=True)
     ):
         assert path is not None, "refused above"
-        own_series, own_files = (series, files) if number == 0 else (None, ())
+        is_first = number == 0
+        # A path that occurs several times is a file with several volumes.
         index, num_volumes = paths[:number].count(path), paths.count(path)
-        volume = read_image(path, own_series, modality, index, num_volumes, own_files)
+        volume = read_image(
+            path,
+            series if is_first else None,
+            modality,
+            index,
+            num_volumes,
+            files if is_first else (),
+        )
         image = scale.apply(volume.array)
-        if not channels:
+        if is_first:
             first = replace(volume, array=image)
         else:
             image, uncovered = place_channel(
@@ -166,12 +183,11 @@ def read_channels(
             )
             findings += uncovered
         channels.append(image)
-        findings += [
-            finding.within(name) if len(paths) > 1 else finding for finding in volume.findings
-        ]
-    stacked = (
-        np.stack(channels).astype(np.float32, copy=False)
-        if len(channels) > 1
-        else channels[0][None]
-    )
-    return stacked, replace(first, findings=tuple(findings))
+        if len(paths) > 1:
+            findings += [finding.within(name) for finding in volume.findings]
+        else:
+            findings += volume.findings
+    volume = replace(first, findings=tuple(findings))
+    if len(channels) == 1:
+        return channels[0][None], volume
+    return np.stack(channels).astype(np.float32, copy=False), volume

@@ -24,7 +24,10 @@ BODY_MARGIN_MM = 10.0
 def body_box(
     image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct"
 ) -> VoxelBox:
-    """Find the box of the body, with a margin: all voxels of a CT denser than air, with table and clothes; the nonzero voxels of other modalities.
+    """Find the box of the body, with a margin.
+
+    It holds all voxels of a CT denser than air, with table and clothes; of other modalities the
+    nonzero ones.
 
     A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts
     the network's norms.
@@ -38,7 +41,8 @@ def body_box(
         Box inside the volume; the whole volume if nothing is denser than air.
     """
     full = VoxelBox.full((image.shape[0], image.shape[1], image.shape[2]))
-    box = VoxelBox.from_mask(image > BODY_HU if modality == "ct" else image != 0)
+    is_body = image > BODY_HU if modality == "ct" else image != 0
+    box = VoxelBox.from_mask(is_body)
     if box is None:
         return full
     z, y, x = (math.ceil(BODY_MARGIN_MM / spacing - 1e-6) for spacing in spacing_mm)
@@ -46,7 +50,9 @@ def body_box(
 
 
 def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
-    """Cut a box out of a volume; the first and the last slice are repeated beyond the ends, one value fills the rest.
+    """Cut a box out of a volume that it may leave.
+
+    The first and the last slice are repeated beyond the ends; one value fills the rest.
 
     Args:
         array: Volume (D, H, W); a memory map is read only inside the box.
@@ -60,8 +66,9 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     depth = array.shape[0]
     z, y, x = box.start
     # Slices from the one nearest to the box' start to the one nearest to its end.
-    first, stop = min(max(z, 0), depth - 1), max(min(box.stop[0], depth), 1)
-    inner = VoxelBox((first, y, x), (max(stop, first + 1), *box.stop[1:])).clipped(array.shape)
+    first = min(max(z, 0), depth - 1)
+    stop = max(min(box.stop[0], depth), first + 1)
+    inner = VoxelBox((first, y, x), (stop, *box.stop[1:])).clipped(array.shape)
     if inner.is_empty:
         return crop
     rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
@@ -76,7 +83,10 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
 def cut(
     image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED
 ) -> Tensor:
-    """Take a crop out of a volume (D, H, W): a view if it is on the volume's grid and inside, else resampled."""
+    """Take a crop out of a volume (D, H, W).
+
+    It is a view if the crop is on the volume's grid and inside, else resampled.
+    """
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
     return resample_image(image, grid, crop.grid, outside, resampling=resampling, slices_go_on=True)
@@ -92,7 +102,9 @@ def resample_crop(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Resample a volume to a crop: directly if the crop is on the lattice, else via the lattice, as training does with the cache.
+    """Resample a volume to a crop.
+
+    Directly if the crop is on the lattice, else via the lattice, as training does with the cache.
 
     Args:
         image: Volume (D, H, W).
@@ -130,7 +142,10 @@ def resample_crop(
 
 
 def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
-    """Set the voxels of a crop (D, H, W) beyond its content to one value; an image whose crop has none is returned as it is."""
+    """Set the voxels of a crop (D, H, W) beyond its content to one value.
+
+    An image whose crop has no content box is returned as it is.
+    """
     if crop.content is None:
         return image
     inner = crop.content.intersect(crop.box).shifted([-start for start in crop.box.start]).slices()
@@ -163,7 +178,9 @@ def probability_channel(
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W'): the last slice is repeated, one value fills the rest.
+    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W').
+
+    The last slice is repeated; one value fills the rest.
 
     An image of that shape is returned as it is.
     """

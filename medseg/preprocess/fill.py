@@ -1,4 +1,6 @@
-"""Constant fill of a CT: where a file holds one value outside the field of view, such as the 0 of a resampler, air takes its place.
+"""Constant fill of a CT outside the field of view, such as the 0 of a resampler.
+
+Air takes its place.
 
 A network takes 0 HU around a patient for water, and finds no organ full of air. Values below air
 are clipped wherever an image is resampled (`HU_LIMITS`); here are the others. The noise of a
@@ -39,7 +41,8 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         The value; None where there is none, or where the image lacks the noise that tells it from
         tissue.
     """
-    values = Counter(value for plane in image_hu if (value := _border_value(plane)) is not None)
+    border_values = [_border_value(plane) for plane in image_hu]
+    values = Counter(value for value in border_values if value is not None)
     if not values:
         return None
     fill = values.most_common(1)[0][0]
@@ -81,12 +84,16 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
 
 
 def _border(plane: np.ndarray) -> np.ndarray:
-    """Values of a plane along its four sides, one after the other."""
+    """List the values of a plane along its four sides, one after the other."""
     return np.concatenate([plane[0], plane[:, -1], plane[-1], plane[:, 0]])
 
 
 def _border_value(plane: np.ndarray) -> float | None:
-    """Value denser than air that runs along a part of the border of a plane; None where there is none."""
+    """Find the value denser than air that runs along a part of the border of a plane.
+
+    Returns:
+        The value; None where there is none.
+    """
     border = _border(plane)
     runs = border[1:][border[1:] == border[:-1]]
     runs = runs[runs > DENSEST_AIR_HU]
@@ -94,7 +101,9 @@ def _border_value(plane: np.ndarray) -> float | None:
         return None
     values, counts = np.unique(runs, return_counts=True)
     most = int(counts.argmax())
-    return float(values[most]) if counts[most] >= BORDER_SHARE * len(border) else None
+    if counts[most] < BORDER_SHARE * len(border):
+        return None
+    return float(values[most])
 
 
 def _is_noisy(image_hu: np.ndarray, fill: float) -> bool:

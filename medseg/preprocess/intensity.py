@@ -36,11 +36,14 @@ AIR = -1.0
 
 
 BODY_HU = -500.5
-"""Half way between air and soft tissue; the half unit makes images in whole HU and unrounded ones agree."""
+"""Half way between air and soft tissue.
+
+The half unit makes images in whole HU and unrounded ones agree.
+"""
 
 PERCENTILES = (0.5, 99.5)
 MAX_VALUES = 2**24
-"""Largest number of voxels for the percentiles; of more voxels only every second, third … is used."""
+"""Largest number of voxels for the percentiles; of more only every second, third … is used."""
 
 
 class Intensity(NamedTuple):
@@ -72,7 +75,9 @@ def window(window_hu: tuple[float, float]) -> Intensity:
 
 
 def foreground(image: np.ndarray, modality: str) -> np.ndarray:
-    """Take the values of the body for `ct`, else those that are not 0; all values where there are none.
+    """Take the values of the body for `ct`, else those that are not 0.
+
+    Where there are none it takes all values.
 
     Args:
         image: Image of any shape.
@@ -86,29 +91,36 @@ def foreground(image: np.ndarray, modality: str) -> np.ndarray:
 
 
 def zscore(image: np.ndarray, modality: str) -> Intensity:
-    """Map the mean of the foreground to 0 and its standard deviation to 1; an image of one value becomes 0.
+    """Map the mean of the foreground to 0 and its standard deviation to 1.
+
+    An image of one value becomes 0.
 
     Args:
         image: Whole image (D, H, W) of the case.
         modality: As for `foreground`.
     """
     values = foreground(image, modality)
-    mean, std = (float(measure(values, dtype=np.float64)) for measure in (np.mean, np.std))
+    mean = float(np.mean(values, dtype=np.float64))
+    std = float(np.std(values, dtype=np.float64))
     low, high = float(image.min()), float(image.max())
     factor = 1.0 / std if std > 0 else 0.0
     return Intensity(low, high, factor, (low - mean) * factor)
 
 
 def percentile(image: np.ndarray, modality: str) -> Intensity:
-    """Map the `PERCENTILES` of the foreground to -1 and 1, and clip to them; an image of one value becomes -1.
+    """Map the `PERCENTILES` of the foreground to -1 and 1, and clip to them.
+
+    An image of one value becomes -1.
 
     Args:
         image: As for `zscore`.
         modality: As for `foreground`.
     """
     values = foreground(image, modality)
-    low, high = map(float, np.percentile(values[:: -(-values.size // MAX_VALUES)], PERCENTILES))
-    return Intensity(low, high, 2.0 / (high - low) if high > low else 0.0, AIR)
+    step = -(-values.size // MAX_VALUES)  # rounded up
+    low, high = map(float, np.percentile(values[::step], PERCENTILES))
+    factor = 2.0 / (high - low) if high > low else 0.0
+    return Intensity(low, high, factor, AIR)
 
 
 def intensity_of(
@@ -150,7 +162,7 @@ def normalise(image: ImageT, intensity: Intensity) -> ImageT:
 
 
 def normalise_hu(image_hu: ImageT, window_hu: tuple[float, float]) -> ImageT:
-    """Clip an image to a window and map the window linearly to [-1, 1], as `normalise` with `window`.
+    """Clip an image to a window and map the window linearly to [-1, 1].
 
     Args:
         image_hu: Image in HU, any shape, integer or float.

@@ -52,7 +52,8 @@ class SpacingOptions:
     target_spacing_mm: Annotated[
         Triple | None,
         Knob(
-            "Voxel spacing; null: averaged over the training cases (dataset_median, dataset_mean), else that of each scan.",
+            "Voxel spacing; null: averaged over the training cases (dataset_median, "
+            "dataset_mean), else that of each scan.",
             "(0, inf)",
             "mm (z, y, x)",
         ),
@@ -69,7 +70,8 @@ class SpacingOptions:
     resampling: Annotated[
         Resampling,
         Knob(
-            "Filter. linear: faster, skips voxels where an axis gets coarser; cubic: sharper where it gets finer."
+            "Filter. linear: faster, skips voxels where an axis gets coarser; cubic: sharper where "
+            "it gets finer."
         ),
     ] = Resampling.antialiased
     range_mm: Annotated[
@@ -79,13 +81,15 @@ class SpacingOptions:
     draw: Annotated[
         SpacingDraw | None,
         Knob(
-            "multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped to range_mm."
+            "multi_scale only. even: log-uniform; tail: spacing of a training scan, clamped to "
+            "range_mm."
         ),
     ] = None
     fill: Annotated[
         Fill,
         Knob(
-            "fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by air."
+            "fixed_resolution only: how a crop becomes a cube. widen: by more of the scan; pad: by "
+            "air."
         ),
     ] = Fill.widen
 
@@ -98,36 +102,50 @@ class SpacingOptions:
         name = self.strategy.value
         target_mm = list(self.target_spacing_mm or ())
         if self.strategy is SpacingStrategy.native:
-            if target_mm:
-                yield (
-                    f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing of each scan; leave it null"
-                )
-            if self.resampling is not Resampling.antialiased:
-                yield (
-                    f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples nothing; leave it out"
-                )
+            yield from self._native_clashes(key, target_mm)
         if self.strategy in TARGET_NEEDED and not target_mm:
-            yield f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, (z, y, x)"
+            yield (
+                f"{key}.target_spacing_mm: {key}.strategy={name} needs three numbers in mm, "
+                "(z, y, x)"
+            )
         if self.strategy in ONE_SPACING and len(set(target_mm)) > 1:
             yield (
-                f"{key}.target_spacing_mm={target_mm}: {key}.strategy={name} uses one spacing for all axes; choose "
-                f"{key}.strategy=anisotropic"
+                f"{key}.target_spacing_mm={target_mm}: {key}.strategy={name} uses one spacing for "
+                f"all axes; choose {key}.strategy=anisotropic"
             )
         if self.fill is not Fill.widen and self.strategy is not SpacingStrategy.fixed_resolution:
             yield (
-                f"{key}.fill={self.fill.value}: only {key}.strategy=fixed_resolution makes cubes, but "
-                f"{key}.strategy={name}; leave it out"
+                f"{key}.fill={self.fill.value}: only {key}.strategy=fixed_resolution makes cubes, "
+                f"but {key}.strategy={name}; leave it out"
             )
+        yield from self._owner_clashes(key)
+        if self.range_mm is not None:
+            yield from self._range_clashes(key, self.range_mm, target_mm)
+
+    def _native_clashes(self, key: str, target_mm: list[float]) -> Iterator[str]:
+        """Refuse what a strategy that resamples nothing does not use."""
+        if target_mm:
+            yield (
+                f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing "
+                "of each scan; leave it null"
+            )
+        if self.resampling is not Resampling.antialiased:
+            yield (
+                f"{key}.resampling={self.resampling.value}: {key}.strategy=native resamples "
+                "nothing; leave it out"
+            )
+
+    def _owner_clashes(self, key: str) -> Iterator[str]:
+        """Refuse keys that belong to another strategy, and missing keys of this one."""
         for own_key, owner in OWN_SPACING_KEYS.items():
             has_value = getattr(self, own_key) is not None
             if has_value and self.strategy is not owner:
                 yield (
-                    f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but {key}.strategy={name}; leave it out"
+                    f"{key}.{own_key}: only {key}.strategy={owner.value} uses it, but "
+                    f"{key}.strategy={self.strategy.value}; leave it out"
                 )
             if self.strategy is owner and not has_value:
                 yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
-        if self.range_mm is not None:
-            yield from self._range_clashes(key, self.range_mm, target_mm)
 
     def _range_clashes(self, key: str, range_mm: Pair, target_mm: list[float]) -> Iterator[str]:
         low_mm, high_mm = range_mm
@@ -135,6 +153,7 @@ class SpacingOptions:
             yield f"{key}.range_mm: expected two increasing numbers, but got {[low_mm, high_mm]}"
         if max(target_mm, default=0.0) > low_mm:
             yield (
-                f"{key}.target_spacing_mm={target_mm}: samples are resampled from the cache, so it must not be coarser "
-                f"than the lower bound of {key}.range_mm={[low_mm, high_mm]}; choose a finer spacing, or null"
+                f"{key}.target_spacing_mm={target_mm}: samples are resampled from the cache, so it "
+                f"must not be coarser than the lower bound of {key}.range_mm={[low_mm, high_mm]}; "
+                "choose a finer spacing, or null"
             )

@@ -1,4 +1,4 @@
-"""Orientation of volumes: array axes towards Superior, Posterior and Left, and back to storage order."""
+"""Orientation of volumes: axes towards Superior, Posterior and Left, and back to storage order."""
 
 from dataclasses import dataclass
 from itertools import permutations

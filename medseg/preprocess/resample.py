@@ -74,7 +74,11 @@ class AxisTaps:
     scale: float
 
     def part(self, start: int, stop: int) -> tuple[slice, slice, AxisTaps]:
-        """Cut out the outputs start … stop - 1 of those inside: range of source and of target, and taps that count from that range."""
+        """Cut out the outputs start … stop - 1 of those inside.
+
+        Returns:
+            Range of the source, range of the target, and taps that count from the source range.
+        """
         index, first_output = self.index[start:stop], self.start + start
         first, last = int(index.min()), int(index.max()) + 1
         taps = AxisTaps(first_output, index - first, self.weight[start:stop], self.scale)
@@ -112,11 +116,9 @@ def axis_taps(
     if goes_on:
         # The target's lattice beyond the target: its outermost voxels inside the field of view
         # stand for those beyond.
-        low, high = (
-            (end - offset) / scale
-            for end in (-0.5 - EDGE_TOLERANCE, num_inputs - 0.5 + EDGE_TOLERANCE)
-        )
-        number = np.clip(number, math.ceil(low), max(math.ceil(low), math.floor(high)))
+        low = math.ceil((-0.5 - EDGE_TOLERANCE - offset) / scale)
+        high = math.floor((num_inputs - 0.5 + EDGE_TOLERANCE - offset) / scale)
+        number = np.clip(number, low, max(low, high))
     position = np.round(scale * number + offset, POSITION_DECIMALS)
     inside = np.flatnonzero(
         (position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE)
@@ -124,27 +126,32 @@ def axis_taps(
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]
     is_coarser = scale > 1.0 + EDGE_TOLERANCE
-    is_cubic, is_widened = (
-        resampling == CUBIC and not is_coarser,
-        resampling != LINEAR and is_coarser,
-    )
-    radius = 2.0 if is_cubic else scale if is_widened else 1.0
+    is_cubic = resampling == CUBIC and not is_coarser
+    is_widened = resampling != LINEAR and is_coarser
+    # Reach of the kernel in source voxels.
+    if is_cubic:
+        radius = 2.0
+    elif is_widened:
+        radius = scale
+    else:
+        radius = 1.0
     first = np.ceil(position - radius).astype(np.int64)
     index = first + np.arange(int(np.floor(2 * radius)) + 1)
     distance = index - position
-    weight = (
-        _cubic(np.abs(distance)) if is_cubic else np.maximum(0.0, 1.0 - np.abs(distance) / radius)
-    )
+    if is_cubic:
+        weight = _cubic(np.abs(distance))
+    else:
+        weight = np.maximum(0.0, 1.0 - np.abs(distance) / radius)
     if is_widened:
-        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum(
-            (weight * distance**2).sum(1, keepdims=True), 1e-12
-        )
+        first_moment = (weight * distance).sum(1, keepdims=True)
+        second_moment = (weight * distance**2).sum(1, keepdims=True)
+        tilt = -first_moment / np.maximum(second_moment, 1e-12)
         weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
     weight /= weight.sum(1, keepdims=True)
     used = (np.abs(weight) > 1e-9).any(0)
-    return AxisTaps(
-        start, np.clip(index[:, used], 0, num_inputs - 1), weight[:, used].astype(np.float32), scale
-    )
+    # Positions beyond the outermost centres take the outermost values.
+    index = np.clip(index[:, used], 0, num_inputs - 1)
+    return AxisTaps(start, index, weight[:, used].astype(np.float32), scale)
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
@@ -155,7 +162,13 @@ def _cubic(distance: np.ndarray) -> np.ndarray:
 
 
 class Slab(NamedTuple):
-    """One piece of work along z: the source box to read, the target box to write, and the filter between them."""
+    """One piece of work along z.
+
+    Attributes:
+        source: Box to read.
+        target: Box to write.
+        taps: Filter between them, of z, y and x.
+    """
 
     source: tuple[slice, slice, slice]
     target: tuple[slice, slice, slice]
@@ -169,20 +182,21 @@ def plan_slabs(
     resampling: str = ANTIALIASED,
     slices_go_on: bool = False,
 ) -> Iterator[Slab]:
-    """Split the work along z so that a slab reads about `SLAB_VOXELS` of the source, and only what the target needs."""
-    axes = tuple(
-        axis_taps(
-            num_outputs,
-            num_inputs,
+    """Split the work along z.
+
+    A slab reads about `SLAB_VOXELS` of the source, and only what the target needs.
+    """
+    axes = []
+    for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
+        taps_of_axis = axis_taps(
+            target.shape[axis],
+            source.shape[axis],
             scale,
             offset,
             resampling=resampling,
             goes_on=slices_go_on and axis == 0,
         )
-        for axis, (num_outputs, num_inputs, (scale, offset)) in enumerate(
-            zip(target.shape, source.shape, target.axis_map_to(source), strict=True)
-        )
-    )
+        axes.append(taps_of_axis)
     if any(len(axis.index) == 0 for axis in axes):
         return
     z = axes[0]
@@ -208,7 +222,13 @@ def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tens
     # The axis that shrinks most comes first, and few planes become many last. The order must depend
     # on the scales alone, since it decides the last bit.
     steps = [(_filter_rows, y), (_filter_columns, x)]
-    steps.insert(0 if z.scale > y.scale else 2 if z.scale < 1.0 else 1, (_filter_planes, z))
+    if z.scale > y.scale:
+        z_place = 0
+    elif z.scale < 1.0:
+        z_place = 2
+    else:
+        z_place = 1
+    steps.insert(z_place, (_filter_planes, z))
     for filter_axis, axis in steps:
         slab = filter_axis(slab, axis)
     return slab
@@ -221,7 +241,8 @@ def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
 
 def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
     """Filter (D, H, W) along W: as rows of its transpose."""
-    if (neighbours := _neighbours(taps)) is not None:
+    neighbours = _neighbours(taps)
+    if neighbours is not None:
         return slab[..., neighbours]
     rows = slab.flatten(0, 1).t().contiguous()
     return _filter_rows(rows[None], taps)[0].t().contiguous().view(*slab.shape[:2], -1)
@@ -229,24 +250,23 @@ def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
 
 def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
     """Filter (B, R, C) along R; an axis that only selects neighbouring voxels is a view."""
-    if (neighbours := _neighbours(taps)) is not None:
+    neighbours = _neighbours(taps)
+    if neighbours is not None:
         return rows[:, neighbours]
     batch, num_rows, num_columns = rows.shape
     num_outputs, num_taps = taps.index.shape
     index = torch.from_numpy(taps.index).to(rows.device)
     weight = torch.from_numpy(taps.weight).to(rows.device)
-    bags = (index + num_rows * torch.arange(batch, device=rows.device)[:, None, None]).reshape(
-        -1, num_taps
-    )
+    first_rows = num_rows * torch.arange(batch, device=rows.device)[:, None, None]
+    bags = (index + first_rows).reshape(-1, num_taps)
     weights = weight.expand(batch, -1, -1).reshape(-1, num_taps)
     table = rows.reshape(batch * num_rows, num_columns)
-    return functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum").view(
-        batch, num_outputs, -1
-    )
+    sums = functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum")
+    return sums.view(batch, num_outputs, -1)
 
 
 def _neighbours(taps: AxisTaps) -> slice | None:
-    """The range of an axis that only selects neighbouring voxels, else None."""
+    """Find the range of an axis that only selects neighbouring voxels, else None."""
     num_outputs, num_taps = taps.index.shape
     first = int(taps.index[0, 0])
     is_selection = num_taps == 1 and (np.diff(taps.index[:, 0]) == 1).all()
@@ -254,15 +274,17 @@ def _neighbours(taps: AxisTaps) -> slice | None:
 
 
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
-    """Work on the slabs with as many threads as torch has here, at most `MAX_THREADS`; each slab is computed by one thread."""
+    """Work on the slabs with the threads that torch has here, at most `MAX_THREADS`.
+
+    Each slab is computed by one thread.
+    """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(slabs) == 1 or device.type != "cpu":
         for slab in slabs:
             work(slab)
         return
-    is_inference = (
-        torch.is_inference_mode_enabled()
-    )  # the mode of this thread; others start without it
+    # The mode of this thread; others start without it.
+    is_inference = torch.is_inference_mode_enabled()
 
     def work_alone(slab: Slab) -> None:
         with torch.inference_mode(is_inference), torch.no_grad():
@@ -280,12 +302,14 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
 def _read(
     image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read one box of a volume, contiguous, on the volume's device; a memory map is read only there."""
+    """Read one box of a volume, contiguous, on the volume's device.
+
+    A memory map is read only there.
+    """
     if isinstance(image, Tensor):
         return image[box].to(dtype).contiguous()
-    return torch.from_numpy(
-        np.array(image[box], dtype=np.uint8 if dtype == torch.uint8 else np.float32, order="C")
-    )
+    array_dtype = np.uint8 if dtype == torch.uint8 else np.float32
+    return torch.from_numpy(np.array(image[box], dtype=array_dtype, order="C"))
 
 
 def _check_shape(shape: tuple[int, ...], source: VoxelGrid) -> None:
@@ -304,14 +328,16 @@ def resample_image(
     slices_go_on: bool = False,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Resample an image to a grid with the same axes: a whole grid or any crop, also one that reaches outside.
+    """Resample an image to a grid with the same axes.
+
+    The grid may be a whole one or any crop, also one that reaches outside.
 
     Memory beside the result: at most `MAX_THREADS` slabs of about `SLAB_VOXELS` voxels.
 
     Args:
         image: Image (D, H, W) of any real type; only the needed range of a memory map is read.
         source: Grid of the image.
-        target: Wanted grid; its axes must be the source's.
+        target: New grid; its axes must be the source's.
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
         slices_go_on: Whether the first and the last slice inside the source are repeated beyond it,
@@ -334,9 +360,9 @@ def resample_image(
 
     def work(slab: Slab) -> None:
         values = _read(image, slab.source)
-        result[slab.target] = filter_slab(
-            values if limits is None else values.clamp(*limits), slab.taps
-        )
+        if limits is not None:
+            values = values.clamp(*limits)
+        result[slab.target] = filter_slab(values, slab.taps)
 
     _share_slabs(slabs, work, device)
     return result
@@ -351,7 +377,9 @@ def resample_labels(
     *,
     slices_go_on: bool = False,
 ) -> Tensor:
-    """Resample a label map: each class with the antialiased filter, then the class of the largest weight.
+    """Resample a label map to a grid with the same axes.
+
+    Each class is filtered with the antialiased filter; the class of the largest weight wins.
 
     Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of
     `num_classes` and above count as background, and so do voxels outside the source.
@@ -359,7 +387,7 @@ def resample_labels(
     Args:
         labels: Label map (D, H, W), integers.
         source: Its grid.
-        target: Wanted grid with the same axes; may reach outside.
+        target: New grid with the same axes; may reach outside.
         num_classes: Number of classes with the background, at most 256.
         slices_go_on: See `resample_image`.
 
@@ -384,8 +412,9 @@ def resample_labels(
 
 
 def _present_classes(values: Tensor, num_classes: int) -> list[int]:
-    """List the classes of a slab without the background; counting bytes is faster than `unique`, which sorts."""
+    """List the classes of a slab without the background."""
     if values.dtype == torch.uint8:
+        # Counting bytes is faster than `unique`, which sorts.
         counts = torch.bincount(values.flatten(), minlength=num_classes)[:num_classes].tolist()
         return [value for value in range(1, num_classes) if counts[value]]
     return [value for value in range(1, num_classes) if (values == value).any()]
@@ -394,7 +423,10 @@ def _present_classes(values: Tensor, num_classes: int) -> list[int]:
 def _heaviest_class(
     values: Tensor, present: list[int], taps: tuple[AxisTaps, AxisTaps, AxisTaps]
 ) -> Tensor:
-    """Pick the class with the largest filtered mask among the background and those present; (D', H', W') uint8."""
+    """Pick the class with the largest filtered mask; (D', H', W') uint8.
+
+    The background and the classes that are present compete.
+    """
     best = filter_slab((values == present[0]).to(torch.float32), taps)
     background = 1.0 - best
     winner = torch.full_like(best, present[0], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""HU scale: slope and offset from the values of a file to Hounsfield units, for files whose values are not HU."""
+"""HU scale: slope and offset from the values of a file to Hounsfield units."""
 
 from dataclasses import dataclass
 
@@ -21,24 +21,24 @@ class HuScale:
     offset: float = 0.0
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Rescale an image: int16 if that is exact and fits, else float32; the input itself if nothing changes."""
+        """Rescale an image.
+
+        Returns:
+            int16 if that is exact and fits, else float32; the input itself if nothing changes.
+        """
         if self == AS_STORED:
             return values
-        is_whole = (
-            values.dtype == np.int16
-            and float(self.slope).is_integer()
-            and float(self.offset).is_integer()
-        )
+        has_whole_factors = float(self.slope).is_integer() and float(self.offset).is_integer()
+        is_whole = values.dtype == np.int16 and has_whole_factors
         ends = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
         limits = np.iinfo(np.int16)
         fits = limits.min <= min(ends) and max(ends) <= limits.max
         image_hu = np.empty(values.shape, np.int16 if is_whole and fits else np.float32)
         # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24
         # are exact in float32.
+        slope, offset = np.float32(self.slope), np.float32(self.offset)
         for scaled, plane in zip(image_hu, values, strict=True):
-            scaled[...] = plane.astype(np.float32) * np.float32(self.slope) + np.float32(
-                self.offset
-            )
+            scaled[...] = plane.astype(np.float32) * slope + offset
         return image_hu
 
 

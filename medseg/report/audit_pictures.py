@@ -1,4 +1,4 @@
-"""Pictures of the audit of a data set: two slices of every case with its labels and its findings."""
+"""Pictures of the audit of a data set: two slices of every case, its labels and findings."""
 
 import math
 import textwrap
@@ -69,29 +69,26 @@ def cut_slices(
         labels: Label map of the same shape, or None.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    shown = []
+    slices = []
     for plane, axis in (("coronal", 1), ("axial", 0)):
         index = image_hu.shape[axis] // 2
         if labels is not None:
             areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
             index = int(np.argmax(areas)) if areas.any() else index
         strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
-        at = tuple(
-            index if other == axis else slice(None, None, stride)
-            for other, stride in enumerate(strides)
-        )
-        rows_mm, columns_mm = (
-            spacing_mm[other] * strides[other] for other in range(3) if other != axis
-        )
-        shown.append(
+        at: list[int | slice] = [slice(None, None, stride) for stride in strides]
+        at[axis] = index
+        place = tuple(at)
+        rows_mm, columns_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
+        slices.append(
             Slice(
                 plane,
-                np.array(image_hu[at]),
-                None if labels is None else np.array(labels[at]),
+                np.array(image_hu[place]),
+                None if labels is None else np.array(labels[place]),
                 (rows_mm, columns_mm),
             )
         )
-    return shown[0], shown[1]
+    return slices[0], slices[1]
 
 
 def audit_pictures(
@@ -134,7 +131,10 @@ def _draw_page(
     label_names: Mapping[int, str],
     window_hu: tuple[float, float] | None,
 ) -> None:
-    """Draw one picture: a header, and rows of cases as high as the longest findings of the row ask for."""
+    """Draw one picture: a header, and rows of cases.
+
+    A row is as high as its longest findings.
+    """
     texts = [_wrapped(case.findings) for case in cases]
     columns = min(_COLUMNS, len(cases))
     tops = [_HEADER_PX]
@@ -198,22 +198,26 @@ def _draw_slices(
     values: list[int],
     window_hu: tuple[float, float] | None,
 ) -> None:
-    """Draw the slices of a case side by side in one scale, vertically centred, with the patient's right marked."""
-    sizes_mm = [np.multiply(one.image_hu.shape, one.spacing_mm) for one in slices]
-    for one, size_mm in zip(slices, sizes_mm, strict=True):
-        px_per_mm = min(
-            (_CASE_PX - _GAP_PX) / sum(mm[1] for mm in sizes_mm),
-            _SLICES_PX / max(mm[0] for mm in sizes_mm),
-        )
+    """Draw the slices of a case side by side in one scale, vertically centred.
+
+    The patient's right is marked.
+    """
+    if not slices:  # the case could not be read
+        return
+    sizes_mm = [np.multiply(cut.image_hu.shape, cut.spacing_mm) for cut in slices]
+    width_mm = sum(size_mm[1] for size_mm in sizes_mm)
+    height_mm = max(size_mm[0] for size_mm in sizes_mm)
+    px_per_mm = min((_CASE_PX - _GAP_PX) / width_mm, _SLICES_PX / height_mm)
+    for cut, size_mm in zip(slices, sizes_mm, strict=True):
         height, width = np.maximum(1.0, size_mm * px_per_mm)
         middle = top + _SLICES_PX / 2
         axes = canvas.draw_slice(
             (left, middle - height / 2, left + width, middle + height / 2),
-            one.image_hu,
+            cut.image_hu,
             values,
-            grey_range(one.image_hu, window_hu),
-            is_up=one.plane == "coronal",
-            outlined=one.labels,
+            grey_range(cut.image_hu, window_hu),
+            is_up=cut.plane == "coronal",
+            outlined=cut.labels,
             width_pt=1.0,
         )
         axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
@@ -222,11 +226,10 @@ def _draw_slices(
 
 def _wrapped(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Wrap findings into lines, (colour, text); a last line stands for those that do not fit."""
-    lines = [
-        (_MARKS[severity], line)
-        for severity, text in findings
-        for line in textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="   ")
-    ]
+    lines: list[tuple[str, str]] = []
+    for severity, text in findings:
+        wrapped = textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="   ")
+        lines += [(_MARKS[severity], line) for line in wrapped]
     if len(lines) <= _MAX_LINES:
         return lines
     return [*lines[: _MAX_LINES - 1], (_MARKS["information"], "… more in audit.csv")]

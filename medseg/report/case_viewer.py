@@ -1,4 +1,4 @@
-"""Viewer of a case: scan, label map, differences to a reference, and the page with the text of its report."""
+"""Viewer of a case: scan, label map, differences to a reference, and its report as text."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,7 +155,10 @@ def structures_of(task: Task) -> list[Structure]:
 
 
 def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
-    """Format the figures of a label for readers, by heading; those in HU only where there are any."""
+    """Format the figures of a label for readers, by heading.
+
+    Those in HU appear only where there are any.
+    """
     written = {"ml": f"{figures.get('ml') or 0:.0f}"}
     if figures.get("mean_hu") is not None:
         written |= {

@@ -1,4 +1,7 @@
-"""Charts of the pages as Vega-Lite specifications: plain dictionaries that the page's script draws as SVG in the page's colours."""
+"""Charts of the pages as Vega-Lite specifications.
+
+They are plain dictionaries that the page's script draws as SVG in the page's colours.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,24 +45,21 @@ class Chart(NamedTuple):
 
 
 def curves(comparison: Comparison) -> list[Chart]:
-    """Draw validation Dice and training loss over the optimiser steps; the line of an unfinished run is broken."""
+    """Draw validation Dice and training loss over the optimiser steps.
+
+    The line of an unfinished run is broken.
+    """
     charts = []
     for column, heading in (("val_dice", "Validation Dice"), ("loss", "Training loss")):
-        lines = {
-            index: curve
-            for index, run in enumerate(comparison.runs)
-            if (curve := _thinned(run.curve(column)))
-        }
-        rows = [
-            {**_run(comparison, index), "x": x, **_dice(y)}
-            for index, line in lines.items()
-            for x, y in line
-        ]
+        rows: Rows = []
+        num_lines = 0
+        for index, run in enumerate(comparison.runs):
+            points = _thinned(run.curve(column))
+            rows += [{**_run(comparison, index), "x": x, **_dice(y)} for x, y in points]
+            num_lines += bool(points)
         if rows:
-            x, y = (
-                _axis("optimiser step", rows, "x", is_count=True),
-                _axis(heading, rows, "y", is_dice=column == "val_dice"),
-            )
+            x = _axis("optimiser step", rows, "x", is_count=True)
+            y = _axis(heading, rows, "y", is_dice=column == "val_dice")
             dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
             tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
             # The pointer, or a finger, takes the nearest point.
@@ -74,10 +74,17 @@ def curves(comparison: Comparison) -> list[Chart]:
             }
             is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
             layers: Rows = [
-                {"mark": {"type": "line", "strokeWidth": 1.6}, "encoding": {"detail": {"field": "run"}, "strokeDash": dash}},
-                {"mark": {"type": "point", "filled": True, "size": 70}, "params": [near], "encoding": {"opacity": is_near, "tooltip": tooltip}},
-            ]  # fmt: skip
-            description = f"{heading} over the optimiser steps of {len(lines)} runs"
+                {
+                    "mark": {"type": "line", "strokeWidth": 1.6},
+                    "encoding": {"detail": {"field": "run"}, "strokeDash": dash},
+                },
+                {
+                    "mark": {"type": "point", "filled": True, "size": 70},
+                    "params": [near],
+                    "encoding": {"opacity": is_near, "tooltip": tooltip},
+                },
+            ]
+            description = f"{heading} over the optimiser steps of {num_lines} runs"
             charts.append(_chart(heading, description, rows, layers, x, y))
     return charts
 
@@ -88,60 +95,68 @@ def costs(comparison: Comparison) -> list[Chart]:
         (PEAK, "Dice for memory", "peak memory in GiB"),
         (STEP, "Dice for time", "seconds per step"),
     )
-    return [
-        chart
-        for metric, heading, title in axes
-        for chart in _dice_chart(
-            comparison, heading, title, [metric.of(run) for run in comparison.runs]
-        )
-    ]
+    charts = []
+    for metric, heading, title in axes:
+        values = [metric.of(run) for run in comparison.runs]
+        charts += _dice_chart(comparison, heading, title, values)
+    return charts
 
 
 def by_key(comparison: Comparison) -> list[Chart]:
-    """Draw validation Dice over each key that differs; none where only one differs, or few runs have a result."""
+    """Draw validation Dice over each key that differs.
+
+    There are none where only one differs, or few runs have a result.
+    """
     num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
-    charts = [
-        chart
-        for column in comparison.setting_columns
-        for chart in _dice_chart(
-            comparison, column.key, column.key, column.values, _SMALL_HEIGHT_PX
-        )
-    ]
-    return charts[:_MAX_KEYS] if len(charts) > 1 and num_results >= _MIN_RESULTS else []
+    charts = []
+    for column in comparison.setting_columns:
+        key = column.key
+        charts += _dice_chart(comparison, key, key, column.values, _SMALL_HEIGHT_PX)
+    if len(charts) < 2 or num_results < _MIN_RESULTS:
+        return []
+    return charts[:_MAX_KEYS]
 
 
 def progress(comparison: Comparison, study: Study) -> list[Chart]:
-    """Draw the first objective of each finished trial in the order of the trials, and the best so far as a line."""
+    """Draw the first objective of each finished trial, and the best so far as a line.
+
+    The trials are in their order.
+    """
     key, direction = next(iter(study["objectives"].items()))
     metric = next(metric for metric in METRICS if metric.key == key)
-    found = {
-        index: value
-        for index, run in enumerate(comparison.runs)
-        if run.status == FINISHED and run.name.isdigit() and (value := metric.of(run)) is not None
-    }
-    if len(found) < 2:
+    results: dict[int, float] = {}
+    for index, run in enumerate(comparison.runs):
+        value = metric.of(run)
+        # The folder of a trial has its number as name.
+        if run.status == FINISHED and run.name.isdigit() and value is not None:
+            results[index] = value
+    if len(results) < 2:
         return []
     best_of = np.maximum if direction == "maximize" else np.minimum
-    bests = best_of.accumulate(list(found.values())).tolist()
-    rows = [
-        {
-            **_run(comparison, index),
-            "x": int(comparison.runs[index].name),
-            **_dice(value),
-            "best": _dice(best),
-        }
-        for (index, value), best in zip(found.items(), bests, strict=True)
-    ]
-    x, y = (
-        _axis("trial", rows, "x", is_count=True),
-        _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE),
-    )
+    bests = best_of.accumulate(list(results.values())).tolist()
+    rows = []
+    for (index, value), best in zip(results.items(), bests, strict=True):
+        place = {"x": int(comparison.runs[index].name), **_dice(value), "best": _dice(best)}
+        rows.append({**_run(comparison, index), **place})
+    x = _axis("trial", rows, "x", is_count=True)
+    y = _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
     best_so_far = {**y, "field": f"best.{y['field']}"}
     layers: Rows = [
-        {"mark": {"type": "line", "interpolate": "step-after", "color": "var(--quiet)"}, "encoding": {"x": x, "y": best_so_far}},
-        {"mark": _DOT, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": _tooltip(run="trial", label="setting", y=metric.title)}},
-    ]  # fmt: skip
-    heading = f"{metric.title} of {len(found)} trials, and the best so far"
+        {
+            "mark": {"type": "line", "interpolate": "step-after", "color": "var(--quiet)"},
+            "encoding": {"x": x, "y": best_so_far},
+        },
+        {
+            "mark": _DOT,
+            "encoding": {
+                **_SETTING_LOOK,
+                "x": x,
+                "y": y,
+                "tooltip": _tooltip(run="trial", label="setting", y=metric.title),
+            },
+        },
+    ]
+    heading = f"{metric.title} of {len(results)} trials, and the best so far"
     return [_chart(heading, heading, rows, layers)]
 
 
@@ -155,7 +170,6 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     """
     if not rows:
         return []
-    has_intervals = any(row["ci95_low"] is not None for row in rows)
     # A line for each key of a setting: a long name in one line is cut where it differs from the
     # others.
     axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
@@ -167,9 +181,21 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     )
     layers: Rows = [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
-        *([{"mark": {"type": "rule", "strokeWidth": 2.5}, "encoding": {**_SETTING_LOOK, "x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}}] if has_intervals else []),
-        {"mark": {**_DOT, "opacity": 1}, "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip}},
-    ]  # fmt: skip
+    ]
+    if any(row["ci95_low"] is not None for row in rows):
+        ends = {"x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}
+        layers.append(
+            {
+                "mark": {"type": "rule", "strokeWidth": 2.5},
+                "encoding": {**_SETTING_LOOK, **ends},
+            }
+        )
+    layers.append(
+        {
+            "mark": {**_DOT, "opacity": 1},
+            "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip},
+        }
+    )
     return [
         _chart(
             title,
@@ -233,10 +259,8 @@ def volume_errors(rows: Rows) -> Chart:
         rows: As of `dice_by_region`, with `volume_ref_ml` and `error_ml`.
     """
     points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
-    x, y = (
-        _axis("reference volume in ml", points, "x"),
-        _axis("prediction minus reference in ml", points, "y"),
-    )
+    x = _axis("reference volume in ml", points, "x")
+    y = _axis("prediction minus reference in ml", points, "y")
     y["scale"] = {"zero": True}
     tooltip = _tooltip(
         case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml"
@@ -335,7 +359,10 @@ def _chart(
     y: Mapping[str, Any] | None = None,
     height: int = _HEIGHT_PX,
 ) -> Chart:
-    """Build a drawing as wide as its place; its parameters `lit` and `shown` are set by the legend and the filters of the page."""
+    """Build a drawing as wide as its place.
+
+    The legend and the filters of the page set its parameters `lit` and `shown`.
+    """
     shared: dict[str, Any] = {"encoding": {"x": x, "y": y, **_SETTING_LOOK}} if x else {}
     if "row" in rows[0]:
         shared["transform"] = [{"filter": "shown === null || indexof(shown, datum.row) >= 0"}]
@@ -355,10 +382,11 @@ def _chart(
 def _tooltip(**titles: str) -> Rows:
     """Fields with their titles under the pointer; numbers with four digits."""
     texts = ("run", "label", "case", "region", "name", "x")
-    return [
-        {"field": field, "title": title, **({} if field in texts else {"format": ".4~g"})}
-        for field, title in titles.items()
-    ]
+    fields: Rows = []
+    for field, title in titles.items():
+        number_format = {} if field in texts else {"format": ".4~g"}
+        fields.append({"field": field, "title": title, **number_format})
+    return fields
 
 
 def _dice(value: float) -> dict[str, float]:
@@ -396,7 +424,9 @@ def _axis(
     is_rate: bool = False,
     is_count: bool = False,
 ) -> dict[str, Any]:
-    """Choose scale and ticks of an axis for names, a Dice near 1, values of several magnitudes, and whole numbers.
+    """Choose scale and ticks of an axis.
+
+    There are axes for names, a Dice near 1, values of several magnitudes, and whole numbers.
 
     Args:
         title: Title of the axis.
@@ -423,43 +453,54 @@ def _axis(
             "scale": {},
             "axis": {"labelAngle": 0 if is_short else -35, "labelLimit": 110},
         }
-    if is_dice and max(values) > 0.9:
-        lowest = max((tick for tick in _DICE_TICKS if tick <= min(values)), default=0.0)
-        highest = min((tick for tick in _DICE_TICKS if tick >= max(values)), default=1.0)
-        axis["field"] = "error"
-        axis["scale"] = {
-            "type": "log",
-            "domain": [1 - lowest, max(1 - highest, _LEAST_ERROR)],
-            "nice": False,
-        }
-        inside = [
-            max(1 - tick, _LEAST_ERROR) for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest
-        ]
-        axis["axis"] = {
-            "values": inside,
+    low, high = min(values), max(values)
+    if is_dice and high > 0.9:
+        return {**axis, "field": "error", **_dice_scale(low, high)}
+    is_linear = is_dice or is_count or not low > 0  # NaN too
+    if not is_linear and (is_rate or high >= _LOG_RATIO * low):
+        return {**axis, **_log_scale(low, high)}
+    if all(float(value).is_integer() for value in values):
+        return {**axis, "axis": {"tickMinStep": 1, "tickCount": 5, "format": ",~f"}}
+    return {**axis, "axis": {"tickCount": 5}}
+
+
+def _dice_scale(low: float, high: float) -> dict[str, Any]:
+    """Choose a logarithmic scale of 1 - Dice and its ticks, for scores from `low` to `high`."""
+    lowest = max((tick for tick in _DICE_TICKS if tick <= low), default=0.0)
+    highest = min((tick for tick in _DICE_TICKS if tick >= high), default=1.0)
+    ticks = [tick for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest]
+    domain = [1 - lowest, max(1 - highest, _LEAST_ERROR)]
+    return {
+        "scale": {"type": "log", "domain": domain, "nice": False},
+        "axis": {
+            "values": [max(1 - tick, _LEAST_ERROR) for tick in ticks],
             "labelExpr": f"datum.value > {_LEAST_ERROR} ? format(1 - datum.value, '.4~f') : '1'",
-        }
-    elif (
-        not (is_dice or is_count)
-        and min(values) > 0
-        and (is_rate or max(values) >= _LOG_RATIO * min(values))
-    ):
-        ratio = max(values) / min(values)
-        steps = (1, 2, 5) if ratio < 30 else (1, 3) if ratio < 1e4 else (1,)
-        decades = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
-        ticks = [float(f"{step}e{decade}") for decade in decades for step in steps]
-        low, high = min(values) / 1.25, max(values) * 1.25  # room beside the outer points
-        axis["scale"] = {"type": "log", "domain": [low, high], "nice": False}
-        axis["axis"] = {
+        },
+    }
+
+
+def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
+    """Choose a logarithmic scale and its ticks for values from `lowest` to `highest`, both > 0."""
+    ratio = highest / lowest
+    # Ticks within a decade: the more decades, the fewer.
+    if ratio < 30:
+        steps: tuple[int, ...] = (1, 2, 5)
+    elif ratio < 1e4:
+        steps = (1, 3)
+    else:
+        steps = (1,)
+    ticks: list[float] = []
+    for decade in range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1):
+        ticks += [float(f"{step}e{decade}") for step in steps]
+    low, high = lowest / 1.25, highest * 1.25  # room beside the outer points
+    return {
+        "scale": {"type": "log", "domain": [low, high], "nice": False},
+        "axis": {
             "values": [tick for tick in ticks if low <= tick <= high],
             "format": ".3~g",
             "labelOverlap": "greedy",
-        }
-    elif all(float(value).is_integer() for value in values):
-        axis["axis"] = {"tickMinStep": 1, "tickCount": 5, "format": ",~f"}
-    else:
-        axis["axis"] = {"tickCount": 5}
-    return axis
+        },
+    }
 
 
 def _dice_chart(
@@ -469,32 +510,34 @@ def _dice_chart(
     values: Sequence[Any],
     height: int = _HEIGHT_PX,
 ) -> list[Chart]:
-    """Draw validation Dice over one value per run; nothing where the settings or values of the finished runs do not differ."""
-    found = {
-        index: (value, dice)
-        for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True))
-        if run.status == FINISHED and value is not None and (dice := VAL_DICE.of(run)) is not None
-    }
-    if (
-        len({comparison.setting_of[index].number for index in found}) < 2
-        or len({x for x, _ in found.values()}) < 2
-    ):
+    """Draw validation Dice over one value per run.
+
+    There is nothing to draw where the settings or values of the finished runs do not differ.
+    """
+    points: dict[int, tuple[Any, float]] = {}
+    for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True)):
+        dice = VAL_DICE.of(run)
+        if run.status == FINISHED and value is not None and dice is not None:
+            points[index] = (value, dice)
+    num_settings = len({comparison.setting_of[index].number for index in points})
+    num_values = len({value for value, _ in points.values()})
+    if num_settings < 2 or num_values < 2:
         return []
     with suppress(ValueError):  # names: one place each, in the order of their appearance
-        numbers = {index: (float(x), dice) for index, (x, dice) in found.items()}
-        found = numbers if all(abs(x) <= LARGEST for x, _ in numbers.values()) else found
+        numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
+        if all(abs(number) <= LARGEST for number, _ in numbers.values()):
+            points = numbers
     rows = [
-        {**_run(comparison, index), "x": x, **_dice(dice)} for index, (x, dice) in found.items()
+        {**_run(comparison, index), "x": value, **_dice(dice)}
+        for index, (value, dice) in points.items()
     ]
     is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
     layer = {
         "mark": _DOT,
         "encoding": {"tooltip": _tooltip(run="run", label="setting", x=title, y="validation Dice")},
     }
-    x, y = (
-        _axis(title, rows, "x", is_rate=is_rate),
-        _axis("validation Dice", rows, "y", is_dice=True),
-    )
+    x = _axis(title, rows, "x", is_rate=is_rate)
+    y = _axis("validation Dice", rows, "y", is_dice=True)
     return [
         _chart(
             heading,

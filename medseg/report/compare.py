@@ -1,5 +1,6 @@
-"""Comparison of runs: metrics, keys that differ, repeats of one setting, scores by case, the best setting, differences to a baseline."""
+"""Comparison of runs: metrics, differing keys, settings, the best one, a baseline's differences."""
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ class Run:
     cases: tuple[CaseScore, ...] = ()
 
     def curve(self, column: str) -> list[tuple[float, float]]:
-        """Points (optimiser step, value) of a column of the history."""
+        """List the points (optimiser step, value) of a column of the history."""
         return [
             (line["step"], line[column])
             for line in self.history
@@ -124,9 +125,12 @@ class Metric(NamedTuple):
 
 
 Study = Mapping[str, Any]
-"""Result of a search as in `study.json`: `name`, `objectives` (metric key to `maximize` or `minimize`), `space` (searched key to its
-distribution), `num_trials` planned in all, `best` (names of the best runs: one, or the front of two objectives) and `importances`
-(searched key to its share in [0, 1]; empty for few results)."""
+"""Result of a search as in `study.json`.
+
+It has `name`, `objectives` (metric key to `maximize` or `minimize`), `space` (searched key to its
+distribution), `num_trials` planned in all, `best` (names of the best runs: one, or the front of two
+objectives) and `importances` (searched key to its share in [0, 1]; empty for few results).
+"""
 
 
 def write_duration(duration_s: float) -> str:
@@ -137,13 +141,11 @@ def write_duration(duration_s: float) -> str:
         ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
     """
     if round(duration_s) < 60:
-        return f"{duration_s:.{1 if duration_s < 10 else 0}f} s"
+        return f"{duration_s:.1f} s" if duration_s < 10 else f"{duration_s:.0f} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
-    return " ".join(
-        part
-        for part, is_there in ((f"{hours} h", hours), (f"{minutes} min", minutes or not hours))
-        if is_there
-    )
+    if not hours:
+        return f"{minutes} min"
+    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
 
 
 def write_count(number: float) -> str:
@@ -162,11 +164,16 @@ def write_count(number: float) -> str:
 def _reader(
     key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max
 ) -> Callable[[Run], float | None]:
-    """Make a reader of a finite number in the summary; where it is absent, `pick` takes one of a column of the history."""
+    """Make a reader of a finite number in the summary.
+
+    Where it is absent, `pick` takes one value of a column of the history.
+    """
 
     def read(run: Run) -> float | None:
         value = run.summary.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST:
+        if isinstance(value, bool):
+            value = None
+        if isinstance(value, int | float) and abs(value) <= LARGEST:
             return float(value)
         values = [value for _, value in run.curve(column)]
         return pick(values) if values else None
@@ -176,34 +183,68 @@ def _reader(
 
 def _val_dice_worst(run: Run) -> float | None:
     lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
-    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"] if lines else None
+    if not lines:
+        return None
+    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"]
 
 
-# fmt: off
 VAL_DICE = Metric(
-    "val_dice", "Val Dice", "Best mean Dice over the validation cases", _reader("val_dice_best", "val_dice"), "{:.4f}".format, 1
+    key="val_dice",
+    title="Val Dice",
+    what="Best mean Dice over the validation cases",
+    of=_reader("val_dice_best", "val_dice"),
+    write="{:.4f}".format,
+    better=1,
 )
 PEAK = Metric(
-    "peak_gib", "Peak GiB", "Peak memory: that of the GPU if there is one, else resident memory", _reader("peak_gib", "peak_gib"),
-    "{:.2f}".format, -1,
+    key="peak_gib",
+    title="Peak GiB",
+    what="Peak memory: that of the GPU if there is one, else resident memory",
+    of=_reader("peak_gib", "peak_gib"),
+    write="{:.2f}".format,
+    better=-1,
 )
 STEP = Metric(
-    "seconds_per_step", "s/step", "Median seconds per optimiser step, validation left out", _reader("", "seconds_per_step", median),
-    "{:.3g}".format, -1,
+    key="seconds_per_step",
+    title="s/step",
+    what="Median seconds per optimiser step, validation left out",
+    of=_reader("", "seconds_per_step", median),
+    write="{:.3g}".format,
+    better=-1,
 )
-METRICS = (
-    VAL_DICE,
-    Metric(
-        "val_dice_worst", "Worst case", "Dice of the worst validation case, at the step of the best mean", _val_dice_worst,
-        "{:.4f}".format, 1,
-    ),
-    Metric("steps", "Steps", "Optimiser steps made", _reader("steps", "step"), "{:.0f}".format, 0),
-    STEP,
-    Metric("train_s", "Time", "Training and validation together", _reader("train_s"), write_duration, -1),
-    PEAK,
-    Metric("num_parameters", "Weights", "Number of parameters of the network", _reader("num_parameters"), write_count, 0),
+VAL_DICE_WORST = Metric(
+    key="val_dice_worst",
+    title="Worst case",
+    what="Dice of the worst validation case, at the step of the best mean",
+    of=_val_dice_worst,
+    write="{:.4f}".format,
+    better=1,
 )
-# fmt: on
+STEPS = Metric(
+    key="steps",
+    title="Steps",
+    what="Optimiser steps made",
+    of=_reader("steps", "step"),
+    write="{:.0f}".format,
+    better=0,
+)
+TRAIN_TIME = Metric(
+    key="train_s",
+    title="Time",
+    what="Training and validation together",
+    of=_reader("train_s"),
+    write=write_duration,
+    better=-1,
+)
+NUM_PARAMETERS = Metric(
+    key="num_parameters",
+    title="Weights",
+    what="Number of parameters of the network",
+    of=_reader("num_parameters"),
+    write=write_count,
+    better=0,
+)
+METRICS = (VAL_DICE, VAL_DICE_WORST, STEPS, STEP, TRAIN_TIME, PEAK, NUM_PARAMETERS)
 
 
 class Column(NamedTuple):
@@ -244,7 +285,7 @@ class Setting(NamedTuple):
     cases: Mapping[tuple[str, str], float]
 
     def case_means(self) -> dict[str, float]:
-        """Mean Dice of each case over its labels."""
+        """Average the Dice of each case over its labels."""
         dices: dict[str, list[float]] = {}
         for (case, _), dice in self.cases.items():
             dices.setdefault(case, []).append(dice)
@@ -290,13 +331,16 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence about the best setting and those that may be as good; "" without others."""
+        """Say in a sentence whether the best setting is established; "" without others."""
         num_settings = sum(VAL_DICE.key in setting.metrics for setting in self.settings)
         if self.best is None or num_settings < 2:
             return ""
         cases = self.settings[self.best].case_means()
         num_patients = len({self.patients.get(case, case) for case in cases})
-        test = f"paired t-test over {num_patients} validation patients, corrected for the choice among {num_settings} settings"
+        test = (
+            f"paired t-test over {num_patients} validation patients, "
+            f"corrected for the choice among {num_settings} settings"
+        )
         if not self.tied:
             return (
                 f"The best setting is established: it is better than each of the others ({test})."
@@ -317,63 +361,94 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         baseline: Name of one of the runs; None = no differences.
     """
     texts = _texts(runs)
-    known = {key: {value for value in values if value is not None} for key, values in texts.items()}
-    differing = [key for key in texts if len(known[key]) > 1]
-    columns = _columns(runs, {key: texts[key] for key in differing})
-    shown = [column for column in columns if column.key not in REPEAT_KEYS]
-    # Over every differing key, shown or not: keys that a chosen group hides must not turn different
-    # runs into repeats.
-    members: dict[tuple[str | None, ...], list[int]] = {}
-    for index in range(len(runs)):
-        members.setdefault(
-            tuple(texts[key][index] for key in differing if key not in REPEAT_KEYS), []
-        ).append(index)
-    settings = tuple(
-        _setting(number, indices, runs, shown) for number, indices in enumerate(members.values())
-    )
-    setting_of = {
-        index: settings[number]
-        for number, indices in enumerate(members.values())
-        for index in indices
+    values_of = {
+        key: {value for value in values if value is not None} for key, values in texts.items()
     }
-
-    def merit(number: int) -> tuple[bool, bool, float, float]:
-        """Smaller is better: settings that can be compared first, then Dice, then memory."""
-        dices, peaks = (settings[number].metrics.get(metric.key) for metric in (VAL_DICE, PEAK))
-        figures = (-fmean(dices) if dices else 0.0, fmean(peaks) if peaks else float("inf"))
-        return not dices, not settings[number].is_complete, *figures
-
-    ranked = sorted(range(len(settings)), key=merit)
-    has_best = (
-        bool(ranked)
-        and settings[ranked[0]].is_complete
-        and VAL_DICE.key in settings[ranked[0]].metrics
-    )
-    best = ranked[0] if has_best else None
-    base = next(
-        (setting_of[index].number for index, run in enumerate(runs) if run.name == baseline), None
-    )
-    patients = {score.case: score.patient for run in runs for score in run.cases if score.patient}
+    differing = [key for key in texts if len(values_of[key]) > 1]
+    columns = _columns(runs, {key: texts[key] for key in differing})
+    setting_columns = [column for column in columns if column.key not in REPEAT_KEYS]
+    # Over every differing key, in a column or not: keys that a chosen group hides must not turn
+    # different runs into repeats.
+    setting_texts = {key: texts[key] for key in differing if key not in REPEAT_KEYS}
+    settings, setting_of = _group_runs(runs, setting_texts, setting_columns)
+    ranked = sorted(range(len(settings)), key=lambda number: _merit(settings[number]))
+    best = ranked[0] if ranked and _can_be_best(settings[ranked[0]]) else None
+    baseline_settings = [
+        setting_of[index] for index, run in enumerate(runs) if run.name == baseline
+    ]
+    base = baseline_settings[0].number if baseline_settings else None
+    patients = _patients_of_cases(runs)
+    differences: dict[int, Difference] = {}
+    if base is not None:
+        differences = _differences(settings, base, patients)
     return Comparison(
         runs=tuple(runs),
         columns=columns,
-        setting_columns=shown,
+        setting_columns=setting_columns,
         settings=settings,
-        setting_of=[setting_of[index] for index in range(len(runs))],
+        setting_of=setting_of,
         ranked=ranked,
         best=best,
-        same={key: values.pop() for key, values in known.items() if len(values) == 1},
+        same={key: values.pop() for key, values in values_of.items() if len(values) == 1},
         baseline=base,
-        differences={} if base is None else _differences(settings, base, patients),
+        differences=differences,
         tied=() if best is None else _tied(settings, ranked, best, patients),
         patients=patients,
     )
 
 
+def _group_runs(
+    runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]], columns: Sequence[Column]
+) -> tuple[tuple[Setting, ...], list[Setting]]:
+    """Group the runs with equal texts to settings, in the order of first appearance.
+
+    Args:
+        runs: All runs.
+        texts: Key to its text in each run, for the keys that distinguish settings.
+        columns: Columns of those keys.
+
+    Returns:
+        The settings, and the setting of each run.
+    """
+    groups: dict[tuple[str | None, ...], list[int]] = {}
+    for index in range(len(runs)):
+        values = tuple(run_texts[index] for run_texts in texts.values())
+        groups.setdefault(values, []).append(index)
+    settings = []
+    setting_of: dict[int, Setting] = {}
+    for number, indices in enumerate(groups.values()):
+        setting = _setting(number, indices, runs, columns)
+        settings.append(setting)
+        setting_of |= dict.fromkeys(indices, setting)
+    return tuple(settings), [setting_of[index] for index in range(len(runs))]
+
+
+def _patients_of_cases(runs: Sequence[Run]) -> dict[str, str]:
+    """Map the validation cases of all runs to their patients, where a run records them."""
+    scores = itertools.chain(*(run.cases for run in runs))
+    return {score.case: score.patient for score in scores if score.patient}
+
+
+def _can_be_best(setting: Setting) -> bool:
+    return setting.is_complete and VAL_DICE.key in setting.metrics
+
+
+def _merit(setting: Setting) -> tuple[bool, bool, float, float]:
+    """Rank a setting, smaller is better: whether it can be compared, then Dice, then memory."""
+    dices = setting.metrics.get(VAL_DICE.key)
+    peaks = setting.metrics.get(PEAK.key)
+    minus_dice = -fmean(dices) if dices else 0.0
+    peak_gib = fmean(peaks) if peaks else float("inf")
+    return not dices, not setting.is_complete, minus_dice, peak_gib
+
+
 def _differences(
     settings: Sequence[Setting], baseline: int, patients: Mapping[str, str]
 ) -> dict[int, Difference]:
-    """Differences of the other settings to the baseline, by index; those without a common case are left out."""
+    """Compute the differences of the other settings to the baseline, by index.
+
+    Those without a common case are left out.
+    """
     differences = {}
     for setting in settings:
         if setting.number == baseline:
@@ -389,7 +464,7 @@ def _differences(
 def _tied(
     settings: Sequence[Setting], ranked: Sequence[int], best: int, patients: Mapping[str, str]
 ) -> list[int]:
-    """Settings with a result that the best one is not established to beat, in the order of `ranked`.
+    """List the settings that the best one is not established to beat, in the order of `ranked`.
 
     The best was chosen after all were seen: any pair could have become the comparison of the best
     with another one.
@@ -399,34 +474,36 @@ def _tied(
     best_means = settings[best].case_means()
     tied = []
     for number in with_result:
-        if number == best or is_established(
-            best_means, settings[number].case_means(), patients, num_pairs
-        ):
+        if number == best:
             continue
-        tied.append(number)
+        means = settings[number].case_means()
+        if not is_established(best_means, means, patients, num_pairs):
+            tied.append(number)
     return tied
 
 
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Rows of `report.csv`, one per run: keys that differ, status, metrics, mean and deviation of its setting.
+    """Make the rows of `report.csv`, one per run.
+
+    They have the keys that differ, status, metrics, and mean and deviation of the setting.
 
     `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to
     beat.
     """
     rows = []
-    for index, (run, setting) in enumerate(
-        zip(comparison.runs, comparison.setting_of, strict=True)
-    ):
+    for index, run in enumerate(comparison.runs):
+        setting = comparison.setting_of[index]
         dices = setting.metrics.get(VAL_DICE.key, ())
+        figures = {}
+        for metric in METRICS:
+            value = metric.of(run)
+            figures[metric.key] = None if value is None else f"{value:.6g}"
         rows.append(
             {
                 "run": run.name,
                 "status": run.status,
                 **{column.key: column.values[index] for column in comparison.columns},
-                **{
-                    metric.key: None if (value := metric.of(run)) is None else f"{value:.6g}"
-                    for metric in METRICS
-                },
+                **figures,
                 "setting": setting.number,
                 "setting_val_dice_mean": f"{fmean(dices):.6g}" if dices else None,
                 "setting_val_dice_sd": f"{stdev(dices):.6g}" if len(dices) > 1 else None,
@@ -441,59 +518,69 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """Text of each key in each run; None where the run never got a configuration and has no override of that key.
+    """List the text of each key in each run.
+
+    A text is None where the run never got a configuration and has no override of that key.
 
     A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text
     `MISSING`.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)
-    for key in dict.fromkeys(
-        key
-        for run in runs
-        for key in [*run.settings, *(k for k in run.overrides if k in group_keys)]
-    ):
+    keys: dict[str, None] = {}
+    for run in runs:
+        keys |= dict.fromkeys(run.settings)
+        keys |= dict.fromkeys(key for key in run.overrides if key in group_keys)
+    for key in keys:
         texts[key] = []
         for run in runs:
             value = run.overrides.get(key) if key in group_keys else run.settings.get(key)
-            is_known = value is not None or key in run.settings
-            texts[key].append(_text(value) if is_known else MISSING if run.has_config else None)
+            if value is not None or key in run.settings:
+                texts[key].append(_text(value))
+            else:
+                texts[key].append(MISSING if run.has_config else None)
     return texts
 
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
-    """Overrides that chose a file of a group: no key of any configuration has that name."""
-    known = {key for run in runs for key in run.settings if run.has_config}
-    chosen = {key for run in runs for key in run.overrides}
-    return {
-        key for key in chosen - known if any(other.startswith(f"{key}.") for other in known)
-    } | (chosen & {"experiment"})
+    """List the overrides that chose a file of a group: no configuration has a key of that name."""
+    config_keys = set(itertools.chain(*(run.settings for run in runs if run.has_config)))
+    overridden = set(itertools.chain(*(run.overrides for run in runs)))
+    group_keys = overridden & {"experiment"}
+    for key in overridden - config_keys:
+        if any(config_key.startswith(f"{key}.") for config_key in config_keys):
+            group_keys.add(key)
+    return group_keys
 
 
 def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> list[Column]:
-    """Differing keys without those that repeat another: groups first, which also stand for the keys that they set."""
+    """Make the columns of the differing keys, without keys that repeat another.
+
+    Groups come first; they also stand for the keys that they set.
+    """
     group_keys = _group_keys(runs)
-    overridden = {key for run in runs for key in run.overrides}
+    overridden = set(itertools.chain(*(run.overrides for run in runs)))
 
     def is_repeated(column: str, key: str) -> bool:
-        """Whether a key adds nothing to a column: equal wherever it is known, or set by the group that the column names."""
+        """Whether a key adds nothing to a column: equal, or set by the group that it names."""
         pairs = {
-            (shown, value)
-            for shown, value in zip(texts[column], texts[key], strict=True)
-            if value is not None
+            (column_text, key_text)
+            for column_text, key_text in zip(texts[column], texts[key], strict=True)
+            if key_text is not None
         }
+        if all(column_text == key_text for column_text, key_text in pairs):
+            return True
         is_below = column in group_keys and key.startswith(f"{column}.")
-        return all(shown == value for shown, value in pairs) or (
-            is_below and len(pairs) == len({shown for shown, _ in pairs})
-        )
+        # Each file of a group goes with one value of the key.
+        return is_below and len(pairs) == len({column_text for column_text, _ in pairs})
+
+    def place(key: str) -> tuple[bool, bool, bool]:
+        return key in REPEAT_KEYS, key not in group_keys, key not in overridden
 
     equal: dict[str, list[str]] = {}
-    for key in sorted(
-        texts, key=lambda key: (key in REPEAT_KEYS, key not in group_keys, key not in overridden)
-    ):
-        equal.setdefault(
-            next((column for column in equal if is_repeated(column, key)), key), []
-        ).append(key)
+    for key in sorted(texts, key=place):
+        column = next((column for column in equal if is_repeated(column, key)), key)
+        equal.setdefault(column, []).append(key)
     return [
         Column(key, tuple(MISSING if text is None else text for text in texts[key]), tuple(others))
         for key, *others in equal.values()
@@ -503,34 +590,40 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
 def _setting(
     number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]
 ) -> Setting:
-    """Collect values and metrics of the runs of a setting; its label has the last parts of the keys where these are unique."""
+    """Collect values and metrics of the runs of a setting."""
     values = tuple(column.values[indices[0]] for column in columns)
-    names = [column.key.rsplit(".", 1)[-1] for column in columns]
-    short = [
-        name if names.count(name) == 1 else column.key
-        for name, column in zip(names, columns, strict=True)
-    ]
-    parts = [
-        f"{name} {value}" for name, value in zip(short, values, strict=True) if value != MISSING
-    ]
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
-    metrics = {
-        metric.key: [value for run in finished if (value := metric.of(run)) is not None]
-        for metric in METRICS
-    }
+    metrics = {}
+    for metric in METRICS:
+        results = [metric.of(run) for run in finished]
+        figures = [value for value in results if value is not None]
+        if figures:
+            metrics[metric.key] = figures
     dices: dict[tuple[str, str], list[float]] = {}
-    for score in (score for run in finished for score in run.cases):
+    for score in itertools.chain(*(run.cases for run in finished)):
         dices.setdefault((score.case, score.label), []).append(score.dice)
     return Setting(
         number=number,
         runs=members,
-        label=", ".join(parts) or members[0].name,
+        label=_label(columns, values) or members[0].name,
         values=values,
-        metrics={key: found for key, found in metrics.items() if found},
+        metrics=metrics,
         is_complete=len(finished) == len(members),
-        cases={key: fmean(found) for key, found in dices.items()},
+        cases={key: fmean(scores) for key, scores in dices.items()},
     )
+
+
+def _label(columns: Sequence[Column], values: Sequence[str]) -> str:
+    """Name a setting by its values; keys have their last parts only where these are unique."""
+    last_parts = [column.key.rsplit(".", 1)[-1] for column in columns]
+    texts = []
+    for column, last_part, value in zip(columns, last_parts, values, strict=True):
+        if value == MISSING:
+            continue
+        name = last_part if last_parts.count(last_part) == 1 else column.key
+        texts.append(f"{name} {value}")
+    return ", ".join(texts)
 
 
 def _text(value: Any) -> str:
@@ -542,8 +635,6 @@ def _text(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    return (
-        f"{value:.6g}"
-        if isinstance(value, float)
-        else json.dumps(value, ensure_ascii=False, default=str)
-    )
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""Overlay of a case: a montage of slices with labels, reference outline, missed and extra voxels, in radiological view."""
+"""Overlay of a case: slices with labels, reference and errors, in radiological view."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,10 @@ BACKGROUND = "#0d1117"
 TEXT = "#e6edf3"
 COLOURS = ("#38bdf8", "#fb923c", "#4ade80", "#f472b6", "#facc15", "#a78bfa", "#2dd4bf", "#f87171")
 ERROR_COLOURS = {"missed": "#ff2fd0", "extra": "#ffe800", "other label": "#ffffff"}
-"""Voxels in the reference only, in the prediction only, and with different labels in both; also in the style sheet of the pages."""
+"""Voxels in the reference only, in the prediction only, and with different labels in both.
+
+The style sheet of the pages has the same colours.
+"""
 _FILL_OPACITY = 0.32
 _ERROR_OPACITY = 0.75
 _DPI = 100
@@ -37,7 +40,10 @@ _MAX_TITLE = 48
 
 
 def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[float, float]:
-    """Find the values that are drawn black and white: the window, or without one the 1st and 99th percentile of the image."""
+    """Find the values that are drawn black and white.
+
+    They are the window, or without one the 1st and 99th percentile of the image.
+    """
     low, high = window or np.percentile(image, (1, 99)).tolist()
     return low, max(high, low + 1e-6)
 
@@ -59,7 +65,7 @@ class Canvas:
         )
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
-        """Write a text with its upper left corner at a place, unless the style aligns it otherwise."""
+        """Write a text with its upper left corner at a place, unless the style aligns it."""
         place = left / self.width_px, 1 - top / self.height_px
         self.figure.text(*place, text, **{"color": TEXT, "va": "top", "parse_math": False, **style})
 
@@ -176,7 +182,9 @@ def overlay_montage(
     label_names: Mapping[int, str],
     window_hu: tuple[float, float] | None = (-1000.0, 400.0),
 ) -> list[Panel]:
-    """Draw axial, coronal and sagittal slices through the labels: prediction filled, reference as a line, errors coloured.
+    """Draw axial, coronal and sagittal slices through the labels.
+
+    The prediction is filled, the reference a line; errors are coloured.
 
     Each plane includes its slice with the most errors. The volume must be oriented (z to Superior,
     y to Posterior, x to Left). The patient's right is on the viewer's left, superior is up,
@@ -205,13 +213,13 @@ def overlay_montage(
         raise ValueError("image and labels must have one shape")
     is_label = pred > 0 if reference is None else (pred > 0) | (reference > 0)
     box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
-    margin, least = (
-        [round(mm / step) for step in spacing_mm] for mm in (_VIEW_MARGIN_MM, _MIN_VIEW_MM)
-    )
+    margin = [round(_VIEW_MARGIN_MM / step_mm) for step_mm in spacing_mm]
+    least = [round(_MIN_VIEW_MM / step_mm) for step_mm in spacing_mm]
     view = box.expanded(margin).at_least(least).clipped(is_label.shape)
     is_wrong = np.zeros_like(is_label) if reference is None else pred != reference
     panels, height_px = _layout(is_label, is_wrong, np.multiply(view.shape, spacing_mm))
-    canvas, window_hu = Canvas(_WIDTH_PX, height_px), grey_range(image_hu, window_hu)
+    canvas = Canvas(_WIDTH_PX, height_px)
+    window_hu = grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
         at = tuple(
@@ -254,12 +262,13 @@ def _layout(
         for plane in PLANES
     }
     for row in _ROWS:
-        slices = [
-            (plane, index, *np.delete(view_mm, PLANES[plane]))
-            for plane in row
-            for index in _slice_indices(is_label, plane, worst[plane])
-        ]
-        width_mm, height_mm = sum(one[3] for one in slices), max(one[2] for one in slices)
+        slices = []
+        for plane in row:
+            rows_mm, columns_mm = np.delete(view_mm, PLANES[plane])
+            for index in _slice_indices(is_label, plane, worst[plane]):
+                slices.append((plane, index, rows_mm, columns_mm))
+        width_mm = sum(columns_mm for _, _, _, columns_mm in slices)
+        height_mm = max(rows_mm for _, _, rows_mm, _ in slices)
         free_px = _WIDTH_PX - _GAP_PX * (len(slices) - 1)
         px_per_mm = min(free_px / width_mm, _MAX_ROW_PX / height_mm)
         left = (free_px - width_mm * px_per_mm) / 2
@@ -278,14 +287,16 @@ def _areas(mask: np.ndarray, plane: str) -> np.ndarray:
 
 
 def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[int]:
-    """Indices of the slices of a plane: at fixed shares of the labelled voxels (of all voxels without a label), the nearest one moved to `worst`."""
+    """Choose the slices of a plane, at fixed shares of the labelled voxels.
+
+    Without a label the shares are of all voxels. The nearest slice is moved to `worst`.
+    """
     areas = _areas(is_label, plane)
     areas = areas if areas.any() else np.ones_like(areas)
     indices = np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane])
     if worst is not None:
         indices[np.argmin(np.abs(indices - worst))] = worst
-    found: list[int] = indices.tolist()
-    return found
+    return [int(index) for index in indices]
 
 
 def draw_marks(axes: Any, plane: str, caption: str) -> None:

@@ -1,4 +1,4 @@
-"""Plots of measurements in one style: bars, scores and the learning-rate finder, written as small PNG files."""
+"""Plots of measurements in one style: bars, scores and the learning-rate finder, as small PNGs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -131,8 +131,8 @@ def draw_panels(
     )
     figure.suptitle(title, fontsize=10)
     for axes, panel in zip(all_axes, panels, strict=True):
-        known = {place: value for place, value in enumerate(panel.values) if value is not None}
-        places, numbers = list(known), list(known.values())
+        values = {place: value for place, value in enumerate(panel.values) if value is not None}
+        places, numbers = list(values), list(values.values())
         colours = [_OTHERS if others and others[place] else _OURS for place in places]
         span = max(max(numbers) - min(numbers), 0.01)
         xlim = (min(numbers) - 0.2 * span, max(numbers) + 0.6 * span)
@@ -141,10 +141,11 @@ def draw_panels(
             xlim = (0, 1.25 * max(numbers) or 1)
         else:
             axes.scatter(numbers, places, color=colours, s=30)
-        for place, value in known.items():
+        for place, value in values.items():
             axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
-        shown = names if axes is all_axes[0] else ()
-        axes.set_yticks(range(len(shown)), shown, fontsize=9)
+        # Only the first panel names the rows.
+        row_names = names if axes is all_axes[0] else ()
+        axes.set_yticks(range(len(row_names)), row_names, fontsize=9)
         axes.set(xlim=xlim, ylim=(len(names) - 0.4, -0.6))
         axes.tick_params(axis="x", labelbottom=False, bottom=False)
         axes.spines["bottom"].set_visible(False)
@@ -152,7 +153,9 @@ def draw_panels(
 
 
 def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the Dice of every case by region, a box around the middle half, the worst case of each region named.
+    """Draw the Dice of every case by region.
+
+    A box is around the middle half; the worst case of each region is named.
 
     Args:
         rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order;
@@ -167,18 +170,16 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         raise ValueError("a plot of scores needs at least one row")
     regions = list(dict.fromkeys(row["region"] for row in rows))
     num_cases = len({row["case"] for row in rows})
-    hollow = (
-        " · hollow: reference approximate or absent"
-        if any(row["trust"] not in _SURE for row in rows)
-        else ""
-    )
-    title = f"{num_cases} case{'s' if num_cases != 1 else ''}{hollow}"
+    title = f"{num_cases} case" if num_cases == 1 else f"{num_cases} cases"
+    if any(row["trust"] not in _SURE for row in rows):
+        title += " · hollow: reference approximate or absent"
     figure, (axes,) = new_figure(2.2 + 2.4 * len(regions), 4.8, title, loc="left")
     for number, region in enumerate(regions):
-        own = sorted((row for row in rows if row["region"] == region), key=lambda row: row["dice"])
-        values = np.array([row["dice"] for row in own])
+        region_rows = [row for row in rows if row["region"] == region]
+        region_rows.sort(key=lambda row: row["dice"])
+        values = np.array([row["dice"] for row in region_rows])
         colour = _COLOURS[number % len(_COLOURS)]
-        if len(own) > 3:
+        if len(region_rows) > 3:
             axes.boxplot(
                 values,
                 positions=[number],
@@ -192,8 +193,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             )
         # Neighbours in rank are moved sideways by the golden ratio, without chance: points of
         # nearly equal score do not overlap.
-        offsets = ((np.arange(len(own)) * 0.618) % 1 - 0.5) * 0.36
-        is_sure = np.array([row["trust"] in _SURE for row in own])
+        offsets = ((np.arange(len(region_rows)) * 0.618) % 1 - 0.5) * 0.36
+        is_sure = np.array([row["trust"] in _SURE for row in region_rows])
         axes.scatter(
             number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3
         )
@@ -206,7 +207,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             zorder=3,
         )
         axes.annotate(
-            f"{shortened(own[0]['case'], _MAX_NAME)} {values[0]:.3f}",
+            f"{shortened(region_rows[0]['case'], _MAX_NAME)} {values[0]:.3f}",
             (number + offsets[0], values[0]),
             xytext=(0, -9),
             textcoords="offset points",

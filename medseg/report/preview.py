@@ -1,5 +1,7 @@
-"""Preview of a case: one slice of each plane with the outlines and measurements of its labels, and the warnings."""
+"""Preview of a case: a slice of each plane with outlines and measurements, and the warnings."""
 
+import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,14 @@ MAX_LONG = 6
 """Up to this number of labels, each has its own line; more labels are written three to a line."""
 
 
-_WIDTH_PX, _PANEL_PX, _GAP_PX, _HEADER_PX, _LINE_PX = 1280, 424, 4, 48, 20
-_MAX_TITLE, _MAX_WARNINGS, _LINE_LETTERS = 90, 8, 170
+_WIDTH_PX = 1280
+_PANEL_PX = 424
+_GAP_PX = 4
+_HEADER_PX = 48
+_LINE_PX = 20
+_MAX_TITLE = 90
+_MAX_WARNINGS = 8
+_LINE_LETTERS = 170
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class PreviewSlice:
 def cut_slices(
     image: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> list[PreviewSlice]:
-    """Copy the slice of each plane with the largest labelled area; the middle one where nothing is labelled.
+    """Copy the slice of each plane with the largest labelled area.
+
+    Where nothing is labelled it is the middle one.
 
     Args:
         image: Oriented volume, (D, H, W).
@@ -61,9 +71,15 @@ def cut_slices(
     for plane, axis in PLANES.items():
         index = int(areas[axis].argmax()) if areas[axis].any() else labels.shape[axis] // 2
         rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
-        values, own = (np.ascontiguousarray(array.take(index, axis)) for array in (image, labels))
         slices.append(
-            PreviewSlice(plane, index, labels.shape[axis], values, own, (rows_mm, columns_mm))
+            PreviewSlice(
+                plane,
+                index,
+                labels.shape[axis],
+                np.ascontiguousarray(image.take(index, axis)),
+                np.ascontiguousarray(labels.take(index, axis)),
+                (rows_mm, columns_mm),
+            )
         )
     return slices
 
@@ -78,7 +94,9 @@ def draw_preview(
     window: tuple[float, float] | None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Draw the slices side by side, the labels with their figures, the notes and the warnings below.
+    """Draw the slices side by side, with texts below.
+
+    The texts are the labels with their figures, the notes and the warnings.
 
     Args:
         slices: From `cut_slices`.
@@ -93,25 +111,15 @@ def draw_preview(
     Raises:
         UserError: If the file cannot be written.
     """
-    lines = [
-        line
-        for warning in warnings[:_MAX_WARNINGS]
-        for line in textwrap.wrap(
-            warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   "
-        )
-    ]
-    lines += (
-        [f"… and {len(warnings) - _MAX_WARNINGS} more, see the report"]
-        if len(warnings) > _MAX_WARNINGS
-        else []
-    )
-    lines = lines or ["no warnings"]
-    scale = min(_PANEL_PX / max(size for one in slices for size in one.size_mm), 4.0)
-    sizes = [tuple(max(1, round(scale * size)) for size in one.size_mm) for one in slices]
-    top, bottom = _HEADER_PX, _HEADER_PX + max(rows for rows, _ in sizes)
+    warning_lines = _warning_lines(warnings)
+    largest_mm = max(itertools.chain(*(cut.size_mm for cut in slices)))
+    scale = min(_PANEL_PX / largest_mm, 4.0)  # pixels per mm
+    sizes_px = [tuple(max(1, round(scale * size)) for size in cut.size_mm) for cut in slices]
+    top, bottom = _HEADER_PX, _HEADER_PX + max(rows for rows, _ in sizes_px)
     num_columns = 1 if len(structures) <= MAX_LONG else 3
-    label_rows = -(-len(structures) // num_columns)
-    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * (label_rows + len(notes) + len(lines)) + 24)
+    label_rows = math.ceil(len(structures) / num_columns)
+    num_lines = label_rows + len(notes) + len(warning_lines)
+    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * num_lines + 24)
     canvas.write(
         12,
         _HEADER_PX / 2,
@@ -120,25 +128,28 @@ def draw_preview(
         fontweight="bold",
         va="center",
     )
-    left = (_WIDTH_PX - sum(columns for _, columns in sizes) - _GAP_PX * (len(slices) - 1)) / 2
-    range_values = grey_range(np.concatenate([one.image.ravel() for one in slices]), window)
-    for one, (rows, columns) in zip(slices, sizes, strict=True):
-        middle = (top + bottom - rows) / 2
+    # The slices are centred as a group, and each within the highest of them.
+    width_px = sum(columns for _, columns in sizes_px) + _GAP_PX * (len(slices) - 1)
+    left = (_WIDTH_PX - width_px) / 2
+    grey_values = grey_range(np.concatenate([cut.image.ravel() for cut in slices]), window)
+    for cut, (rows, columns) in zip(slices, sizes_px, strict=True):
+        upper = (top + bottom - rows) / 2
         axes = canvas.draw_slice(
-            (left, middle, left + columns, middle + rows),
-            one.image,
+            (left, upper, left + columns, upper + rows),
+            cut.image,
             [entry.value for entry in structures],
-            range_values,
-            is_up=one.plane != "axial",
-            outlined=one.labels,
+            grey_values,
+            is_up=cut.plane != "axial",
+            outlined=cut.labels,
             width_pt=1.3,
             colours=[entry.colour for entry in structures],
         )
-        draw_marks(axes, one.plane, f"{one.plane} {one.index + 1}/{one.count}")
+        draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.count}")
         left += columns + _GAP_PX
     for number, entry in enumerate(structures):
         column, row = divmod(number, label_rows)
-        x, y = 12 + column * _WIDTH_PX / num_columns, bottom + 24 + _LINE_PX * row
+        x = 12 + column * _WIDTH_PX / num_columns
+        y = bottom + 24 + _LINE_PX * row
         canvas.write(
             x,
             y,
@@ -149,7 +160,19 @@ def draw_preview(
         )
         canvas.write(x + 190, y, figures.get(entry.value, ""), fontsize=10)
     colour = "#fbbf24" if warnings else "#86efac"
-    below_labels = [(note, TEXT) for note in notes] + [(line, colour) for line in lines]
+    below_labels = [(note, TEXT) for note in notes]
+    below_labels += [(line, colour) for line in warning_lines]
     for number, (line, line_colour) in enumerate(below_labels, start=label_rows):
         canvas.write(12, bottom + 32 + _LINE_PX * number, line, fontsize=10, color=line_colour)
     write_png(canvas.figure, path)
+
+
+def _warning_lines(warnings: Sequence[str]) -> list[str]:
+    """Wrap the first warnings to lines, and count the rest."""
+    lines: list[str] = []
+    for warning in warnings[:_MAX_WARNINGS]:
+        lines += textwrap.wrap(warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   ")
+    num_more = len(warnings) - _MAX_WARNINGS
+    if num_more > 0:
+        lines.append(f"… and {num_more} more, see the report")
+    return lines or ["no warnings"]

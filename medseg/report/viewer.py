@@ -1,4 +1,7 @@
-"""Case viewer: one HTML file with the scan, its labels and the text of the report, drawn by niivue without internet access."""
+"""Case viewer: one HTML file with the scan, its labels and the text of the report.
+
+niivue draws it without internet access.
+"""
 
 import base64
 import json
@@ -21,7 +24,7 @@ from medseg.io.nifti import packed_nifti
 from medseg.report.overlay import ERROR_COLOURS, grey_range
 
 SPACING_MM = 1.5
-"""Wanted spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""
+"""Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""
 
 CT_RANGE_HU = (-1024.0, 1024.0)
 """HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone."""
@@ -30,7 +33,7 @@ DIFFERENCES = [
     Structure(name, value, colour)
     for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)
 ]
-"""Differences to a reference: voxels of the reference alone, of the prediction alone, and with two different labels."""
+"""Differences to a reference: voxels of it alone, of the prediction alone, with two labels."""
 
 _FOLDER = Path(__file__).parent / "viewer"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
@@ -124,7 +127,12 @@ def _packed(
     steps = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
     first = [(factor - 1) / 2 for factor in factors]
     origin_xyz_mm = grid.index_to_world_xyz_mm(first).tolist()
-    small = VoxelGrid(shape, tuple(steps), tuple(origin_xyz_mm), grid.direction)  # type: ignore[arg-type]
+    small = VoxelGrid(
+        shape,  # type: ignore[arg-type]
+        tuple(steps),  # type: ignore[arg-type]
+        tuple(origin_xyz_mm),
+        grid.direction,
+    )
     slope = (high - low) / 255
     centres = np.ix_(
         *(np.minimum(np.arange(number) * factor + factor // 2, size - 1)
@@ -147,7 +155,10 @@ def _packed(
 
 
 def _binned(image: np.ndarray, factors: tuple[int, ...], low: float, slope: float) -> np.ndarray:
-    """Average bins of voxels, the last ones of an axis over fewer, and map them to 0 … 255; plane by plane."""
+    """Average bins of voxels, and map them to 0 … 255, plane by plane.
+
+    The last bins of an axis may have fewer voxels.
+    """
     planes = []
     rows, columns = (
         np.arange(0, size, factor)

@@ -1,1 +1,1 @@
-"""Studies: commands that combine several runs (ladder, time to a Dice, spacing comparison, cross-validation, search, weights, demo)."""
+"""Studies: commands that combine several runs, such as ladder, cross-validation and search."""

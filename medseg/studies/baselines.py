@@ -1,4 +1,7 @@
-"""Baseline networks: the default 3D networks of nnU-Net and MONAI, installed by pip into a folder of their own."""
+"""Baseline networks: the default 3D networks of nnU-Net and MONAI, in a folder of their own.
+
+pip installs them there.
+"""
 
 import subprocess
 import sys
@@ -44,18 +47,11 @@ def install_baselines(folder: Path) -> Path:
     Raises:
         UserError: If the packages cannot be installed.
     """
-    packages = (
-        folder
-        / "lib"
-        / f"python{sys.version_info.major}.{sys.version_info.minor}"
-        / "site-packages"
-    )
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / python / "site-packages"
     installed = folder / "medseg-peers"
-    if (
-        installed.is_file()
-        and installed.read_text(encoding="utf-8").split() == list(PACKAGES)
-        and packages.is_dir()
-    ):
+    earlier = installed.read_text(encoding="utf-8").split() if installed.is_file() else []
+    if packages.is_dir() and earlier == list(PACKAGES):
         return packages
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
     install = [
@@ -74,7 +70,8 @@ def install_baselines(folder: Path) -> Path:
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise UserError(
-            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose peers=false"
+            f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
+            "peers=false"
         )
     replace_text(installed, "\n".join(PACKAGES))
     return packages
@@ -93,17 +90,32 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
         # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
         # supervision.
         plain: nn.Module = PlainConvUNet(
-            input_channels=1, n_stages=6, features_per_stage=(32, 64, 128, 256, 320, 320), conv_op=nn.Conv3d, kernel_sizes=3,
-            strides=(1, 2, 2, 2, 2, 2), n_conv_per_stage=2, num_classes=num_classes, n_conv_per_stage_decoder=2, conv_bias=True,
-            norm_op=nn.InstanceNorm3d, norm_op_kwargs={"eps": 1e-5, "affine": True}, nonlin=nn.LeakyReLU,
+            input_channels=1,
+            n_stages=6,
+            features_per_stage=(32, 64, 128, 256, 320, 320),
+            conv_op=nn.Conv3d,
+            kernel_sizes=3,
+            strides=(1, 2, 2, 2, 2, 2),
+            n_conv_per_stage=2,
+            num_classes=num_classes,
+            n_conv_per_stage_decoder=2,
+            conv_bias=True,
+            norm_op=nn.InstanceNorm3d,
+            norm_op_kwargs={"eps": 1e-5, "affine": True},
+            nonlin=nn.LeakyReLU,
             nonlin_kwargs={"inplace": True},
-        )  # fmt: skip
+        )
         return plain
     from monai.networks.nets import UNet
 
     # The channels and strides of MONAI's own 3D tutorials (spleen).
     unet: nn.Module = UNet(
-        spatial_dims=3, in_channels=1, out_channels=num_classes, channels=(16, 32, 64, 128, 256), strides=(2, 2, 2, 2),
-        num_res_units=2, norm="batch",
-    )  # fmt: skip
+        spatial_dims=3,
+        in_channels=1,
+        out_channels=num_classes,
+        channels=(16, 32, 64, 128, 256),
+        strides=(2, 2, 2, 2),
+        num_res_units=2,
+        norm="batch",
+    )
     return unet

@@ -1,8 +1,9 @@
-"""Spacing comparison: strategies trained on the same samples and scored on the same held-out cases."""
+"""Spacing comparison: strategies that share their training samples and their held-out cases."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from medseg.console import say
 from medseg.data.case_table import write_case_table
 from medseg.data.cases import find_sources
 from medseg.data.spacing import make_grid_rule
-from medseg.errors import EXIT_FAILED, UserError, require
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape, network_size
 from medseg.io.atomic import check_writable, replace_text
@@ -37,7 +38,6 @@ from medseg.report.spacings import (
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.recipes import (
-    Step,
     check_names,
     compose_train,
     failure_of,
@@ -65,7 +65,13 @@ SCORES = (
     "predict_s",
     "predict_peak_gb",
 )
-COLUMNS = ("row", "failure", *SCORES, *(f"{stage}_{cost}" for stage in STAGES for cost in COSTS))
+COLUMNS = (
+    "row",
+    "failure",
+    *SCORES,
+    *(f"coarse_{cost}" for cost in COSTS),
+    *(f"fine_{cost}" for cost in COSTS),
+)
 
 
 class Stage(NamedTuple):
@@ -85,62 +91,59 @@ class Stage(NamedTuple):
 
 
 def compare_spacing(config: CompareSpacingConfig) -> int:
-    """Train, predict and score every row; write `comparison.csv`, `comparison.md` and `comparison.png` after each.
+    """Train, predict and score every row.
+
+    Writes `comparison.csv`, `comparison.md` and `comparison.png` after each row.
 
     Returns:
         0, or 1 if a row failed; the rows after it still run.
     """
     output = Path(config.output).absolute()
-    given = train_arguments(HydraConfig.get().overrides.task, CompareSpacingConfig)
-    rows = {
-        name: stages_of(name, config, given, output / "runs") for name in config.rows
-    }  # all are checked before the first runs
+    arguments = train_arguments(HydraConfig.get().overrides.task, CompareSpacingConfig)
+    # All rows are checked before the first runs.
+    rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     check_names(list(rows), "runs")
-    cases = [
-        case
-        for case in find_sources(config.data, config.task)[0].split.test
-        if case.labels is not None
-    ]
-    require(
-        bool(cases),
-        "data.test_patients: no case with labels is held out; name patients of the case table",
-    )
+    test_cases = find_sources(config.data, config.task)[0].split.test
+    cases = [case for case in test_cases if case.labels is not None]
+    if not cases:
+        raise UserError(
+            "data.test_patients: no case with labels is held out; name patients of the case table"
+        )
     grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
     reference = [
         label_values_argument(config.data.label_values or {}),
-        *(one for one in given if one.startswith("task")),
+        *(argument for argument in arguments if argument.startswith("task")),
     ]
     failed: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
+        folder = output / folder_name(name)
         try:
-            strategies.append(
-                run_row(name, stages, output / folder_name(name), table, grids, reference, failed)
-            )
+            strategy = run_row(name, stages, folder, table, grids, reference, failed)
         except UserError as error:
             say(f"{name}: {error}")
-            strategies.append(Strategy(name, {}, [], {}, str(error)))
+            strategy = Strategy(name, {}, [], {}, str(error))
+        strategies.append(strategy)
         write(strategies, output, patients)
     print("\n" + (output / "comparison.md").read_text(encoding="utf-8"))
     print(f"{output / 'comparison.csv'}, comparison.md, comparison.png")
-    return (
-        EXIT_FAILED if any(strategy.failure or strategy.missing for strategy in strategies) else 0
-    )
+    has_failures = any(strategy.failure or strategy.missing for strategy in strategies)
+    return EXIT_FAILED if has_failures else 0
 
 
 def stages_of(
-    row: str, config: CompareSpacingConfig, given: Sequence[str], runs: Path
+    row: str, config: CompareSpacingConfig, common: Sequence[str], runs: Path
 ) -> list[Stage]:
     """Compose both stages of a row.
 
     Args:
         row: Name of the row.
         config: Names the arguments of each stage.
-        given: Arguments that all rows share.
+        common: Arguments that all rows share.
         runs: Folder of the runs.
 
     Raises:
@@ -148,14 +151,15 @@ def stages_of(
     """
     stages = []
     for name in STAGES:
-        own = [getattr(config.stages, name), getattr(config.rows[row], name)]
         arguments = merge_arguments(
-            [f"stage={name}", f"seed={config.seed}", f"steps={config.steps}"], given, *own
+            [f"stage={name}", f"seed={config.seed}", f"steps={config.steps}"],
+            common,
+            getattr(config.stages, name),
+            getattr(config.rows[row], name),
         )
         composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
-        stages.append(
-            Stage(name, arguments, composed, runs / f"{name}-{signature(plain(composed))}")
-        )
+        run_dir = runs / f"{name}-{signature(plain(composed))}"
+        stages.append(Stage(name, arguments, composed, run_dir))
     return stages
 
 
@@ -168,7 +172,9 @@ def run_row(
     reference: Sequence[str],
     failed: dict[Path, str],
 ) -> Strategy:
-    """Train both stages of a row, predict and score the held-out cases; finished trainings and predictions are kept.
+    """Train both stages of a row, predict and score the held-out cases.
+
+    Finished trainings and predictions are kept.
 
     Args:
         name: Name of the row.
@@ -186,55 +192,77 @@ def run_row(
         train(stage, failed)
     coarse, fine = stages
     # Named after the runs: results of other runs must not be scored if a case fails now.
-    of_runs = f"{coarse.run_dir.name}-{fine.run_dir.name}"
-    predictions, scores = folder / "predictions" / of_runs, folder / "scores" / of_runs
-    trainer = fine.config.trainer
-    predictions.mkdir(
-        parents=True, exist_ok=True
-    )  # `predict` writes a single case into a folder only if the folder exists
-    predict_step: Step = [
-        "predict",
-        f"input={table}",
-        f"output={predictions}",
-        f"accelerator={trainer.accelerator.value}",
-        *([f"threads={trainer.threads}"] if trainer.threads else []),
-        *(f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages),
-    ]
-    predict_failure = failure_of(predict_step)
-    reports = {
-        case: json.loads(path.read_text(encoding="utf-8"))
-        for case in grids
-        if (path := predictions / f"{case}.json").is_file()
-    }
-    reasons = failed_predictions(predictions)
-    if predict_failure or not reports:
-        of_cases = "; ".join(f"{case}: {reason}" for case, reason in reasons.items())
-        raise UserError(f"no case could be predicted: {of_cases or predict_failure}")
+    runs_name = f"{coarse.run_dir.name}-{fine.run_dir.name}"
+    predictions = folder / "predictions" / runs_name
+    reports, reasons = _predict(stages, table, list(grids), predictions)
+    scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
-    evaluate_step = ["evaluate", *files, "pictures=false", *reference]
-    if evaluate_failure := failure_of(evaluate_step):
+    evaluate_failure = failure_of(["evaluate", *files, "pictures=false", *reference])
+    if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    without = summary["without_prediction"]
-    missing = {case: reasons.get(case, "no prediction") for case in without} | summary["failed"]
+    missing = {case: reasons.get(case, "no prediction") for case in summary["without_prediction"]}
+    missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
-    shapes = [crop_shape(fine.config, report) for report in reports.values()]
-    crops = [shape for shape in shapes if shape is not None]
+    scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
+    crop_shapes = [crop_shape(fine.config, report) for report in reports.values()]
+    # A prediction that found no region has no crop.
+    known_crop_shapes = [shape for shape in crop_shapes if shape is not None]
     costs = {
-        coarse.name: stage_costs(
-            coarse,
-            max((whole_shape(coarse.config, grid) for grid in grids.values()), key=math.prod),
-        ),
-        fine.name: stage_costs(fine, max(crops, key=math.prod, default=None)),
+        coarse.name: stage_costs(coarse, max(scan_shapes, key=math.prod)),
+        fine.name: stage_costs(fine, max(known_crop_shapes, key=math.prod, default=None)),
     }
     return Strategy(name, costs, entries, missing)
 
 
+def _predict(
+    stages: Sequence[Stage], table: Path, cases: Sequence[str], folder: Path
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Predict the held-out cases with the stages of a row.
+
+    Args:
+        stages: Coarse and fine, trained.
+        table: Case table of the held-out cases.
+        cases: Their names.
+        folder: Folder of the predictions.
+
+    Returns:
+        Report of each predicted case, and why each failed case has none.
+
+    Raises:
+        UserError: If no case was predicted, or the command failed as a whole.
+    """
+    trainer = stages[-1].config.trainer
+    step = [
+        "predict",
+        f"input={table}",
+        f"output={folder}",
+        f"accelerator={trainer.accelerator.value}",
+    ]
+    if trainer.threads:
+        step.append(f"threads={trainer.threads}")
+    step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
+    # `predict` writes a single case into a folder only if the folder exists.
+    folder.mkdir(parents=True, exist_ok=True)
+    failure = failure_of(step)
+    reports = {}
+    for case in cases:
+        path = folder / f"{case}.json"
+        if path.is_file():
+            reports[case] = json.loads(path.read_text(encoding="utf-8"))
+    reasons = failed_predictions(folder)
+    if failure or not reports:
+        case_reasons = "; ".join(f"{case}: {reason}" for case, reason in reasons.items())
+        raise UserError(f"no case could be predicted: {case_reasons or failure}")
+    return reports, reasons
+
+
 def failed_predictions(predictions: Path) -> dict[str, str]:
-    """Read why cases have no prediction, from the `summary.csv` of the batch: case to its message."""
+    """Read from the `summary.csv` of a batch why cases have no prediction: case to message."""
     path = predictions / "summary.csv"
-    rows = read_csv(path) if path.is_file() else []
-    return {row["case"]: row["warnings"] for row in rows if row["status"] == "failed"}
+    if not path.is_file():
+        return {}
+    return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
 def train(stage: Stage, failed: dict[Path, str]) -> None:
@@ -243,14 +271,14 @@ def train(stage: Stage, failed: dict[Path, str]) -> None:
     Raises:
         UserError: If the training failed.
     """
-    if stage.run_dir not in failed and (
-        code := run_until_failure(train_steps(stage.run_dir, *stage.arguments))
-    ):
-        message = (
-            read_summary(stage.run_dir).get("message") or f"exit code {code}; see the message above"
-        )
-        failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {message}"
-    require(stage.run_dir not in failed, failed.get(stage.run_dir, ""))
+    if stage.run_dir not in failed:
+        code = run_until_failure(train_steps(stage.run_dir, *stage.arguments))
+        if code == 0:
+            return
+        message = read_summary(stage.run_dir).get("message")
+        reason = message or f"exit code {code}; see the message above"
+        failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {reason}"
+    raise UserError(failed[stage.run_dir])
 
 
 def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
@@ -260,23 +288,28 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
         stage: Trained stage.
         whole: Voxels of the largest whole input; None where no region was found.
     """
-    config, history = stage.config, read_csv(stage.run_dir / "history.csv")
+    config = stage.config
     step = _counted(stage, config.stage.patch_size or whole)
     whole_step = _counted(stage, whole)
+    history = read_csv(stage.run_dir / "history.csv")
+    # A line that only records a validation has no duration.
+    durations_s = [float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]]
     return {
         "spacing": spacing_in_words(config.spacing),
         "saved_bytes_per_voxel": None if step is None else round(step.saved_per_voxel, 2),
-        "step_peak_mib": None if step is None else round(step.peak / 2**20, 1),
-        "whole_peak_mib": None if whole_step is None else round(whole_step.peak / 2**20, 1),
-        "step_s": round(
-            median(float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]), 4
-        ),
+        "step_peak_mib": _peak_mib(step),
+        "whole_peak_mib": _peak_mib(whole_step),
+        "step_s": round(median(durations_s), 4),
         "train_s": read_summary(stage.run_dir)["train_s"],
     }
 
 
+def _peak_mib(step: StepMemory | None) -> float | None:
+    return None if step is None else round(step.peak / 2**20, 1)
+
+
 def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
-    """Count a training step; None without a shape, or where it cannot be counted, which is said.
+    """Count a training step; None without a shape, or, with a message, where it cannot be counted.
 
     A trained row keeps its scores then: a network may refuse an input as small as the crop of a few
     voxels.
@@ -287,8 +320,10 @@ def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
         return count_memory(stage.config, shape)
     except UserError as error:
         voxels = "×".join(map(str, shape))
-        what = f"a step of {voxels} voxels was not counted, its cells stay empty"
-        say(f"{stage.run_dir.name}: {what} ({error})")
+        say(
+            f"{stage.run_dir.name}: a step of {voxels} voxels was not counted, "
+            f"its cells stay empty ({error})"
+        )
         return None
 
 
@@ -303,31 +338,27 @@ def spacing_in_words(spacing: SpacingOptions) -> str:
         return "×".join(map(str, spacing.size)) + " voxels"
     if spacing.range_mm:
         return "{:g} to {:g} mm".format(*spacing.range_mm)
-    return (
-        "×".join(f"{mm:g}" for mm in spacing.target_spacing_mm) + " mm"
-        if spacing.target_spacing_mm
-        else "native"
-    )
+    if spacing.target_spacing_mm:
+        return "×".join(f"{mm:g}" for mm in spacing.target_spacing_mm) + " mm"
+    return "native"
 
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
-    """Voxels of a whole scan as the coarse stage trains on it, if the body fills the scan."""
+    """Count the voxels of a whole scan as the coarse stage trains on it, if the body fills it."""
     rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
-    lattice = grid.resampled(config.spacing.target_spacing_mm).resampled(
-        rule.spacing_mm(grid.spacing_mm)
-    )
+    target_grid = grid.resampled(config.spacing.target_spacing_mm)
+    lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels:
-        depth = min(
-            depth,
-            max(divisor[0], config.stage.max_voxels // (height * width) // divisor[0] * divisor[0]),
-        )
+        # A longer scan is cut along z, to a multiple of the divisor and at least one of it.
+        multiples = config.stage.max_voxels // (height * width) // divisor[0]
+        depth = min(depth, max(1, multiples) * divisor[0])
     return depth, height, width
 
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
-    """Network input of the largest crop in the report of a prediction; None if no region was found."""
+    """Find the network input of a prediction's largest crop; None if no region was found."""
     divisor = find_divisor(config)
     boxes = [VoxelBox(**box["voxels"]) for box in report["boxes"].values()]
     return max((network_size(box.shape, divisor) for box in boxes), key=math.prod, default=None)
@@ -336,19 +367,26 @@ def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
 def read_scores(
     path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Make one entry per held-out case and region: slice thickness, scores, and the costs of the prediction."""
-    return [
-        {
-            "case": row["case"],
-            "slice_mm": round(max(grids[row["case"]].spacing_mm), 3),  # as `by_spacing` measures it
-            "region": row["region"],
-            "trust": row["trust"],
-            **{metric: float(row[metric]) for metric in ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")},
-            "predict_s": round(reports[row["case"]]["durations_s"]["total"], 2),
-            "predict_peak_gb": round(reports[row["case"]]["peak_resident_bytes"] / 1e9, 3),
-        }
-        for row in read_csv(path)
-    ]
+    """Make one entry per held-out case and region: its scores and the costs of its prediction."""
+    entries = []
+    for row in read_csv(path):
+        report = reports[row["case"]]
+        entries.append(
+            {
+                "case": row["case"],
+                # As `by_spacing` measures it.
+                "slice_mm": round(max(grids[row["case"]].spacing_mm), 3),
+                "region": row["region"],
+                "trust": row["trust"],
+                "dice": float(row["dice"]),
+                "nsd_1mm": float(row["nsd_1mm"]),
+                "nsd_2mm": float(row["nsd_2mm"]),
+                "hd95_mm": float(row["hd95_mm"]),
+                "predict_s": round(report["durations_s"]["total"], 2),
+                "predict_peak_gb": round(report["peak_resident_bytes"] / 1e9, 3),
+            }
+        )
+    return entries
 
 
 def write(
@@ -363,49 +401,40 @@ def write(
         output: Folder.
         patients: Held-out case to its patient; a case that is missing is a patient of its own.
     """
-    rows: list[dict[str, Any]] = []
-    for strategy in strategies:
-        costs = {
-            f"{stage}_{name}": value
-            for stage, known in strategy.costs.items()
-            for name, value in known.items()
-        }
-        lost = [{"case": case, "failure": why} for case, why in strategy.missing.items()]
-        lost += [{"failure": strategy.failure}] if strategy.failure else []
-        rows += [{"row": strategy.name, **entry, **costs} for entry in (*strategy.scores, *lost)]
-    write_csv(output / "comparison.csv", rows, COLUMNS)
+    write_csv(output / "comparison.csv", list(chain(*map(_csv_rows, strategies))), COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies, patients))
-    if not any(strategy.scores for strategy in strategies):
-        return
-    means = {
-        (one.name, thickness): mean["dice"]
-        for one in strategies
-        for thickness, mean in means_of(one).items()
-    }
-    names, fine = (
-        [strategy.name for strategy in strategies],
-        [strategy.costs.get("fine", {}) for strategy in strategies],
-    )
-    panels = [
-        *(
-            Panel(
-                f"Dice, {one} slices",
-                "{:.3f}",
-                [means.get((name, one)) for name in names],
-                has_bars=False,
-            )
-            for one in (*THICKNESSES, ALL)
-        ),
-        Panel(
-            "fine: peak of a whole crop, MiB",
-            "{:.0f}",
-            [costs.get("whole_peak_mib") for costs in fine],
-        ),
-        Panel("fine: seconds per step", "{:.2f}", [costs.get("step_s") for costs in fine]),
-        Panel(
-            "prediction, s per case",
-            "{:.1f}",
-            [prediction_costs(one)[0] if one.scores else None for one in strategies],
-        ),
+    if any(strategy.scores for strategy in strategies):
+        _draw(strategies, output / "comparison.png")
+
+
+def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
+    """Make the rows of `comparison.csv` of a strategy: its scores, then what failed."""
+    costs: dict[str, Any] = {}
+    for stage, stage_values in strategy.costs.items():
+        costs |= {f"{stage}_{cost}": value for cost, value in stage_values.items()}
+    entries = list(strategy.scores)
+    entries += [{"case": case, "failure": reason} for case, reason in strategy.missing.items()]
+    if strategy.failure:
+        entries.append({"failure": strategy.failure})
+    return [{"row": strategy.name, **entry, **costs} for entry in entries]
+
+
+def _draw(strategies: Sequence[Strategy], path: Path) -> None:
+    """Draw scores and costs of the strategies, one panel each."""
+    names = [strategy.name for strategy in strategies]
+    means = [means_of(strategy) for strategy in strategies]
+    fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
+    durations_s = [
+        prediction_costs(strategy)[0] if strategy.scores else None for strategy in strategies
     ]
-    draw_panels(names, panels, "Spacing strategies, held-out cases", output / "comparison.png")
+    panels = []
+    for thickness in (*THICKNESSES, ALL):
+        # A strategy without cases of this thickness has no mean.
+        dice = [mean.get(thickness, {}).get("dice") for mean in means]
+        panels.append(Panel(f"Dice, {thickness} slices", "{:.3f}", dice, has_bars=False))
+    peaks_mib = [costs.get("whole_peak_mib") for costs in fine_costs]
+    panels.append(Panel("fine: peak of a whole crop, MiB", "{:.0f}", peaks_mib))
+    steps_s = [costs.get("step_s") for costs in fine_costs]
+    panels.append(Panel("fine: seconds per step", "{:.2f}", steps_s))
+    panels.append(Panel("prediction, s per case", "{:.1f}", durations_s))
+    draw_panels(names, panels, "Spacing strategies, held-out cases", path)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.data.reference import file_values
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import Formats, markdown_table, read_csv, write_csv
@@ -38,11 +39,21 @@ from medseg.task_options import make_task
 Row = dict[str, Any]
 # Column of folds.md to its heading.
 COLUMNS = {
-    "case": "case", "fold": "fold", "region": "region", "trust": "reference", "dice": "Dice", "nsd_1mm": "NSD 1 mm", "hd95_mm": "HD95 mm",
-    "volume_pred_ml": "predicted ml", "volume_ref_ml": "reference ml", "share_in_crop": "in the crop",
-}  # fmt: skip
+    "case": "case",
+    "fold": "fold",
+    "region": "region",
+    "trust": "reference",
+    "dice": "Dice",
+    "nsd_1mm": "NSD 1 mm",
+    "hd95_mm": "HD95 mm",
+    "volume_pred_ml": "predicted ml",
+    "volume_ref_ml": "reference ml",
+    "share_in_crop": "in the crop",
+}
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
+# Headings of the tables in folds.md; the table of the whole scans has none.
+WHOLE = ""
 PIECES = "Partial scans cut from these scans:"
 DISEASED = "These scans with disease painted into their regions:"
 
@@ -56,95 +67,142 @@ def cross_validate(config: CrossValidateConfig) -> int:
     Raises:
         SystemExit: With the exit code of the command that failed.
     """
-    output, table = Path(config.output), Path(config.cases).absolute()
+    output = Path(config.output)
     check_experiments(config)
     cases = read_cases(Path(config.cases), config.data.labels_column)
     check_folds(cases, config.num_folds)
     check_writable(output)
-    task, given = make_task(config.task), file_values(config.data.label_values or {})
-    values = {value: label for value, label in given.items() if isinstance(value, int)}
-    require(
-        len(values) == len(given),
-        "data.label_values: cross_validate reads label maps, but these are names of masks or DICOM structures; save one label map of each case",
-    )
-    label_values = label_values_argument(config.data.label_values or {})
-    task_given = [one for one in HydraConfig.get().overrides.task if one.startswith("task")]
-    scored: dict[str, tuple[int, Case]] = {}
-    groups: dict[str, set[str]] = {"": set(), PIECES: set(), DISEASED: set()}
-    require(
-        task.is_ct or not config.diseased,
-        "diseased=true paints in HU, but the first channel of the task is no CT; leave it out",
-    )
-    parts = {region.name: region.labels for region in task.regions} or {
-        name: (name,) for name in task.labels
-    }
-    organs = {
-        region: [value for value, name in values.items() if name in labels]
-        for region, labels in parts.items()
-    }
+    task = make_task(config.task)
+    label_values = _label_map_values(config)
+    if config.diseased and not task.is_ct:
+        raise UserError(
+            "diseased=true paints in HU, but the first channel of the task is no CT; leave it out"
+        )
+    organs = _organ_values(task, label_values)
     folders = [output / f"fold_{fold}" for fold in range(config.num_folds)]
-    more = coarse_arguments(config, folders)
+    fine_arguments = coarse_arguments(config, folders)
+    scored: dict[str, tuple[int, Case]] = {}
+    names_by_heading: dict[str, set[str]] = {WHOLE: set(), PIECES: set(), DISEASED: set()}
     # The fine stage of a fold may see what the coarse stages of all folds say about their held-out
-    # cases.
+    # cases, so all coarse stages are trained first.
     coarse_steps: list[Step] = []
     fine_steps: list[Step] = []
     for fold, folder in enumerate(folders):
-        held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
-        whole = [case for case in held_out if case.labels]
-        made = {
-            "": held_out,
-            PIECES: [
-                part
-                for case in whole
-                if config.pieces
-                for part in cut_partial_scans(case, organs, output / "pieces")
-            ],
-            DISEASED: [
-                ill
-                for case in whole
-                if config.diseased
-                for ill in paint_scan(case, list(organs.values()), output / "diseased")
-            ],
-        }
-        for heading, some in made.items():
-            groups[heading] |= {case.name for case in some}
-        held_out = [case for some in made.values() for case in some]
-        scored |= {case.name: (fold, case) for case in held_out}
-        data = [
-            f"data.cases={table}", f"data.fold={fold}", f"data.num_folds={config.num_folds}", "data.val_patients=[]",
-            "data.test_patients=[]", f"data.labels_column={config.data.labels_column}", label_values,
-        ]  # fmt: skip
+        split = split_cases(cases, fold=fold, num_folds=config.num_folds)
+        held_out = held_out_scans(split.val, organs, config)
+        for heading, scans in held_out.items():
+            names_by_heading[heading].update(case.name for case in scans)
+            scored |= {case.name: (fold, case) for case in scans}
+        data = _data_arguments(config, fold)
         coarse_steps += stage_steps(config, "coarse", folder, data, output)
-        fine_steps += stage_steps(config, "fine", folder, data, output, more)
-        fine_steps.append(
-            [
-                "predict",
-                f"input={write_case_table(folder / 'held_out.csv', held_out)}",
-                f"output={output / 'predictions'}",
-                *(f"{stage}={last_checkpoint(folder / stage)}" for stage in ("coarse", "fine")),
-            ]
-        )
+        fine_steps += stage_steps(config, "fine", folder, data, output, fine_arguments)
+        table = write_case_table(folder / "held_out.csv", list(chain(*held_out.values())))
+        fine_steps.append(_predict_step(table, output, folder))
     reference = write_case_table(output / "scored.csv", [case for _, case in scored.values()])
-    fine_steps.append(
-        [
-            "evaluate",
-            f"pred={output / 'predictions'}",
-            f"ref={reference}",
-            f"output={output / 'scores'}",
-            label_values,
-            *task_given,
-        ]
-    )
+    steps = [*coarse_steps, *fine_steps, _evaluate_step(reference, config)]
     # The folds share the trainings on phantoms: equal commands run once.
-    run_steps(list(dict.fromkeys(map(tuple, [*coarse_steps, *fine_steps]))))
-    rows = fold_rows(scored, output, task, values)
-    write_rows(rows, output, groups)
+    run_steps(list(dict.fromkeys(map(tuple, steps))))
+    rows = fold_rows(scored, output, task, label_values)
+    write_rows(rows, output, names_by_heading)
     # `predict` states no bound for a region to which anything was added, so these do not calibrate
     # it.
-    bound_rows = [row for row in rows if row["case"] in groups[""] and not row["added_ml"]]
+    bound_rows = [
+        row for row in rows if row["case"] in names_by_heading[WHOLE] and not row["added_ml"]
+    ]
     write_bound(bound_rows, {name: case for name, (_, case) in scored.items()}, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
     return 0
+
+
+def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
+    """Read the meaning of the values in the label maps.
+
+    Raises:
+        UserError: If the reference is not one label map of each case.
+    """
+    labels = file_values(config.data.label_values or {})
+    if not all(isinstance(value, int) for value in labels):
+        raise UserError(
+            "data.label_values: cross_validate reads label maps, but these are names of masks or "
+            "DICOM structures; save one label map of each case"
+        )
+    return {value: label for value, label in labels.items() if isinstance(value, int)}
+
+
+def _organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Map each region of the task, or each label if it has no regions, to its values in files."""
+    if task.regions:
+        labels_of_organ = {region.name: region.labels for region in task.regions}
+    else:
+        labels_of_organ = {name: (name,) for name in task.labels}
+    return {
+        organ: [value for value, label in label_values.items() if label in labels]
+        for organ, labels in labels_of_organ.items()
+    }
+
+
+def held_out_scans(
+    cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
+) -> dict[str, list[Case]]:
+    """Make the scans that a fold scores: its held-out cases, and the harder scans made of them.
+
+    Args:
+        cases: Held-out cases of the fold; those without labels are predicted, but not cut.
+        organs: Name of each organ to its values in the label files.
+        config: Names the folder, and says whether partial and diseased scans are made.
+
+    Returns:
+        Heading in `folds.md` to the scans of its table.
+    """
+    output = Path(config.output)
+    partial: list[Case] = []
+    diseased: list[Case] = []
+    labelled = [case for case in cases if case.labels]
+    if config.pieces:
+        for case in labelled:
+            partial += cut_partial_scans(case, organs, output / "pieces")
+    if config.diseased:
+        for case in labelled:
+            diseased += paint_scan(case, list(organs.values()), output / "diseased")
+    return {WHOLE: list(cases), PIECES: partial, DISEASED: diseased}
+
+
+def _data_arguments(config: CrossValidateConfig, fold: int) -> list[str]:
+    """List the arguments of `train` that select the training cases of a fold."""
+    return [
+        f"data.cases={Path(config.cases).absolute()}",
+        f"data.fold={fold}",
+        f"data.num_folds={config.num_folds}",
+        "data.val_patients=[]",
+        "data.test_patients=[]",
+        f"data.labels_column={config.data.labels_column}",
+        label_values_argument(config.data.label_values or {}),
+    ]
+
+
+def _predict_step(table: Path, output: Path, folder: Path) -> Step:
+    """Make the command that predicts the cases of a table with the runs of a fold."""
+    return [
+        "predict",
+        f"input={table}",
+        f"output={output / 'predictions'}",
+        f"coarse={last_checkpoint(folder / 'coarse')}",
+        f"fine={last_checkpoint(folder / 'fine')}",
+    ]
+
+
+def _evaluate_step(reference: Path, config: CrossValidateConfig) -> Step:
+    """Make the command that scores the predictions of all folds against a case table."""
+    output = Path(config.output)
+    arguments = HydraConfig.get().overrides.task
+    return [
+        "evaluate",
+        f"pred={output / 'predictions'}",
+        f"ref={reference}",
+        f"output={output / 'scores'}",
+        label_values_argument(config.data.label_values or {}),
+        *(argument for argument in arguments if argument.startswith("task")),
+    ]
 
 
 def check_folds(cases: Sequence[Case], num_folds: int) -> None:
@@ -157,55 +215,61 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
     count = count_folds(cases)
     if count == 1:
         raise UserError(
-            "the case table has one fold, which is no cross-validation; train on it with medseg train"
+            "the case table has one fold, which is no cross-validation; "
+            "train on it with medseg train"
         )
     if count not in (None, num_folds):
         raise UserError(
             f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}"
         )
     if count is not None:
-        _require_validation(cases, count)
+        _check_validation(cases, count)
     for case in cases:
         if case.fold_sides.count("val") > 1:
             raise UserError(
-                f"the case table validates {case.name!r} in several folds, but a cross-validation scores each case once; keep one val "
-                "in its columns fold_0, fold_1, …"
+                f"the case table validates {case.name!r} in several folds, but a cross-validation "
+                "scores each case once; keep one val in its columns fold_0, fold_1, …"
             )
 
 
-def _require_validation(cases: Sequence[Case], num_folds: int) -> None:
-    """Refuse a fold that validates no case, such as that of a part of LUNA16 that was not downloaded.
+def _check_validation(cases: Sequence[Case], num_folds: int) -> None:
+    """Refuse a fold that validates no case, as if a part of LUNA16 was not downloaded.
 
     Raises:
         UserError: With the number of the fold, and the column to correct.
     """
-    has_columns = any(case.fold_sides for case in cases)
-    validated = {case.fold for case in cases}
+    # A table has either one column fold_N per fold, or the column fold with a number per case.
+    cases_with_sides = [case for case in cases if case.fold_sides]
     for number in range(num_folds):
-        if has_columns:
-            is_validated = any(
-                case.fold_sides[number] == "val" for case in cases if case.fold_sides
+        if cases_with_sides:
+            is_validated = any(case.fold_sides[number] == "val" for case in cases_with_sides)
+            cure = (
+                f"mark some as val in its column fold_{number}, "
+                "or remove the column and number those after it again"
             )
-            cure = f"mark some as val in its column fold_{number}, or remove the column and number those after it again"
         else:
-            is_validated = number in validated
+            is_validated = any(case.fold == number for case in cases)
             cure = "number the folds in its column fold from 0 without a gap"
         if not is_validated:
             raise UserError(
-                f"fold {number} of the case table validates no case, so there is nothing to score; {cure}"
+                f"fold {number} of the case table validates no case, "
+                f"so there is nothing to score; {cure}"
             )
 
 
 def fold_rows(
     scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]
 ) -> list[Row]:
-    """Make one row per scored case and region: its fold, its scores, and how much of the region the crop contained."""
+    """Make one row per scored case and region, with its fold, scores and share in the crop."""
     region_labels = {region.name: region.labels for region in task.regions}
     rows = []
     for score in read_csv(output / "scores" / "metrics.csv"):
         name, region = score["case"], score["region"]
         fold, case = scored[name]
         report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
+        box = report["boxes"].get(region)
+        # Two stages that agree on an empty region say nothing about its Dice.
+        agreement = None if box is None else report["agreements"].get(region)
         region_values = [
             value for value, label in label_values.items() if label in region_labels[region]
         ]
@@ -216,11 +280,9 @@ def fold_rows(
                 "region": region,
                 "trust": score["trust"],
                 **{metric: float(score[metric]) for metric in METRICS},
-                "agreement": report["agreements"].get(region)
-                if region in report["boxes"]
-                else None,
+                "agreement": agreement,
                 "added_ml": report["added_ml"].get(region, 0.0),
-                "share_in_crop": share_in_crop(case, region_values, report["boxes"].get(region)),
+                "share_in_crop": share_in_crop(case, region_values, box),
                 "total_s": round(report["durations_s"]["total"], 1),
             }
         )
@@ -262,21 +324,24 @@ def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]
         groups: Line above each table to the names of its scans.
     """
     write_csv(output / "folds.csv", rows)
-    tables = {
-        heading: [row for row in rows if row["case"] in names] for heading, names in groups.items()
-    }
-    texts = [
-        f"{heading}\n\n{_section(some)}" if heading else _section(some)
-        for heading, some in tables.items()
-        if some
-    ]
-    replace_text(output / "folds.md", "\n".join(texts))
+    sections = []
+    for heading, names in groups.items():
+        group_rows = [row for row in rows if row["case"] in names]
+        if not group_rows:
+            continue
+        section = _section(group_rows)
+        if heading:
+            section = f"{heading}\n\n{section}"
+        sections.append(section)
+    replace_text(output / "folds.md", "\n".join(sections))
 
 
 def write_bound(
     rows: Sequence[Row], cases: Mapping[str, Case], config: CrossValidateConfig
 ) -> None:
-    """Calibrate the lower bound on Dice on the whole scans: `bound.json`, which `make_weights` stores, and a line in `folds.md`.
+    """Calibrate the lower bound on Dice on the whole scans.
+
+    Writes `bound.json`, which `make_weights` stores, and appends a line to `folds.md`.
 
     Args:
         rows: From `fold_rows`, of whole scans. Those count whose region was found and whose
@@ -285,50 +350,69 @@ def write_bound(
         config: Names the experiments, which the file keeps, and the folder.
     """
     output = Path(config.output)
+    # Per fold and patient: agreement of the stages and Dice of each region of each scan.
     folds: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        if row["agreement"] is not None and row["trust"] in TRUSTED:
-            patients = folds.setdefault(row["fold"], {})
-            patients.setdefault(cases[row["case"]].patient or row["case"], []).append(
-                (row["agreement"], row["dice"])
-            )
-    scores = {patient: found for patients in folds.values() for patient, found in patients.items()}
+        if row["agreement"] is None or row["trust"] not in TRUSTED:
+            continue
+        patient = cases[row["case"]].patient or row["case"]
+        fold_scores = folds.setdefault(row["fold"], {})
+        fold_scores.setdefault(patient, []).append((row["agreement"], row["dice"]))
+    scores: dict[str, list[tuple[float, float]]] = {}
+    for fold_scores in folds.values():
+        scores |= fold_scores
     (output / BOUND).unlink(missing_ok=True)
-    if (bound := calibrate(scores, LEVEL)) is None:
+    bound = calibrate(scores, LEVEL)
+    if bound is None:
         return
-    replace_text(
-        output / BOUND, json.dumps({"bound": asdict(bound), "experiments": experiments(config)})
-    )
-    usual = [bound.at(agreement) for regions in scores.values() for agreement, _ in regions]
+    calibrated = {"bound": asdict(bound), "experiments": experiments(config)}
+    replace_text(output / BOUND, json.dumps(calibrated))
+    median_bound = median(bound.at(agreement) for agreement, _ in chain(*scores.values()))
     text = (
-        f"Lower bound on Dice at a level of {LEVEL:.0%}: 1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g}), from {len(scores)} "
-        f"patients; its median over their regions is {median(usual):.3f}."
+        f"Lower bound on Dice at a level of {LEVEL:.0%}: "
+        f"1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g}), "
+        f"from {len(scores)} patients; its median over their regions is {median_bound:.3f}."
     )
-    if (covered := count_covered(list(folds.values()), LEVEL)) is not None:
-        text += f" Each fold tested with the bound that the other folds give: {covered} patients reach it with every region."
-    replace_text(
-        output / "folds.md", (output / "folds.md").read_text(encoding="utf-8") + f"\n{text}\n"
-    )
+    covered = count_covered(list(folds.values()), LEVEL)
+    if covered is not None:
+        text += (
+            " Each fold tested with the bound that the other folds give: "
+            f"{covered} patients reach it with every region."
+        )
+    table = (output / "folds.md").read_text(encoding="utf-8")
+    replace_text(output / "folds.md", f"{table}\n{text}\n")
 
 
 def _section(rows: Sequence[Row]) -> str:
-    """Format a table with a summary: mean and worst Dice by trust where the reference has the region, else the largest volume found."""
+    """Format a table with its summary.
+
+    The summary states mean and worst Dice by trust where the reference has the region, and the
+    largest predicted volume where it does not.
+    """
     formats: Formats = {
-        "dice": ".4f", "nsd_1mm": ".3f", "volume_pred_ml": ".0f", "volume_ref_ml": ".0f", "hd95_mm": distance_text, "share_in_crop": _percent,
-    }  # fmt: skip
+        "dice": ".4f",
+        "nsd_1mm": ".3f",
+        "volume_pred_ml": ".0f",
+        "volume_ref_ml": ".0f",
+        "hd95_mm": distance_text,
+        "share_in_crop": _percent,
+    }
     lines = [markdown_table(rows, COLUMNS, formats)]
     present = [row for row in rows if row["volume_ref_ml"] > 0]
+    absent = [row for row in rows if row["volume_ref_ml"] == 0]
     for trust in dict.fromkeys(row["trust"] for row in present):
         scores = [row for row in present if row["trust"] == trust]
         worst = min(scores, key=lambda row: row["dice"])
         mean = sum(row["dice"] for row in scores) / len(scores)
         lines.append(
-            f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, worst {worst['dice']:.4f}: {_where(worst)}\n"
+            f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, "
+            f"worst {worst['dice']:.4f}: {_where(worst)}\n"
         )
-    if absent := [row for row in rows if row["volume_ref_ml"] == 0]:
-        most = max(absent, key=lambda row: row["volume_pred_ml"])
+    if absent:
+        largest = max(absent, key=lambda row: row["volume_pred_ml"])
         lines.append(
-            f"Largest false-positive volume where the region is absent ({len(absent)}): {most['volume_pred_ml']:.1f} ml: {_where(most)}\n"
+            f"Largest false-positive volume where the region is absent ({len(absent)}): "
+            f"{largest['volume_pred_ml']:.1f} ml: {_where(largest)}\n"
         )
     return "\n".join(lines)
 

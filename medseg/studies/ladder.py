@@ -1,22 +1,23 @@
-"""Ladder: memory, time and Dice of a training as switches are added one at a time, beside baseline networks.
+"""Ladder: memory, time and Dice of a training as switches are added one at a time.
 
-Bytes are compared in the same precision and without checkpointing, and as each network is used: a
-baseline has a row in fp32 and one in the precision in which its own program trains it. The bytes of
-fp16, which a CPU cannot compute, are counted on tensors without values.
+Baseline networks stand beside them. Bytes are compared in the same precision and without
+checkpointing, and as each network is used: a baseline has a row in fp32 and one in the precision in
+which its own program trains it. The bytes of fp16, which a CPU cannot compute, are counted on
+tensors without values.
 """
 
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.core.hydra_config import HydraConfig
+from torch import nn
 
 from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
@@ -94,11 +95,9 @@ class Row(NamedTuple):
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return (
-            baseline_folder(self.baseline, self.precision)
-            if self.baseline
-            else folder_name(self.name)
-        )
+        if self.baseline:
+            return baseline_folder(self.baseline, self.precision)
+        return folder_name(self.name)
 
 
 def baseline_folder(baseline: str, precision: str) -> str:
@@ -107,7 +106,7 @@ def baseline_folder(baseline: str, precision: str) -> str:
 
 
 def baseline_precisions(baseline: str) -> list[str]:
-    """Precisions in which a baseline is counted: fp32, and the one in which its own program trains it."""
+    """List the precisions in which a baseline is counted: fp32, and that of its own program."""
     return list(dict.fromkeys(["fp32", BASELINES[baseline].trained_in]))
 
 
@@ -122,11 +121,12 @@ def ladder(config: LadderConfig) -> int:
     """
     if config.output is None:
         raise UserError("output: a folder is needed")
-    shape, output = input_shape(config), Path(config.output)
-    rows = list(
-        ladder_rows(config, train_arguments(HydraConfig.get().overrides.task, LadderConfig))
-    )
-    configs = [compose(row) for row in rows]  # all rows are checked before the first is measured
+    output = Path(config.output)
+    shape = input_shape(config)
+    arguments = train_arguments(HydraConfig.get().overrides.task, LadderConfig)
+    rows = list(ladder_rows(config, arguments))
+    # All rows are checked before the first is measured.
+    configs = [compose(row) for row in rows]
     check_writable(output)
     packages = install_baselines(Path(config.peers_env).absolute()) if config.peers else None
     table: list[dict[str, Any]] = []
@@ -138,55 +138,56 @@ def ladder(config: LadderConfig) -> int:
             run_steps(train_steps(folder / "run", *row.arguments))
         summary = read_summary(folder / "run") if config.train else {}
         table.append(table_row(row, row_config.memory, measured, summary))
-        devices = {line["device"]: None for line in table if line["device"]}
-        title = ", ".join([f"A training step on {'×'.join(map(str, shape))} voxels", *devices])
+        devices = dict.fromkeys(line["device"] for line in table if line["device"])
+        voxels = "×".join(map(str, shape))
+        title = ", ".join([f"A training step on {voxels} voxels", *devices])
         write(table, rows, output, title)
     print_table(table, HEADINGS, FORMATS)
     print(f"{output / 'ladder.csv'}, {output / 'ladder.png'}")
     return 0
 
 
-def ladder_rows(config: LadderConfig, given: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows from top to bottom: networks, baselines with the arguments of the first switch, switches.
+def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows from top to bottom: networks, baselines, switches.
+
+    The baselines have the arguments of the first switch.
 
     Args:
         config: Names what each row adds.
-        given: Arguments that all rows share.
+        common: Arguments that all rows share.
 
     Raises:
         UserError: If there is no row, or two rows would share a folder.
     """
-    precisions = {baseline: baseline_precisions(baseline) for baseline in BASELINES}
-    taken = [
-        [baseline_folder(name, precision) for precision in of_one]
-        for name, of_one in precisions.items()
-    ]
-    check_names([*config.networks, *config.rows], *chain.from_iterable(taken))
+    baselines: list[tuple[str, str]] = []
+    for baseline in BASELINES:
+        baselines += [(baseline, precision) for precision in baseline_precisions(baseline)]
+    baseline_folders = [baseline_folder(*baseline) for baseline in baselines]
+    check_names([*config.networks, *config.rows], *baseline_folders)
     # `train` has another default stage than `ladder`.
-    arguments = merge_arguments([f"stage={config.stage.name.value}"], given)
-    yield from (
-        Row(name, merge_arguments(arguments, own), tuple(own))
-        for name, own in config.networks.items()
-    )
+    arguments = merge_arguments([f"stage={config.stage.name.value}"], common)
+    for name, added in config.networks.items():
+        yield Row(name, merge_arguments(arguments, added), tuple(added))
     if config.peers:
-        first = merge_arguments(arguments, next(iter(config.rows.values()), []))
-        for baseline, of_one in precisions.items():
-            for precision in of_one:
-                yield baseline_row(baseline, precision, first)
+        first_switch = next(iter(config.rows.values()), [])
+        baseline_arguments = merge_arguments(arguments, first_switch)
+        for baseline, precision in baselines:
+            yield baseline_row(baseline, precision, baseline_arguments)
     for number, (name, added) in enumerate(config.rows.items()):
         arguments = merge_arguments(arguments, added)
         yield Row(name, arguments, tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
-    """Make the row of a baseline in a precision; its name says whether its own program trains it so."""
+    """Make the row of a baseline; its name says whether its own program trains it so."""
     title, trained_in = BASELINES[baseline]
-    how = f"{precision} as it trains" if precision == trained_in else precision
-    return Row(f"{title}, {how}", arguments, baseline=baseline, precision=precision)
+    manner = " as it trains" if precision == trained_in else ""
+    name = f"{title}, {precision}{manner}"
+    return Row(name, arguments, baseline=baseline, precision=precision)
 
 
 def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
-    """Replace the precision of a configuration; an empty one stands for that of the configuration."""
+    """Replace the precision of a configuration; with an empty one it stays as it is."""
     if not precision:
         return config
     return replace(config, memory=replace(config.memory, precision=Precision(precision)))
@@ -207,7 +208,9 @@ def measure(
     baseline: str | None,
     packages: Path | None,
 ) -> dict[str, Any]:
-    """Measure a row in a new process, so that rows do not share memory and caches; an earlier measurement of the same row is read.
+    """Measure a row in a new process, so that rows do not share memory and caches.
+
+    An earlier measurement of the same row is read instead.
 
     Raises:
         UserError: If the row cannot be measured.
@@ -221,19 +224,19 @@ def measure(
         "baseline": baseline,
         "config": plain(config),
     }
-    known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if known.get("request") == request:
-        return known
+    if path.is_file():
+        earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if earlier.get("request") == request:
+            return earlier
     print(f"measuring {folder.name}", flush=True)
     try:
         with Worker() as worker:
             measured = worker.call(measure_row, config, shape, timed_steps, baseline, packages)
     except WorkerDiedError as error:
-        cure = (
-            "choose a smaller shape"
-            if error.is_killed
-            else "start it again, and report it if it ends so again"
-        )
+        if error.is_killed:
+            cure = "choose a smaller shape"
+        else:
+            cure = "start it again, and report it if it ends so again"
         raise UserError(f"{folder.name} could not be measured: {error}; {cure}") from error
     except UserError as error:
         raise UserError(f"{folder.name} could not be measured: {error}") from error
@@ -269,8 +272,8 @@ def measure_row(
     """
     if packages is not None:
         sys.path.insert(0, str(packages))
-    num_classes = count_classes(config)
-    precision, device = config.memory.precision.value, pick_device(config.trainer.accelerator)
+    precision = config.memory.precision.value
+    device = pick_device(config.trainer.accelerator)
     is_timed = timed_steps > 0
     try:
         check_precision(precision, device.type)
@@ -278,20 +281,54 @@ def measure_row(
         if baseline is None:
             raise UserError(f"memory.{error}") from error
         is_timed = False
-    make_other = partial(make_baseline, baseline, num_classes) if baseline else None
+    make_other: Callable[[], nn.Module] | None = None
+    if baseline:
+        make_other = partial(make_baseline, baseline, count_classes(config))
     memory = count_memory(config, shape, make_other)
-    measured = {
+    measured: dict[str, Any] = {
         "saved_per_voxel": memory.saved_per_voxel,
         "peak_bytes": memory.peak,
         "parameter_bytes": memory.parameters,
     }
     if not is_timed:
         return measured
+    measured["seconds_per_step"] = _time_step(config, shape, timed_steps, make_other)
+    if device.type == "cuda":
+        measured["device"] = torch.cuda.get_device_name()
+        measured["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+    else:
+        num_threads = torch.get_num_threads()
+        threads = "thread" if num_threads == 1 else "threads"
+        measured["device"] = f"{num_threads} CPU {threads}"
+    return measured
+
+
+def _time_step(
+    config: TrainConfig,
+    shape: Shape,
+    timed_steps: int,
+    make_other: Callable[[], nn.Module] | None,
+) -> float:
+    """Time training steps on noise, after one to warm up.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        timed_steps: Number of timed steps, at least 1.
+        make_other: Builds a network in place of the configured one.
+
+    Returns:
+        Duration of the fastest step in s.
+    """
+    precision = config.memory.precision.value
+    device = pick_device(config.trainer.accelerator)
+    num_classes = count_classes(config)
     set_tf32(precision)
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     samples = samples_per_rank(config)
+    # Noise in [-1, 1), the range of normalised images.
     image = torch.rand(samples, count_channels(config), *shape, device=device) * 2 - 1
     if make_other:
         network = make_other().to(device)
@@ -303,11 +340,10 @@ def measure_row(
             sync_batchnorm=config.trainer.sync_batchnorm,
         )
     target = torch.randint(num_classes, (samples, *shape), dtype=torch.uint8, device=device)
+    loss = make_loss(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    loss, optimizer = (
-        make_loss(config),
-        make_optimizer(config.optimizer, lr_factor, config.trusted_targets)(network.parameters()),
-    )
+    bind_optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    optimizer = bind_optimizer(network.parameters())
     durations_s = []
     for _ in range(timed_steps + 1):
         start_s = time.perf_counter()
@@ -320,17 +356,7 @@ def measure_row(
         if device.type == "cuda":
             torch.cuda.synchronize()  # kernels run asynchronously
         durations_s.append(time.perf_counter() - start_s)
-    measured["seconds_per_step"] = min(durations_s[1:])
-    if device.type == "cuda":
-        return {
-            **measured,
-            "device": torch.cuda.get_device_name(),
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-        }
-    return {
-        **measured,
-        "device": f"{torch.get_num_threads()} CPU thread{'s' * (torch.get_num_threads() > 1)}",
-    }
+    return min(durations_s[1:])
 
 
 def table_row(
@@ -362,29 +388,29 @@ def table_row(
 
 
 def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, title: str) -> None:
-    """Write `ladder.csv` and `ladder.png` with the rows that are known so far."""
+    """Write `ladder.csv` and `ladder.png` with the rows measured so far."""
     write_csv(output / "ladder.csv", table)
     names = [picture_name(row, line) for row, line in zip(rows, table, strict=False)]
     panels = [
-        Panel(heading, text, [known[column] for known in table], has_bars)
+        Panel(heading, text, [line[column] for line in table], has_bars)
         for column, heading, text, has_bars in PANELS
     ]
-    draw_panels(
-        names,
-        panels,
-        title,
-        output / "ladder.png",
-        [row.baseline is not None for row in rows[: len(table)]],
-    )
+    # Later rows are not measured yet.
+    is_baseline = [row.baseline is not None for row in rows[: len(table)]]
+    draw_panels(names, panels, title, output / "ladder.png", is_baseline)
 
 
 def picture_name(row: Row, line: dict[str, Any]) -> str:
-    """Name a row in `ladder.png`, with its precision and checkpointing unless it adds a switch to the row above."""
+    """Name a row in `ladder.png`.
+
+    The name of a row that adds no switch to the row above has its precision and checkpointing.
+    """
     if row.is_switch:
         return f"+ {row.name}"
-    if row.baseline:  # its name has the precision, and it has no checkpointing
+    # The name of a baseline has the precision, and it has no checkpointing.
+    if row.baseline:
         return row.name
-    checkpointing = (
-        "" if line["checkpointing"] == "none" else f", checkpointing {line['checkpointing']}"
-    )
-    return f"{row.name}, {line['precision']}{checkpointing}"
+    name = f"{row.name}, {line['precision']}"
+    if line["checkpointing"] != "none":
+        name += f", checkpointing {line['checkpointing']}"
+    return name

@@ -1,4 +1,4 @@
-"""Harder scans made of whole ones: parts along z, half chests, and scans with disease painted in."""
+"""Harder scans made of whole ones: parts along z, half chests, and painted disease."""
 
 import math
 import zlib
@@ -39,7 +39,9 @@ Files = tuple[Path, Path]
 
 
 def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
-    """Cut a case along z, and between its organs along x, and write the parts with their labels; existing files are kept.
+    """Cut a case along z, and between its organs along x, and write the parts.
+
+    Their labels are written too; existing files are kept.
 
     Args:
         case: Case with labels.
@@ -50,37 +52,39 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
         The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
     """
     labels, grid = oriented_labels(case)
-    has_organ = np.array([np.isin(plane, list(chain(*organs.values()))).any() for plane in labels])
+    values = list(chain(*organs.values()))
+    has_organ = np.array([np.isin(plane, values).any() for plane in labels])
     depth, height, width = labels.shape
     boxes = {
-        name: VoxelBox((a, 0, 0), (b, height, width))
-        for name, (a, b) in slice_ranges(has_organ, grid.spacing_mm[0])
+        name: VoxelBox((start, 0, 0), (stop, height, width))
+        for name, (start, stop) in slice_ranges(has_organ, grid.spacing_mm[0])
     }
     boxes |= {
-        name: VoxelBox((0, 0, a), (depth, height, b))
-        for name, (a, b) in halves(labels, list(organs.values()))
+        name: VoxelBox((0, 0, start), (depth, height, stop))
+        for name, (start, stop) in halves(labels, list(organs.values()))
     }
     files = _files(case, boxes, folder)
     if not _exist(files):
         image, image_grid = oriented_image(case)
         for name, box in boxes.items():
-            write_image(
-                files[name][0], np.ascontiguousarray(image[box.slices()]), image_grid.crop(box)
-            )
-            write_labels(files[name][1], np.ascontiguousarray(labels[box.slices()]), grid.crop(box))
-    slivers = {
-        name: dict.fromkeys(_slivers(labels, labels[box.slices()], organs), SLIVER)
-        for name, box in boxes.items()
-        if name in HALVES
-    }
-    return [
-        replace(one, trust=one.trust | slivers.get(name, {}))
-        for name, one in zip(boxes, _as_cases(case, files), strict=True)
-    ]
+            image_path, labels_path = files[name]
+            image_part = np.ascontiguousarray(image[box.slices()])
+            labels_part = np.ascontiguousarray(labels[box.slices()])
+            write_image(image_path, image_part, image_grid.crop(box))
+            write_labels(labels_path, labels_part, grid.crop(box))
+    parts = []
+    for part, (name, box) in zip(_as_cases(case, files), boxes.items(), strict=True):
+        trust = dict(part.trust)
+        if name in HALVES:
+            trust |= dict.fromkeys(_slivers(labels, labels[box.slices()], organs), SLIVER)
+        parts.append(replace(part, trust=trust))
+    return parts
 
 
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
-    """Paint disease into both sides of a case, see `paint_disease`, and write it in HU; existing files are kept.
+    """Paint disease into both sides of a case, see `paint_disease`, and write it in HU.
+
+    Existing files are kept.
 
     Args:
         case: Case with labels, a CT.
@@ -103,7 +107,7 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
             paint_disease(image, organ, 1, list(KINDS), rng, grid.spacing_mm)
         write_image(files["diseased"][0], image.round().to(torch.int16).numpy(), scan_grid)
         write_labels(files["diseased"][1], labels, grid)
-    return [replace(one, hu=AS_STORED) for one in _as_cases(case, files)]
+    return [replace(painted, hu=AS_STORED) for painted in _as_cases(case, files)]
 
 
 def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -127,10 +131,8 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
     first, stop, end = int(slices[0]), int(slices[-1]) + 1, len(has_organ)
     height = stop - first
     gap, least = math.ceil(GAP_MM / step_mm), math.ceil(LEAST_MM / step_mm)
-    share, margin = (
-        math.ceil(SHARE_OF_END * height),
-        (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2,
-    )
+    share = math.ceil(SHARE_OF_END * height)
+    margin = (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
     if first - gap >= least:
         yield "below", (0, first - gap)
     if height * step_mm >= LEAST_HEIGHT_MM:
@@ -146,7 +148,9 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
 def halves(
     labels: np.ndarray, organs: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Choose the columns of half chests: the scan is cut in the middle of its organs, if it shows two.
+    """Choose the columns of half chests.
+
+    A scan that shows two organs is cut in the middle of them.
 
     Args:
         labels: (D, H, W), x to the patient's left.
@@ -155,26 +159,26 @@ def halves(
     Yields:
         Name, `right_half` or `left_half` of the patient, and half-open range of columns.
     """
-    if sum(bool(np.isin(labels, values).any()) for values in organs) == 2:
-        columns = np.flatnonzero(np.isin(labels, list(chain(*organs))).any(axis=(0, 1)))
-        middle = int(columns[0] + columns[-1] + 1) // 2
-        yield HALVES[0], (0, middle)
-        yield HALVES[1], (middle, labels.shape[2])
+    num_present = sum(bool(np.isin(labels, values).any()) for values in organs)
+    if num_present != 2:
+        return
+    columns = np.flatnonzero(np.isin(labels, list(chain(*organs))).any(axis=(0, 1)))
+    middle = int(columns[0] + columns[-1] + 1) // 2
+    yield HALVES[0], (0, middle)
+    yield HALVES[1], (middle, labels.shape[2])
 
 
 def _slivers(
     labels: np.ndarray, part: np.ndarray, organs: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Name the organs of which a part shows some, but less than `LEAST_SHARE`."""
-    counts = {
-        name: [np.count_nonzero(np.isin(one, values)) for one in (part, labels)]
-        for name, values in organs.items()
-    }
-    return [
-        name
-        for name, (inside, all_voxels) in counts.items()
-        if 0 < inside < LEAST_SHARE * all_voxels
-    ]
+    slivers = []
+    for name, values in organs.items():
+        num_in_part = np.count_nonzero(np.isin(part, values))
+        num_voxels = np.count_nonzero(np.isin(labels, values))
+        if 0 < num_in_part < LEAST_SHARE * num_voxels:
+            slivers.append(name)
+    return slivers
 
 
 def oriented_image(case: Case) -> tuple[np.ndarray, VoxelGrid]:
@@ -195,7 +199,7 @@ def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
 def _files(
     case: Case, names: Sequence[str] | Mapping[str, VoxelBox], folder: Path
 ) -> dict[str, Files]:
-    """Files of image and labels of each part of a case."""
+    """Name the files of image and labels of each part of a case."""
     return {
         name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz")
         for name in names
@@ -203,7 +207,7 @@ def _files(
 
 
 def _exist(files: Mapping[str, Files]) -> bool:
-    return all(path.is_file() for pair in files.values() for path in pair)
+    return all(path.is_file() for path in chain(*files.values()))
 
 
 def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:

@@ -1,5 +1,9 @@
-"""Recipes: resumable sequences of medseg commands, each in a process of its own, among them the demo and the weights."""
+"""Recipes: resumable sequences of medseg commands, each in a process of its own.
 
+Among them are the demo and the training of the included weights.
+"""
+
+import itertools
 import json
 import re
 import subprocess
@@ -20,7 +24,7 @@ from medseg.config.check import explain, to_config
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig
 from medseg.data.importers.formats import read_cases
-from medseg.errors import EXIT_FAILED, UserError, require
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
@@ -36,6 +40,8 @@ EXPERIMENTS = "experiments.json"
 """File beside the two runs of a cascade with the experiments that they come from."""
 Step = Sequence[str]
 """Arguments of `medseg`, the command first."""
+
+MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
 
 # Keys of the configuration that hold folders of the training machine.
 FOLDER_KEYS = (
@@ -65,9 +71,8 @@ def run_until_failure(steps: Sequence[Step]) -> int:
     """
     for step in steps:
         print(f"\n$ medseg {shell_line(step)}", flush=True)
-        code = subprocess.run(
-            [sys.executable, "-m", "medseg.commands.cli", *step], check=False
-        ).returncode
+        command = [*MEDSEG, *step]
+        code = subprocess.run(command, check=False).returncode
         if status_of(code) is Status.interrupted:
             sys.exit(code)
         if has_failed(step, code):
@@ -88,7 +93,7 @@ def failure_of(step: Step) -> str:
     """
     print(f"\n$ medseg {shell_line(step)}", flush=True)
     message = ""
-    command = [sys.executable, "-m", "medseg.commands.cli", *step]
+    command = [*MEDSEG, *step]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     ) as process:
@@ -105,18 +110,21 @@ def failure_of(step: Step) -> str:
 
 
 def has_failed(step: Step, code: int) -> bool:
-    """Whether a command failed as a whole; single cases of a prediction or an evaluation may fail."""
-    return code != 0 and not (code == EXIT_FAILED and step[0] in ("predict", "evaluate"))
+    """Whether a command failed as a whole, not only for single cases of many."""
+    if code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
+        return False
+    return code != 0
 
 
 def run_steps(steps: Sequence[Step]) -> None:
     """Run commands as `run_until_failure`, and exit with the code of the one that failed."""
-    if code := run_until_failure(steps):
+    code = run_until_failure(steps)
+    if code:
         sys.exit(code)
 
 
 def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
-    """The command that trains a run or resumes it; none if the run has finished."""
+    """Make the command that trains a run or resumes it; none if the run has finished."""
     if read_summary(run_dir).get("status") == Status.finished.value:
         return []
     resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
@@ -124,7 +132,7 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """The checkpoint of the last step of a run."""
+    """Name the checkpoint of the last step of a run."""
     return run_dir / "checkpoints" / "last.ckpt"
 
 
@@ -136,7 +144,7 @@ def stage_steps(
     phantom_runs: Path,
     more: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Step]:
-    """The commands that train one stage.
+    """Make the commands that train one stage.
 
     Args:
         config: Names the experiments of each stage, and the experiment on phantoms whose weights
@@ -154,32 +162,47 @@ def stage_steps(
         UserError: If the folder has runs of other experiments.
     """
     _note_experiments(folder, config)
-    cache, steps = f"data.cache={phantom_runs / 'cache'}", []
-    begin = []
-    if pretrain := getattr(config, f"pretrain_{stage}"):
-        steps += train_steps(phantom_runs / pretrain, f"experiment={text_of(pretrain)}", cache)
-        begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
+    cache = f"data.cache={phantom_runs / 'cache'}"
+    steps: list[Step] = []
+    # Each training starts from the weights of the one before.
+    begin: list[str] = []
+    pretrain = getattr(config, f"pretrain_{stage}")
+    if pretrain:
+        run_dir = phantom_runs / pretrain
+        steps += train_steps(run_dir, f"experiment={text_of(pretrain)}", cache)
+        begin = [f"init_from={last_checkpoint(run_dir)}"]
     chain = getattr(config, stage)
     for number, experiment in enumerate(chain, start=1):
-        run_dir = folder / (stage if number == len(chain) else f"{stage}_{number}")
+        name = stage if number == len(chain) else f"{stage}_{number}"
+        run_dir = folder / name
         arguments = [f"experiment={text_of(experiment)}", cache, *data, *begin]
-        steps += train_steps(run_dir, *arguments, *(more or {}).get(experiment, ()))
+        if more is not None:
+            arguments += more.get(experiment, [])
+        steps += train_steps(run_dir, *arguments)
         begin = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
 
 
 def sees_coarse_stage(experiment: str, where: str) -> bool:
-    """Whether an experiment asks for the probabilities of a coarse stage, and names none; `where` is its key."""
+    """Tell whether an experiment asks for coarse probabilities and names no coarse stage.
+
+    Args:
+        experiment: Name of the experiment.
+        where: Key of the study that names it, for messages.
+    """
     stage = _compose([f"experiment={text_of(experiment)}"], where).stage
     return bool(stage.get("coarse_channel")) and stage.get("coarse") is None
 
 
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
-    """Find the experiments of the fine stage that see the coarse stage, and tell them its checkpoints.
+    """Give the checkpoints of the coarse stage to the fine experiments that see it.
 
     Args:
         config: Names the experiments.
         folds: Folder of each fold, with its run `coarse`.
+
+    Returns:
+        Experiment to its further arguments.
     """
     checkpoints = ",".join(text_of(str(last_checkpoint(folder / "coarse"))) for folder in folds)
     return {
@@ -195,34 +218,39 @@ def check_experiments(config: RecipeConfig) -> None:
     Raises:
         UserError: With its key.
     """
-    for key, given in experiments(config).items():
-        for name in [given] if isinstance(given, str) else given or []:
+    for key, names in experiments(config).items():
+        if names is None:
+            continue
+        for name in [names] if isinstance(names, str) else names:
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
             if key == "fine" and sees_coarse_stage(name, key):
                 # Any file stands for the checkpoint that is still to be trained.
-                arguments.append(
-                    f"stage.coarse={text_of(str(shipped_weights(INCLUDED_TASK, 'coarse')))}"
-                )
+                stand_in = shipped_weights(INCLUDED_TASK, "coarse")
+                arguments.append(f"stage.coarse={text_of(str(stand_in))}")
             compose_train(arguments, key)
 
 
 def _note_experiments(folder: Path, config: RecipeConfig) -> None:
-    """Write the experiments of a cascade beside its runs, since a finished run is reused; refuse a folder with others.
+    """Write the experiments of a cascade beside its runs, or compare them with those of its runs.
+
+    A finished run is reused, which would be wrong with other experiments.
 
     Raises:
-        UserError: With both.
+        UserError: If the runs come from other experiments.
     """
-    path, given = folder / EXPERIMENTS, json.dumps(experiments(config))
-    if path.is_file():
-        found = path.read_text(encoding="utf-8")
-        require(
-            found == given,
-            f"{folder}: its runs come from the experiments {found}, not {given}; give the same ones, or another folder",
-        )
-    else:
+    path = folder / EXPERIMENTS
+    current = json.dumps(experiments(config))
+    if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(path, given)
+        replace_text(path, current)
+        return
+    earlier = path.read_text(encoding="utf-8")
+    if earlier != current:
+        raise UserError(
+            f"{folder}: its runs come from the experiments {earlier}, not {current}; "
+            "give the same ones, or another folder"
+        )
 
 
 def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
@@ -253,7 +281,7 @@ def _compose(arguments: Sequence[str], where: str) -> DictConfig:
 
 
 def key_of(argument: str) -> str:
-    """The key of a command-line argument.
+    """Return the key of a command-line argument.
 
     Example:
         >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
@@ -263,9 +291,15 @@ def key_of(argument: str) -> str:
 
 
 def train_arguments(arguments: Sequence[str], schema: type[TrainConfig]) -> list[str]:
-    """Keep the arguments of a study that `train` takes too: all but those of the keys that the schema adds."""
-    own = {field.name for field in fields(schema)} - {field.name for field in fields(TrainConfig)}
-    return [argument for argument in arguments if key_of(argument).split(".")[0] not in own]
+    """Keep the arguments of a study that `train` takes too.
+
+    Args:
+        arguments: Arguments of the study.
+        schema: Schema of the study; the keys that it adds to that of `train` are left out.
+    """
+    train_keys = {field.name for field in fields(TrainConfig)}
+    study_keys = {field.name for field in fields(schema)} - train_keys
+    return [argument for argument in arguments if key_of(argument).split(".")[0] not in study_keys]
 
 
 def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
@@ -275,17 +309,18 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
         >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
         ('steps=9', 'seed=1')
     """
-    return tuple({key_of(argument): argument for group in groups for argument in group}.values())
+    arguments = itertools.chain(*groups)
+    return tuple({key_of(argument): argument for argument in arguments}.values())
 
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """The argument that maps names to the values in reference files; it adds names that the task does not give."""
-    given = ", ".join(f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items())
-    return f"+data.label_values={{{given}}}"
+    """Make the argument with the values in reference files; it adds names that the task lacks."""
+    items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
+    return f"+data.label_values={{{', '.join(items)}}}"
 
 
 def folder_name(name: str) -> str:
-    """The folder of a row; names that differ only in punctuation share one.
+    """Name the folder of a row; names that differ only in punctuation share one.
 
     Example:
         >>> folder_name("isotropic 1 mm")
@@ -295,16 +330,22 @@ def folder_name(name: str) -> str:
 
 
 def check_names(rows: Sequence[str], *taken: str) -> None:
-    """Refuse a study without rows, and names of rows that would share a folder with each other or with a taken name.
+    """Refuse a study without rows, or with rows that would share a folder.
+
+    Args:
+        rows: Names of the rows.
+        *taken: Folders that no row may have.
 
     Raises:
         UserError: With the names.
     """
-    names = [*map(folder_name, rows), *taken]
-    others = f" and are none of {', '.join(taken)}" if taken else ""
-    require(
-        bool(rows) and len(set(names)) == len(names),
-        f"rows: expected at least one row, with names that differ in more than punctuation{others}, but got {list(rows)}",
+    folders = [*map(folder_name, rows), *taken]
+    if rows and len(set(folders)) == len(folders):
+        return
+    condition = f" and are none of {', '.join(taken)}" if taken else ""
+    raise UserError(
+        "rows: expected at least one row, with names that differ in more than punctuation"
+        f"{condition}, but got {list(rows)}"
     )
 
 
@@ -317,14 +358,12 @@ def demo(config: DemoConfig) -> int:
     Raises:
         SystemExit: With the exit code of the command that failed.
     """
-    folder, start_s = Path(config.output), time.perf_counter()
+    start_s = time.perf_counter()
+    folder = Path(config.output)
     data = [f"data.phantoms.folder={folder / 'phantoms'}", f"data.cache={folder / 'cache'}"]
     coarse, fine = folder / "coarse", folder / "fine"
-    table, predictions, scores = (
-        folder / "phantoms" / "table.csv",
-        folder / "predictions",
-        folder / "scores",
-    )
+    table = folder / "phantoms" / "table.csv"
+    predictions, scores = folder / "predictions", folder / "scores"
     checkpoints = [f"coarse={last_checkpoint(coarse)}", f"fine={last_checkpoint(fine)}"]
     run_steps(
         [
@@ -334,20 +373,26 @@ def demo(config: DemoConfig) -> int:
             ["evaluate", f"pred={predictions}", f"ref={table}", "split=test", f"output={scores}"],
         ]
     )
+    minutes = (time.perf_counter() - start_s) / 60
     print(
-        f"\nDone in {(time.perf_counter() - start_s) / 60:.1f} minutes. To look at:"
+        f"\nDone in {minutes:.1f} minutes. To look at:"
         f"\n  {scores}/scores.png, {scores}/overlays/*.png   predictions over the held-out scans"
         f"\n  {scores}/metrics.csv, {scores}/summary.csv     Dice, NSD, HD95, volumes"
-        f"\n  {coarse}/history.csv, {fine}/history.csv       losses and validation; pictures/ beside them"
+        f"\n  {coarse}/history.csv, {fine}/history.csv       "
+        "losses and validation; pictures/ beside them"
     )
-    for one in json.loads((scores / "summary.json").read_text(encoding="utf-8"))["statistics"]:
-        if one["metric"] == "dice" and one["trust"] == "all" and one["region"] != "all":
-            print(f"Mean Dice of {one['region']}: {one['mean']:.4f}")
+    summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
+    for statistic in summary["statistics"]:
+        is_of_all_scores = statistic["metric"] == "dice" and statistic["trust"] == "all"
+        if is_of_all_scores and statistic["region"] != "all":
+            print(f"Mean Dice of {statistic['region']}: {statistic['mean']:.4f}")
     return 0
 
 
 def make_weights(config: MakeWeightsConfig) -> int:
-    """Train both stages on every case of the table and write `<task>_<stage>.safetensors` with their checksums.
+    """Train both stages on every case of the table, and write their weights.
+
+    Writes `<task>_<stage>.safetensors` and a file with the checksums.
 
     Raises:
         SystemExit: With the exit code of a training that failed.
@@ -364,46 +409,57 @@ def make_weights(config: MakeWeightsConfig) -> int:
         "data.test_patients=[]",
     ]
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
-    more = coarse_arguments(config, folds)
-    if more and not all(last_checkpoint(fold / "coarse").is_file() for fold in folds or [runs]):
+    fine_arguments = coarse_arguments(config, folds)
+    # Without folds the message below says where the checkpoints were looked for.
+    has_checkpoints = all(
+        last_checkpoint(folder / "coarse").is_file() for folder in folds or [runs]
+    )
+    if fine_arguments and not has_checkpoints:
         raise UserError(
-            f"runs={runs}: the fine stage sees what the coarse stages of all folds say about their held-out cases, "
-            f"and they are not here; start cross_validate with output={runs} and the same experiments first"
+            f"runs={runs}: the fine stage sees what the coarse stages of all folds say about their "
+            "held-out cases, and they are not here; "
+            f"start cross_validate with output={runs} and the same experiments first"
         )
-    steps = stage_steps(config, "coarse", runs / "all", data, runs)
-    run_steps([*steps, *stage_steps(config, "fine", runs / "all", data, runs, more)])
+    coarse_steps = stage_steps(config, "coarse", runs / "all", data, runs)
+    fine_steps = stage_steps(config, "fine", runs / "all", data, runs, fine_arguments)
+    run_steps([*coarse_steps, *fine_steps])
     sums = ""
     for stage in ("coarse", "fine"):
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
         metadata["dice_bound"] = bound
         path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
         weights = {name: _in_half(value) for name, value in weights.items()}
-        sums += f"{write_weights(path, without_folders(metadata), weights)}  {path.name}\n"
-        print(
-            f"{path}: {path.stat().st_size / 1e6:.1f} MB, {sum(value.numel() for value in weights.values())} weights"
-        )
+        checksum = write_weights(path, without_folders(metadata), weights)
+        sums += f"{checksum}  {path.name}\n"
+        num_weights = sum(value.numel() for value in weights.values())
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {num_weights} weights")
     replace_text(output / CHECKSUMS, sums)
     return 0
 
 
 def _in_half(value: Tensor) -> Tensor:
-    """Round weights to float16, for files of half the size; numbers that float16 cannot hold stay as they are.
+    """Round weights to float16, for files of half the size.
 
-    The networks compute in bfloat16, which is coarser.
+    Numbers that float16 cannot hold stay as they are. The networks compute in bfloat16, which is
+    coarser.
     """
     half = value.half()
-    return half if value.is_floating_point() and bool(half.isfinite().all()) else value
+    if value.is_floating_point() and bool(half.isfinite().all()):
+        return half
+    return value
 
 
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
-    """Experiments of both stages, and of their trainings on phantoms."""
-    return {
-        key: getattr(config, key) for key in ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
-    }
+    """Map each key that names experiments to what it names: stages and trainings on phantoms."""
+    keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
+    return {key: getattr(config, key) for key in keys}
 
 
 def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
-    """Read the bound on Dice that `cross_validate` calibrated with the same experiments; None without one.
+    """Read the bound on Dice of `cross_validate`.
+
+    Returns:
+        The bound; None if there is none, or if it was calibrated with other experiments.
 
     Raises:
         UserError: If the file is damaged.
@@ -411,22 +467,25 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        bound, trained = asdict(DiceBound(**found["bound"])), found["experiments"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        bound = asdict(DiceBound(**content["bound"]))
+        trained = content["experiments"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: not a bound of cross_validate ({error!r}); start cross_validate again, or remove the file"
+            f"{path}: not a bound of cross_validate ({error!r}); "
+            "start cross_validate again, or remove the file"
         ) from error
     if trained != experiments(config):
         print(
-            f"{path}: this bound was calibrated with other experiments, so the weights get no bound on Dice"
+            f"{path}: this bound was calibrated with other experiments, "
+            "so the weights get no bound on Dice"
         )
         return None
     return bound
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Remove the folders of the training machine from the metadata of a checkpoint; file names stay."""
+    """Remove the folders of the training machine from metadata of weights; file names stay."""
     config = OmegaConf.create(metadata["config"])
     for key in FOLDER_KEYS:
         value = OmegaConf.select(config, key)

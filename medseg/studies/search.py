@@ -1,9 +1,10 @@
-"""Search: trials of a space, each a run of its own; Optuna chooses their values and ends bad ones early.
+"""Search: trials of a space, each a run of its own.
 
-The trials are an Optuna study in a journal file, from which several processes take trials. Optuna's
-own recovery of the trials of killed processes (heartbeats) needs a database and repeats a trial
-under another number. Here the process that runs a trial holds its lock: a running trial whose lock
-is free belongs to a process that was killed, and is resumed in its own folder.
+Optuna chooses the values of the trials and ends bad ones early. The trials are an Optuna study in a
+journal file, from which several processes take trials. Optuna's own recovery of the trials of
+killed processes (heartbeats) needs a database and repeats a trial under another number. Here the
+process that runs a trial holds its lock: a running trial whose lock is free belongs to a process
+that was killed, and is resumed in its own folder.
 """
 
 import json
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.pruners import MedianPruner, NopPruner
-from optuna.samplers import RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
@@ -39,7 +40,7 @@ from medseg.config.search import (
     SweepConfig,
 )
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError, require
+from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
 from medseg.io.atomic import create_text, locked, replace_text
 from medseg.io.text import read_yaml_text
 from medseg.report.compare import METRICS
@@ -77,20 +78,21 @@ Compose = Callable[[Mapping[str, str]], DictConfig]
 
 
 def search(config: SearchConfig) -> int:
-    """Run trials until there are `sweep.num_trials`; a search that is started again in its folder is resumed.
+    """Run trials until there are `sweep.num_trials`.
+
+    A search that is started again in its folder is resumed.
 
     Returns:
         0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
+
+    Raises:
+        UserError: If an argument does not suit a search.
     """
     hydra_config = HydraConfig.get()
-    require(
-        hydra_config.mode is not RunMode.MULTIRUN,
-        "search starts its trials by itself; leave out -m",
-    )
-    require(
-        config.resume is None and not config.retry_failed,
-        "search resumes its trials by itself; leave out resume and retry_failed",
-    )
+    if hydra_config.mode is RunMode.MULTIRUN:
+        raise UserError("search starts its trials by itself; leave out -m")
+    if config.resume is not None or config.retry_failed:
+        raise UserError("search resumes its trials by itself; leave out resume and retry_failed")
     STOP.install()
     settle(config)
     folder = Path(hydra_config.runtime.output_dir).absolute()
@@ -107,59 +109,64 @@ def search(config: SearchConfig) -> int:
             return EXIT_RESUME
     comparison = write_report(folder, folder, num_pictures=24)
     best = journal.summary()["best"]
-    print(f"best: {', '.join(f'trial {number}' for number in best) or 'none has a result'}")
+    best_trials = ", ".join(f"trial {number}" for number in best)
+    print(f"best: {best_trials or 'none has a result'}")
     if len(best) == 1 and comparison.verdict:
         print(comparison.verdict)
     return 0 if best else EXIT_FAILED
 
 
-def composer(given: Sequence[str], sweep: SweepConfig) -> Compose:
-    """Make a function that composes `train` from the arguments of a search and the values of a trial.
+def composer(arguments: Sequence[str], sweep: SweepConfig) -> Compose:
+    """Make a function that composes `train` with the values of a trial.
 
     Args:
-        given: Arguments of the search; those of `sweep` and of searched keys are left out.
+        arguments: Arguments of the search; those of `sweep` and of searched keys are left out.
         sweep: The search.
     """
-    own = [
+    common = [
         argument
-        for argument in train_arguments(given, SearchConfig)
+        for argument in train_arguments(arguments, SearchConfig)
         if key_of(argument) not in sweep.space
     ]
 
     def compose(values: Mapping[str, str]) -> DictConfig:
-        return hydra.compose(
-            "train", targets_first([*own, *(f"{key}={value}" for key, value in values.items())])
-        )
+        trial_arguments = [f"{key}={value}" for key, value in values.items()]
+        return hydra.compose("train", targets_first([*common, *trial_arguments]))
 
     return compose
 
 
 def check_space(sweep: SweepConfig, compose: Compose) -> None:
-    """Refuse a space with a key or a value that `train` does not accept. Combinations of values are checked trial by trial.
+    """Refuse a space with a key or a value that `train` does not accept.
+
+    Combinations of values are checked trial by trial.
 
     Raises:
         UserError: Naming the key, the value and the cure.
     """
-    ends = {
-        # `:.12g` writes whole numbers without a decimal point, which integer keys do not accept.
-        key: list(map(text_of, parameter.choices or ()))
-        or [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
-        for key, parameter in sweep.space.items()
-    }
-    for number in range(max(map(len, ends.values()))):
-        values = {key: texts[number % len(texts)] for key, texts in ends.items()}
+    values_of_key = {key: _checked_values(parameter) for key, parameter in sweep.space.items()}
+    # Keys with fewer values repeat theirs.
+    for number in range(max(map(len, values_of_key.values()))):
+        trial_values = {key: values[number % len(values)] for key, values in values_of_key.items()}
         try:
-            make_scheduled_optimizer(
-                to_typed(compose({**values, "run_dir": "none"}), TrainConfig)
-            )  # binds the arguments
+            config = to_typed(compose({**trial_values, "run_dir": "none"}), TrainConfig)
+            make_scheduled_optimizer(config)  # checks the arguments of both
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
             raise UserError(f"sweep.space: {error}") from error
 
 
+def _checked_values(parameter: ParameterConfig) -> list[str]:
+    """List the values that stand for a parameter: all choices, or both ends of the range."""
+    if parameter.choices:
+        return [text_of(choice) for choice in parameter.choices]
+    # `:.12g` writes whole numbers without a decimal point, which integer keys do not accept.
+    return [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
+
+
 def open_folder(folder: Path, config: SearchConfig) -> None:
-    """Write the configuration of a search into a new folder, or compare it with that of the folder's search.
+    """Write the configuration of a search into a new folder, or compare it with the earlier one.
 
     Raises:
         UserError: If the folder belongs to another search.
@@ -168,16 +175,18 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
     earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
-    saved, given = decisive(earlier), decisive(plain(config))
+    saved = decisive(earlier)
+    current = decisive(plain(config))
     changes = [
-        f"{key}: {saved.get(key)} then, {given.get(key)} now"
-        for key in sorted((saved.keys() | given.keys()) - OPEN_KEYS)
-        if saved.get(key) != given.get(key)
+        f"{key}: {saved.get(key)} then, {current.get(key)} now"
+        for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS)
+        if saved.get(key) != current.get(key)
     ]
-    require(
-        not changes,
-        f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; choose another hydra.run.dir or sweep.name",
-    )
+    if changes:
+        raise UserError(
+            f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; "
+            "choose another hydra.run.dir or sweep.name"
+        )
 
 
 def run_trial(
@@ -186,8 +195,10 @@ def run_trial(
     """Run or resume a trial, and record its status in its folder and in the journal."""
     job_dir = journal.folder / str(trial.number)
     job = Job(trial.number, Status.running, "", overrides, "")
-    say(f"trial {trial.number}: " + " ".join(f"{key}={value}" for key, value in overrides.items()))
-    status, message = Status.interrupted, ""  # the record if this process is killed
+    texts = [f"{key}={value}" for key, value in overrides.items()]
+    say(f"trial {trial.number}: {' '.join(texts)}")
+    # The record if this process is killed.
+    status, message = Status.interrupted, ""
     try:
         config = to_config(compose({**overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
         settle(config)
@@ -198,14 +209,13 @@ def run_trial(
         status, message = Status.refused, str(error)
     finally:
         replace(job, status=status, message=message).write(job_dir)
-    values = (
-        objective_values(journal.sweep.objectives, job_dir) if status is Status.finished else []
-    )
+    values: list[float] = []
+    if status is Status.finished:
+        values = objective_values(journal.sweep.objectives, job_dir)
     if status is not Status.interrupted:
         journal.close(trial.number, values or None, is_defect=status is Status.failed)
-    say(
-        f"trial {trial.number} {status.value.replace('_', ' ')}: {message or ', '.join(f'{value:.4g}' for value in values)}"
-    )
+    result = message or ", ".join(f"{value:.4g}" for value in values)
+    say(f"trial {trial.number} {status.value.replace('_', ' ')}: {result}")
     return status
 
 
@@ -213,11 +223,13 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     """Run a trial to its end, or until it is pruned; return its status and the reason."""
     if (job_dir / CONFIG_FILE).is_file():
         status = status_of_run(job_dir)
-        if status in ENDED:  # the search was killed before it recorded the end
+        # The search may have been killed before it recorded the end.
+        if status in ENDED:
             return status, read_summary(job_dir).get("message", "")
         config.resume = str(job_dir)
     check_start(config.trainer, config.resume)
-    run_dir, reason = open_run(config), ""
+    run_dir = open_run(config)
+    reason = ""
 
     def is_behind() -> bool:
         nonlocal reason
@@ -226,9 +238,8 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
 
     code = run_in_process(config, is_behind)
     if code == 0:
-        report_validations(
-            trial, run_dir / HISTORY_FILE
-        )  # later trials are compared with the last validations too
+        # Later trials are compared with the last validations too.
+        report_validations(trial, run_dir / HISTORY_FILE)
     elif reason:
         write_end(run_dir, Status.pruned, reason)
         return Status.pruned, reason
@@ -236,7 +247,7 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
 
 
 def report_validations(trial: Trial, history: Path) -> str:
-    """Add the validations of a run so far to the journal; those of an earlier report may be among them.
+    """Add the validations of a run so far to the journal; those added before are left out.
 
     Returns:
         Why the trial should end now; "" if it should continue, and always with two objectives.
@@ -255,7 +266,11 @@ def report_validations(trial: Trial, history: Path) -> str:
     if not new or not trial.should_prune():
         return ""
     best = max(dice for _, dice in validations)
-    return f"its best Dice by step {new[-1][0]}, {best:.4f}, lies below the median of the earlier trials there"
+    last_new_step = new[-1][0]
+    return (
+        f"its best Dice by step {last_new_step}, {best:.4f}, "
+        "lies below the median of the earlier trials there"
+    )
 
 
 def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[float]:
@@ -265,12 +280,15 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
         UserError: If a result is missing, as it then is in every trial.
     """
     run = read_run(job_dir, job_dir.parent)
-    found = {metric.key: metric.of(run) for metric in METRICS}
-    values = [value for objective in objectives if (value := found[objective.value]) is not None]
-    require(
-        len(values) == len(objectives),
-        f"{job_dir} finished without {', '.join(objectives)}: are there validation cases?",
-    )
+    results = {metric.key: metric.of(run) for metric in METRICS}
+    values = []
+    for objective in objectives:
+        value = results[objective.value]
+        if value is None:
+            raise UserError(
+                f"{job_dir} finished without {', '.join(objectives)}: are there validation cases?"
+            )
+        values.append(value)
     return values
 
 
@@ -307,57 +325,70 @@ class SearchJournal:
             values: Key or group to its value in the experiment.
         """
         with locked(self.folder / STUDY_LOCK_FILE):
-            if not self.study.get_trials(deepcopy=False):
-                known = {
-                    key: _known_value(parameter, values.get(key))
-                    for key, parameter in self.sweep.space.items()
-                }
-                self.study.enqueue_trial(
-                    {key: value for key, value in known.items() if value is not None}
-                )
+            if self.study.get_trials(deepcopy=False):
+                return
+            first_values = {}
+            for key, parameter in self.sweep.space.items():
+                value = _value_in_space(parameter, values.get(key))
+                if value is not None:
+                    first_values[key] = value
+            self.study.enqueue_trial(first_values)
 
     def trials(self) -> Iterator[tuple[Trial, dict[str, str]]]:
-        """Yield trials that only this process may run, each with its overrides: first those of killed processes, then new ones."""
-        while True:
-            with ExitStack() as lock:
-                found = self._next(lock)
-                if found is None:
-                    return
-                yield found
+        """Yield trials that only this process may run, each with its overrides.
 
-    def _next(self, lock: ExitStack) -> tuple[Trial, dict[str, str]] | None:
-        """Choose the next trial and hold its lock; None if the others run or there are `num_trials`."""
+        Those of killed processes come first, then new ones.
+        """
+        while True:
+            # The lock of the trial is held until the next one is asked for.
+            with ExitStack() as trial_lock:
+                chosen = self._next(trial_lock)
+                if chosen is None:
+                    return
+                yield chosen
+
+    def _next(self, trial_lock: ExitStack) -> tuple[Trial, dict[str, str]] | None:
+        """Choose the next trial, hold its lock, and draw its values.
+
+        Returns:
+            The trial and its overrides; None if there are `num_trials`, and other processes run
+            those that have not ended.
+        """
+        # Values are drawn under this lock too: they depend on the trials that have begun.
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
-            running = [frozen.number for frozen in trials if frozen.state is TrialState.RUNNING]
-            begun = sum(frozen.state is not TrialState.WAITING for frozen in trials)
-            for number in [*running, begun] if begun < self.sweep.num_trials else running:
+            begun = sum(trial.state is not TrialState.WAITING for trial in trials)
+            numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
+            if begun < self.sweep.num_trials:
+                numbers.append(begun)
+            for number in numbers:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
-                if lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
-                    # The values of a trial depend on its number and on the trials before it, not on
-                    # interruptions.
-                    seed = (
-                        self.sweep.seed * 100_003 + number
-                    ) % 2**32  # what NumPy's generators take
-                    self.study.sampler = (
-                        RandomSampler(seed=seed)
-                        if self.sweep.sampler is Sampler.random
-                        # With `constant_liar` running trials repel new ones.
-                        else TPESampler(
-                            seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True
-                        )
-                    )
-                    trial = (
-                        self.study.ask()
-                        if number == begun
-                        else Trial(self.study, trials[number]._trial_id)
-                    )
-                    return trial, {
-                        key: _suggest(trial, key, parameter)
-                        for key, parameter in self.sweep.space.items()
-                    }
+                if not trial_lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
+                    continue
+                self.study.sampler = self._make_sampler(number)
+                if number == begun:
+                    trial = self.study.ask()
+                else:
+                    trial = Trial(self.study, trials[number]._trial_id)
+                overrides = {
+                    key: _suggest(trial, key, parameter)
+                    for key, parameter in self.sweep.space.items()
+                }
+                return trial, overrides
         return None
+
+    def _make_sampler(self, number: int) -> BaseSampler:
+        """Make the sampler of a trial.
+
+        The values of a trial depend on its number and on the trials before it, not on
+        interruptions.
+        """
+        seed = (self.sweep.seed * 100_003 + number) % 2**32  # the range of NumPy's seeds
+        if self.sweep.sampler is Sampler.random:
+            return RandomSampler(seed=seed)
+        # With `constant_liar` running trials repel new ones.
+        return TPESampler(seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True)
 
     def close(
         self, number: int, values: Sequence[float] | None, *, is_defect: bool = False
@@ -371,17 +402,16 @@ class SearchJournal:
             is_defect: Whether the trial ended for a reason that has nothing to do with its values;
                 the sampler then ignores it.
         """
-        state = (
-            TrialState.COMPLETE
-            if values is not None
-            else TrialState.FAIL
-            if is_defect
-            else TrialState.PRUNED
-        )
+        if values is not None:
+            state = TrialState.COMPLETE
+        elif is_defect:
+            state = TrialState.FAIL
+        else:
+            state = TrialState.PRUNED
         self.study.tell(number, values=values, state=state)
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the search for its report: space, best trials, and the importance of each key."""
+        """Summarise the search for its report: space, best trials, importance of each key."""
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         importances: dict[str, float] = {}
         if len(self.sweep.objectives) == 1 and len(trials) >= MIN_FOR_IMPORTANCES:
@@ -411,35 +441,33 @@ def range_text(parameter: ParameterConfig) -> str:
     """
     if parameter.choices is not None:
         return ", ".join(text_of(choice) for choice in parameter.choices)
-    more = (
-        ", logarithmic"
-        if parameter.log
-        else f", in steps of {parameter.step:g}"
-        if parameter.step
-        else ""
-    )
-    return f"{parameter.low:g} … {parameter.high:g}{more}"
+    text = f"{parameter.low:g} … {parameter.high:g}"
+    if parameter.log:
+        return f"{text}, logarithmic"
+    if parameter.step:
+        return f"{text}, in steps of {parameter.step:g}"
+    return text
 
 
 def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
-    """The value of a trial: drawn at the first call, then always the same."""
+    """Return the value of a trial: drawn at the first call, then always the same."""
     if parameter.choices is not None:
         return trial.suggest_categorical(key, [text_of(choice) for choice in parameter.choices])
     low, high = cast(float, parameter.low), cast(float, parameter.high)
     if parameter.type is ParameterType.int:
-        return str(
-            trial.suggest_int(
-                key, int(low), int(high), step=int(parameter.step or 1), log=parameter.log
-            )
-        )
-    return f"{trial.suggest_float(key, low, high, step=parameter.step, log=parameter.log):.12g}"  # 0.6, not 0.6000000000000001
+        step = int(parameter.step or 1)
+        return str(trial.suggest_int(key, int(low), int(high), step=step, log=parameter.log))
+    number = trial.suggest_float(key, low, high, step=parameter.step, log=parameter.log)
+    return f"{number:.12g}"  # 0.6, not 0.6000000000000001
 
 
-def _known_value(parameter: ParameterConfig, value: Any) -> str | float | None:
-    """The value of the experiment as the study stores it; None if it lies outside the space."""
+def _value_in_space(parameter: ParameterConfig, value: Any) -> str | float | None:
+    """Return a value of the experiment as the study stores it; None if the space lacks it."""
     if parameter.choices is not None:
-        return text_of(value) if text_of(value) in map(text_of, parameter.choices) else None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not cast(float, parameter.low) <= value <= cast(float, parameter.high):
+        choices = [text_of(choice) for choice in parameter.choices]
+        return text_of(value) if text_of(value) in choices else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if not cast(float, parameter.low) <= value <= cast(float, parameter.high):
         return None
     return int(value) if parameter.type is ParameterType.int else float(value)

@@ -1,4 +1,7 @@
-"""Time to Dice: CPU minutes that configurations need, on one split, until their validation reaches a Dice."""
+"""Time to Dice: CPU minutes that configurations need until their validation reaches a Dice.
+
+All are trained and validated on one split.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,18 +31,28 @@ from medseg.training.options import TrainConfig
 
 # Column of time_to_dice.csv to its heading in time_to_dice.md.
 COLUMNS = {
-    "row": "", "arguments": "arguments", "outcome": "outcome", "cpu_minutes": "CPU minutes", "ratio": "of the first row", "step": "steps",
+    "row": "",
+    "arguments": "arguments",
+    "outcome": "outcome",
+    "cpu_minutes": "CPU minutes",
+    "ratio": "of the first row",
+    "step": "steps",
     "dice": "best Dice",
-}  # fmt: skip
+}
 FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
 SCORES = ("step", "val_dice", "val_dice_worst")
 
 Point = Mapping[str, float]
-"""`SCORES` of a validation and `cpu_minutes` until then; the end of a process has `cpu_minutes` only."""
+"""`SCORES` of a validation and `cpu_minutes` until then.
+
+The end of a process has `cpu_minutes` only.
+"""
 
 
 def time_to_dice(config: TimeToDiceConfig) -> int:
-    """Train every row until its Dice reaches the target or its time is used up; a study that was stopped resumes.
+    """Train every row until its Dice reaches the target or its time is used up.
+
+    A study that was stopped resumes.
 
     Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
     each row. CPU minutes count all processes of a training: start, steps and validations. The cache
@@ -48,7 +61,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     Returns:
         0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
     """
-    output, rows = Path(config.output).absolute(), config.rows
+    output = Path(config.output).absolute()
+    rows = config.rows
     check_names(list(rows))
     # `train` has other defaults than this study.
     common = [
@@ -56,23 +70,25 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         f"steps={config.steps}",
         f"stage.validate_every={config.stage.validate_every}",
     ]
-    given = train_arguments(HydraConfig.get().overrides.task, TimeToDiceConfig)
-    configs = {}  # all rows are checked before the first is trained
-    for name, own in rows.items():
+    arguments = train_arguments(HydraConfig.get().overrides.task, TimeToDiceConfig)
+    # All rows are checked before the first is trained.
+    configs = {}
+    for name, row_arguments in rows.items():
         folder = output / folder_name(name)
         place = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
-        configs[name] = compose_train(
-            [*merge_arguments(common, given, own), *place], f"rows.{name}"
-        )
+        merged = merge_arguments(common, arguments, row_arguments)
+        configs[name] = compose_train([*merged, *place], f"rows.{name}")
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
-        first_minutes = (
-            table[0]["cpu_minutes"] if table and table[0]["outcome"] == "reached" else float("inf")
-        )
+        # Without a result of the first row only `max_minutes` bounds the others.
+        first_minutes = float("inf")
+        if table and table[0]["outcome"] == "reached":
+            first_minutes = table[0]["cpu_minutes"]
         limit_minutes = min(config.max_minutes, config.max_ratio * first_minutes)
         print(
-            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most {limit_minutes:.1f} CPU minutes",
+            f"{name}: until {config.metric} reaches {config.target_dice:g}, at most "
+            f"{limit_minutes:.1f} CPU minutes",
             flush=True,
         )
         make_data_module(row_config).prepare_data()
@@ -95,11 +111,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         if outcome == Status.interrupted.value:
             return EXIT_RESUME
     print((output / "time_to_dice.md").read_text(encoding="utf-8"), end="")
-    return (
-        EXIT_FAILED
-        if any(row["outcome"] not in ("reached", "stopped", "ended") for row in table)
-        else 0
-    )
+    successes = ("reached", "stopped", "ended")
+    return 0 if all(row["outcome"] in successes for row in table) else EXIT_FAILED
 
 
 def train_row(
@@ -117,11 +130,10 @@ def train_row(
         steps are done), `interrupted`, or the reason of a failure.
     """
     run_dir = Path(config.run_dir)
-    path, begin_s = run_dir.parent / "points.csv", cpu_s()
-    points = [
-        {key: float(value) for key, value in line.items() if value}
-        for line in (read_csv(path) if path.is_file() else [])
-    ]
+    begin_s = cpu_s()
+    path = run_dir.parent / "points.csv"
+    lines = read_csv(path) if path.is_file() else []
+    points = [{key: float(value) for key, value in line.items() if value} for line in lines]
     earlier_minutes = max((point["cpu_minutes"] for point in points), default=0.0)
 
     def is_enough() -> bool:
@@ -133,7 +145,8 @@ def train_row(
                 points.append({key: line[key] for key in SCORES} | {"cpu_minutes": minutes})
                 write_csv(path, points, (*SCORES, "cpu_minutes"))
                 print(
-                    f"  step {line['step']:.0f}: {study.metric} {line[study.metric]:.4f} after {minutes:.2f} CPU minutes",
+                    f"  step {line['step']:.0f}: {study.metric} {line[study.metric]:.4f} after "
+                    f"{minutes:.2f} CPU minutes",
                     flush=True,
                 )
         return is_reached() or minutes >= limit_minutes
@@ -158,13 +171,16 @@ def train_row(
         return points, "ended"
     if points[-1]["cpu_minutes"] >= limit_minutes:
         return points, "stopped"
-    return points, "interrupted" if status is Status.interrupted else str(
-        read_summary(run_dir).get("message", status.value)
-    )
+    if status is Status.interrupted:
+        return points, "interrupted"
+    return points, str(read_summary(run_dir).get("message", status.value))
 
 
 def cpu_s() -> float:
-    """CPU time of all processes that this one has started and their children, in s; those that have ended included."""
+    """Sum the CPU time of all processes that this one has started and their children, in s.
+
+    Those that have ended are included.
+    """
     own = psutil.Process()
     total_s = own.cpu_times().children_user + own.cpu_times().children_system
     for child in own.children(recursive=True):

@@ -1,16 +1,18 @@
-"""Objects of a run from its whole configuration: Lightning's trainer and module, the data module, the metadata of its checkpoints."""
+"""Objects of a run from its whole configuration: trainer, module, data module, metadata."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from medseg.cascade.load import load_stage
 from medseg.cascade.stage import TrainedStage
@@ -47,6 +49,8 @@ from medseg.weights.files import METADATA_FORMAT, NATIVE, trained_cases
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+Number = TypeVar("Number", int, float)
+
 
 def make_module(
     config: TrainConfig, network: StageNetwork, metadata: dict[str, Any]
@@ -64,17 +68,19 @@ def make_module(
     device_type = pick_device(config.trainer.accelerator).type
     if config.trainer.sync_batchnorm and device_type == "cpu":
         raise UserError(
-            "trainer.sync_batchnorm=true works on GPUs only, but torch sees none here; choose trainer.sync_batchnorm=false"
+            "trainer.sync_batchnorm=true works on GPUs only, but torch sees none here; "
+            "choose trainer.sync_batchnorm=false"
         )
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
+    switched = switch_on(
+        network,
+        config.memory,
+        device_type,
+        sync_batchnorm=config.trainer.sync_batchnorm,
+        has_many_shapes=config.stage.patch_size is None and config.spacing.size is None,
+    )
     return SegmentationModule(
-        switch_on(
-            network,
-            config.memory,
-            device_type,
-            sync_batchnorm=config.trainer.sync_batchnorm,
-            has_many_shapes=config.stage.patch_size is None and config.spacing.size is None,
-        ),
+        switched,
         make_loss(config),
         make_optimizer(config.optimizer, lr_factor, config.trusted_targets),
         make_schedule(config.schedule, lr_factor, config.warmup_steps, config.trusted_targets),
@@ -99,7 +105,11 @@ def make_trainer(
         start_step: Step that the run resumes from.
     """
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+    from lightning.pytorch.plugins.environments import (
+        ClusterEnvironment,
+        LightningEnvironment,
+        TorchElasticEnvironment,
+    )
 
     trainer, memory = config.trainer, config.memory
     device_type = pick_device(trainer.accelerator).type
@@ -111,18 +121,17 @@ def make_trainer(
         raise UserError(f"memory.{error}") from error
     set_tf32(memory.precision.value)
     _silence_lightning()
+    # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own
+    # processes.
+    environment: ClusterEnvironment = LightningEnvironment()
+    if TorchElasticEnvironment.detect():
+        environment = TorchElasticEnvironment()
     return pl.Trainer(
         accelerator="gpu" if device_type == "cuda" else "cpu",
         devices=trainer.devices,
         num_nodes=trainer.num_nodes,
         strategy=_make_strategy(config, device_type),
-        # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own
-        # processes.
-        plugins=[
-            TorchElasticEnvironment()
-            if TorchElasticEnvironment.detect()
-            else LightningEnvironment()
-        ],
+        plugins=[environment],
         precision=precision,  # type: ignore[arg-type]
         max_steps=config.steps,
         max_epochs=-1,
@@ -150,16 +159,16 @@ def _silence_lightning() -> None:
     """Silence Lightning's greetings and tips, and warnings that do not concern the user."""
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings(
-        "ignore", "You're resuming from a checkpoint that ended before the epoch"
-    )  # samples need no state
-    warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated")
-    warnings.filterwarnings(
-        "ignore", "The number of training batches .* is smaller than the logging interval"
+    messages = (
+        # Samples need no state.
+        "You're resuming from a checkpoint that ended before the epoch",
+        ".*LeafSpec.*is deprecated",
+        "The number of training batches .* is smaller than the logging interval",
+        # Each rank logs the mean over the cases of all ranks.
+        ".*sync_dist=True",
     )
-    warnings.filterwarnings(
-        "ignore", ".*sync_dist=True"
-    )  # each rank logs the mean over the cases of all ranks
+    for message in messages:
+        warnings.filterwarnings("ignore", message)
 
 
 def _make_profiler(config: TrainConfig) -> Any:
@@ -174,12 +183,10 @@ def _make_profiler(config: TrainConfig) -> Any:
             profile_memory=True,
             record_shapes=True,
         )
-    # With a file: by default the table is a log message, which medseg silences.
-    return (
-        SimpleProfiler(config.run_dir, "profile")
-        if config.debug.profiler is Profiler.simple
-        else None
-    )
+    if config.debug.profiler is Profiler.simple:
+        # With a file: by default the table is a log message, which medseg silences.
+        return SimpleProfiler(config.run_dir, "profile")
+    return None
 
 
 def _make_strategy(config: TrainConfig, device_type: str) -> Any:
@@ -188,21 +195,26 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
     if config.model["device_map"] is not None:
         from medseg.training.device_map_strategy import DeviceMapStrategy
 
-        return DeviceMapStrategy(
-            torch.device("cuda:0" if device_type == "cuda" else "cpu"), make_device_map(config)
-        )
-    if trainer.strategy is Strategy.ddp and (
-        0 in (config.loss.get("output_weights") or ())  # an output that no loss sees
-        or make_network_on_meta(config).traits.has_unused
-    ):
+        home = torch.device("cuda:0" if device_type == "cuda" else "cpu")
+        return DeviceMapStrategy(home, make_device_map(config))
+    if trainer.strategy is Strategy.ddp and _has_unused_parameters(config):
         return "ddp_find_unused_parameters_true"
     return trainer.strategy.value
+
+
+def _has_unused_parameters(config: TrainConfig) -> bool:
+    """Whether some weights of the network get no gradient, for which DDP would wait."""
+    output_weights = config.loss.get("output_weights") or ()
+    # No loss sees an output of weight 0.
+    return 0 in output_weights or make_network_on_meta(config).traits.has_unused
 
 
 def make_data_module(
     config: TrainConfig, sources: Sequence[CaseSource] | None = None
 ) -> CasesDataModule:
-    """Make the data module of a configuration; makes missing phantoms and loads the coarse checkpoint where one is given.
+    """Make the data module of a configuration.
+
+    Missing phantoms are made, and the coarse checkpoint is loaded where one is given.
 
     Args:
         config: Checked configuration.
@@ -213,9 +225,8 @@ def make_data_module(
     if config.stage.coarse:
         coarse = _load_coarse("stage.coarse", config.stage.coarse, config)
     elif config.stage.coarse_folds:
-        stages = [
-            _load_coarse("stage.coarse_folds", path, config) for path in config.stage.coarse_folds
-        ]
+        paths = config.stage.coarse_folds
+        stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
         # Phantoms may be in the training of all of them; the first one serves them.
         coarse = stages[0]
         coarse_by_case = _unseen(config, stages)
@@ -236,7 +247,8 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     Raises:
         UserError: If it cannot be used, or is of another task.
     """
-    task, device = make_task(config.task), pick_device(config.trainer.accelerator)
+    task = make_task(config.task)
+    device = pick_device(config.trainer.accelerator)
     coarse = load_stage(Path(path), "coarse", device, trusted=config.trusted_targets)
     our_modalities = [channel.modality for channel in task.channels]
     their_modalities = [channel.modality for channel in coarse.task.channels]
@@ -244,8 +256,8 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     if not is_same or our_modalities != their_modalities:
         raise UserError(
             f"{key}={path}: it was trained for the task {coarse.task.name} with the labels "
-            f"{coarse.task.labels} and the channels {their_modalities}, but the task {task.name} has "
-            f"{task.labels} and {our_modalities}; give a checkpoint of the same task"
+            f"{coarse.task.labels} and the channels {their_modalities}, but the task {task.name} "
+            f"has {task.labels} and {our_modalities}; give a checkpoint of the same task"
         )
     return coarse
 
@@ -259,15 +271,17 @@ def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, Tr
         UserError: If a checkpoint does not say what it has trained on, or there is none for a case.
     """
     paths = config.stage.coarse_folds or []
-    patient_of = {case.name: case.patient for case in find_cases(config.data, config.task)[0][0]}
+    all_cases = find_cases(config.data, config.task)[0][0]
+    patient_of = {case.name: case.patient for case in all_cases}
     seen_patients: list[set[str]] = []
     for path in paths:
         names = trained_cases(Path(path), "stage.coarse_folds")
         seen_patients.append({patient_of[name] for name in names if name in patient_of})
         if not seen_patients[-1]:
             raise UserError(
-                f"stage.coarse_folds: {path} has trained on none of these cases, so nothing tells which of its cases "
-                "they are; give checkpoints of the same case table, or stage.coarse"
+                f"stage.coarse_folds: {path} has trained on none of these cases, so nothing tells "
+                "which of its cases they are; give checkpoints of the same case table, "
+                "or stage.coarse"
             )
     chosen: dict[str, TrainedStage] = {}
     split = find_sources(config.data, config.task)[0].split
@@ -279,15 +293,16 @@ def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, Tr
         ]
         if not unseen:
             raise UserError(
-                f"stage.coarse_folds: all of these checkpoints have trained on the patient {case.patient} of the case "
-                f"{case.name}; add one that has not, or give stage.coarse"
+                "stage.coarse_folds: all of these checkpoints have trained on the patient "
+                f"{case.patient} of the case {case.name}; add one that has not, or give "
+                "stage.coarse"
             )
         chosen[case.name] = unseen[0]
     return chosen
 
 
 def make_views(config: TrainConfig) -> list[View]:
-    """Name the classes of each region for validation pictures, and say whether the network sees the region mirrored."""
+    """Name the classes of each region for validation pictures, and say whether it is mirrored."""
     task = make_task(config.task)
     if config.stage.name is not StageName.fine:
         return [View({value: name for name, value in task.labels.items()}, False)]
@@ -310,13 +325,11 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "stage": stage.name.value,
         "task": task.to_dict(),
         "num_classes": count_classes(config),
-        "spacing_mm": list(config.spacing.target_spacing_mm)
-        if config.spacing.target_spacing_mm
-        else NATIVE,
+        "spacing_mm": _as_list(config.spacing.target_spacing_mm) or NATIVE,
         "grid_rule": asdict(make_grid_rule(config.spacing)),
         "resampling": config.spacing.resampling.value,
-        "patch_size": list(stage.patch_size) if stage.patch_size else None,
-        "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
+        "patch_size": _as_list(stage.patch_size),
+        "tile_size": _as_list(config.inference.tile_size),
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "add_parts_mm": stage.add_parts_mm,
         "coarse_channel": stage.coarse_channel,
@@ -327,41 +340,61 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
     }
 
 
+def _as_list(sizes: Sequence[Number] | None) -> list[Number] | None:
+    return list(sizes) if sizes else None
+
+
 def make_device_map(config: TrainConfig) -> dict[str, str]:
-    """Map each part of the network to a device, as `model.device_map` says; `auto` balances the bytes of a step over all GPUs.
+    """Map each part of the network to a device, as `model.device_map` says.
+
+    `auto` balances the bytes of a step over all GPUs.
 
     Raises:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
-    given = config.model["device_map"]
+    device_map = config.model["device_map"]
     gpus = {
         f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory
         for index in range(torch.cuda.device_count())
     }
     parts = named_parts(make_network_on_meta(config))
-    if given != "auto":
-        missing = sorted(
-            {device for device in given.values() if device != "cpu" and device not in gpus}
+    if device_map == "auto":
+        return _balance_parts(config, parts, gpus)
+    devices = ("cpu", *gpus)
+    missing = sorted({device for device in device_map.values() if device not in devices})
+    if missing:
+        raise UserError(
+            f"model.device_map: there is no {', '.join(missing)} here; "
+            f"there are {', '.join(devices)}"
         )
-        if missing:
-            raise UserError(
-                f"model.device_map: there is no {', '.join(missing)} here; there are {', '.join(('cpu', *gpus))}"
-            )
-        try:
-            return resolve_device_map(list(parts), given)
-        except ValueError as error:
-            raise UserError(f"model.{error}") from error
+    try:
+        return resolve_device_map(list(parts), device_map)
+    except ValueError as error:
+        raise UserError(f"model.{error}") from error
+
+
+def _balance_parts(
+    config: TrainConfig, parts: Mapping[str, Sequence[nn.Module]], gpus: dict[str, int]
+) -> dict[str, str]:
+    """Divide the parts of the network among all GPUs by the bytes of a training step.
+
+    Args:
+        config: Checked configuration.
+        parts: From `named_parts`.
+        gpus: Name of each GPU to its memory in bytes.
+
+    Raises:
+        UserError: If there are fewer than two GPUs.
+    """
     if len(gpus) < 2:
         raise UserError(
-            f"model.device_map=auto divides a network among GPUs, and torch sees {len(gpus)}; leave it out"
+            "model.device_map=auto divides a network among GPUs, "
+            f"and torch sees {len(gpus)}; leave it out"
         )
+    shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
     memory = count_step(
         lambda: make_network(config),
-        (
-            1,
-            count_channels(config),
-            *(config.stage.patch_size or config.spacing.size or (128, 128, 128)),
-        ),
+        (1, count_channels(config), *shape),
         loss=make_loss(config),
         make_optimizer=bind_target(
             "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
@@ -370,13 +403,12 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
     )
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser
     # state.
-    held = (memory.parameters + memory.gradients + memory.optimizer_state) / memory.parameters
-    weights = {
-        name: sum(p.nbytes for module in modules for p in module.parameters())
-        for name, modules in parts.items()
-    }
-    in_order = dict.fromkeys(
-        (*memory.order, *parts)
-    )  # parts that did not run in the counted step come last
-    sizes = {name: memory.saved.get(name, 0) + round(held * weights[name]) for name in in_order}
+    bytes_of_weights = memory.parameters + memory.gradients + memory.optimizer_state
+    ratio = bytes_of_weights / memory.parameters
+    sizes = {}
+    # Parts that did not run in the counted step come last.
+    for name in dict.fromkeys((*memory.order, *parts)):
+        parameters = itertools.chain(*(module.parameters() for module in parts[name]))
+        weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        sizes[name] = memory.saved.get(name, 0) + round(ratio * weight_bytes)
     return plan_device_map(sizes, gpus)

@@ -1,4 +1,4 @@
-"""Exponential moving average of a network's weights, less noisy than the weights of any one step."""
+"""Exponential moving average of a network's weights, which is less noisy than any one step."""
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,12 @@ class WeightAverage:
         """Exchange the average and the network's weights; nothing happens before the first step."""
         weights = self._weights()
         for name, value in self._on_device(weights).items():
-            kept = weights[name].clone()
+            weight = weights[name].clone()
             weights[name].copy_(value)
-            value.copy_(kept)
+            value.copy_(weight)
 
     def values(self) -> dict[str, Tensor]:
-        """The average by the network's names; empty before the first step."""
+        """Return the average by the network's names; empty before the first step."""
         return dict(self._values)
 
     def load(self, values: dict[str, Tensor]) -> None:

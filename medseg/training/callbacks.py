@@ -1,7 +1,6 @@
-"""Monitoring callbacks: pictures and scores of validation cases, and the distortion of crops of fixed size."""
+"""Monitoring callbacks: pictures and scores of validation cases, and distortion of fixed crops."""
 
 import gc
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,9 @@ class View:
 
 
 class ValidationPictures(pl.Callback):
-    """Draws the labels of the first validation cases over their scans, into `pictures/` and the logger.
+    """Draws the labels of the first validation cases over their scans.
+
+    The pictures go into a folder and to TensorBoard.
 
     Args:
         folder: Where the pictures go.
@@ -65,47 +66,48 @@ class ValidationPictures(pl.Callback):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{trainer.global_step:06d}_{batch_idx}.png"
-        (shown,) = batch
-        key = shown["case"][0], int(shown["region"][0])
-        self.drawn.pop(key, None)
-        view = self.views[int(shown["region"][0])]
-        arrays = (shown["image"][0, 0].float(), outputs, shown["target"][0])
-        image, pred, target = (
-            (array.flip(2) if view.is_mirrored else array).cpu().numpy() for array in arrays
-        )
+        (stack,) = batch
+        case, region = stack["case"][0], int(stack["region"][0])
+        self.drawn.pop((case, region), None)
+        view = self.views[region]
+        arrays = [stack["image"][0, 0].float(), outputs, stack["target"][0]]
+        if view.is_mirrored:
+            arrays = [array.flip(2) for array in arrays]
+        image, pred, target = (array.cpu().numpy() for array in arrays)
         try:
             overlay_montage(
                 image,
                 pred,
                 target,
-                shown["spacing_mm"][0],
+                stack["spacing_mm"][0],
                 path,
-                title=f"{shown['case'][0]}, step {trainer.global_step}",
+                title=f"{case}, step {trainer.global_step}",
                 label_names=view.label_names,
                 window_hu=(-1.0, 1.0),
             )
         except Exception as error:
             # An error of the drawing library, or a full disk, must not end the training.
-            say(f"no picture of {shown['case'][0]} ({type(error).__name__}: {error})")
+            say(f"no picture of {case} ({type(error).__name__}: {error})")
             return
         finally:
             # Parts of a figure refer to each other. Python looks for such cycles among its oldest
             # objects seldom: up to seven pictures of 7 MiB each would stay meanwhile. This takes up
             # to 0.3 s.
             gc.collect()
-        self.drawn[key] = path.name
+        self.drawn[case, region] = path.name
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                from matplotlib.image import imread
+            if not isinstance(logger, TensorBoardLogger):
+                continue
+            from matplotlib.image import imread
 
-                pixels = np.asarray(imread(path))[..., :3]
-                logger.experiment.add_image(
-                    f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC"
-                )
+            pixels = np.asarray(imread(path))[..., :3]  # without alpha
+            logger.experiment.add_image(
+                f"validation/{batch_idx}", pixels, trainer.global_step, dataformats="HWC"
+            )
 
 
 class ValidationScores(pl.Callback):
-    """Writes the Dice of each validation case and label at the best and at the last validation into a CSV file.
+    """Writes the Dice of each case and label at the best and the last validation into a CSV file.
 
     A resumed run drops the rows that came after its checkpoint.
 
@@ -138,41 +140,47 @@ class ValidationScores(pl.Callback):
             steps.setdefault(row["step"], []).append(row)
         best = max(steps.values(), key=lambda rows: fmean(row["dice"] for row in rows), default=[])
         scores: dict[tuple[str, int, int | str], float] = pl_module.case_scores  # type: ignore[assignment]
-        views = self.pictures.views
-        latest = [
-            {
-                "step": trainer.global_step,
-                "case": case,
-                "label": name,
-                "dice": round(dice, 6),
-                "picture": self.pictures.drawn.get((case, region), ""),
-                "patient": self.patients.get(case, ""),
-            }
-            for (case, region, value), dice in scores.items()
-            if isinstance(value, int) and (name := views[region].label_names.get(value))
-        ]
+        latest = []
+        for (case, region, value), dice in scores.items():
+            # Scores of metrics have a name in place of a value.
+            if not isinstance(value, int):
+                continue
+            name = self.pictures.views[region].label_names.get(value)
+            if not name:
+                continue
+            latest.append(
+                {
+                    "step": trainer.global_step,
+                    "case": case,
+                    "label": name,
+                    "dice": round(dice, 6),
+                    "picture": self.pictures.drawn.get((case, region), ""),
+                    "patient": self.patients.get(case, ""),
+                }
+            )
         self.rows = [row for row in best if row["step"] != trainer.global_step] + latest
         write_csv(self.path, self.rows, SCORE_COLUMNS)
 
 
 def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `SCORE_COLUMNS` with numbers in place of texts.
+    """Convert the numbers among the texts of rows of `SCORE_COLUMNS`.
 
     Raises:
         KeyError: If a column is missing.
         ValueError: If a number is none.
     """
-    # Files of older versions have no patients.
-    rows = [{"patient": "", **row} for row in rows]
-    return [
-        {column: row[column] for column in SCORE_COLUMNS}
-        | {"step": int(row["step"]), "dice": float(row["dice"])}
-        for row in rows
-    ]
+    typed = []
+    for row in rows:
+        cells = {"patient": "", **row}  # files of older versions have no patients
+        typed_row = {column: cells[column] for column in SCORE_COLUMNS}
+        typed_row["step"] = int(row["step"])
+        typed_row["dice"] = float(row["dice"])
+        typed.append(typed_row)
+    return typed
 
 
 class MemorySnapshot(pl.Callback):
-    """Records the allocations of a GPU and writes them to a file for https://pytorch.org/memory_viz, also when the run fails.
+    """Records the allocations of a GPU for https://pytorch.org/memory_viz, also of a failed run.
 
     Args:
         path: File (.pickle).
@@ -187,9 +195,8 @@ class MemorySnapshot(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the snapshot of this rank's GPU."""
-        torch.cuda.memory._dump_snapshot(
-            str(self.path.with_stem(f"{self.path.stem}_{trainer.global_rank}"))
-        )
+        path = self.path.with_stem(f"{self.path.stem}_{trainer.global_rank}")
+        torch.cuda.memory._dump_snapshot(str(path))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -199,7 +206,9 @@ class MemorySnapshot(pl.Callback):
 
 
 class Distortions(pl.Callback):
-    """Prints by how much crops of fixed size distort each case, by its first sample (which may be a slab); each rank in its own log.
+    """Prints by how much crops of fixed size distort each case, each rank in its own log.
+
+    The first sample of a case, which may be a slab, stands for it.
 
     Args:
         names: Name of each region; of the whole scan for the coarse stage.
@@ -218,29 +227,28 @@ class Distortions(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Print the distortion of each case that a batch of training or validation shows for the first time."""
-        # `tolist` makes the CPU wait for the GPU, so parts of a batch whose regions are all printed
-        # are skipped.
-        unknown = [
-            one
-            for one in batch
-            if any(
-                (case, n) not in self.printed
-                for case in one["case"]
-                for n in range(len(self.names))
-            )
-        ]
-        described = [
-            zip(one["case"], one["region"].tolist(), one["spacing_mm"], strict=True)
-            for one in unknown
-        ]
-        for case, region, spacing_mm in itertools.chain.from_iterable(described):
-            if (case, region) not in self.printed:
+        """Print the distortion of each case that a batch shows for the first time."""
+        for stack in batch:
+            # `tolist` makes the CPU wait for the GPU, so stacks of cases whose regions are all
+            # printed are skipped.
+            if all(map(self._is_printed, stack["case"])):
+                continue
+            regions = stack["region"].tolist()
+            for case, region, spacing_mm in zip(
+                stack["case"], regions, stack["spacing_mm"], strict=True
+            ):
+                if (case, region) in self.printed:
+                    continue
                 self.printed.add((case, region))
                 voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)
                 print(
-                    f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, voxels of {voxel} mm",
+                    f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, "
+                    f"voxels of {voxel} mm",
                     flush=True,
                 )
+
+    def _is_printed(self, case: str) -> bool:
+        """Whether the distortions of all regions of a case are printed."""
+        return all((case, region) in self.printed for region in range(len(self.names)))
 
     on_validation_batch_end = on_train_batch_end

@@ -1,4 +1,7 @@
-"""Check of a run's objects before data is read: each is built and tried once, the network on the meta device."""
+"""Check of a run's objects before data is read: each is built and tried once.
+
+The network is built on the meta device.
+"""
 
 import dataclasses
 import math
@@ -13,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.io.names import is_utf8
 from medseg.memory.switches import select_blocks
 from medseg.models.blocks import InstanceNorm
@@ -46,7 +49,7 @@ MAX_TRIED_STEPS = 2000
 
 
 def check_objects(config: TrainConfig) -> bool:
-    """Build the network on the meta device, and every other object of an extension point on small data.
+    """Build the network on the meta device, and the objects of the extension points on small data.
 
     Returns:
         Whether the network has batch norm, see `medseg.training.notes.notes`.
@@ -59,11 +62,13 @@ def check_objects(config: TrainConfig) -> bool:
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
     _check_switches(config, network, has_batch_norm)
     _check_sizes(config, network)
-    weights, num_outputs = config.loss.get("output_weights"), network.traits.num_outputs
-    require(
-        weights is None or num_outputs in (None, len(weights)),
-        f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output of the network; leave it out, or correct it",
-    )
+    weights = config.loss.get("output_weights")
+    num_outputs = network.traits.num_outputs
+    if weights is not None and num_outputs not in (None, len(weights)):
+        raise UserError(
+            f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output "
+            "of the network; leave it out, or correct it"
+        )
     check_loss(config)
     make_transforms(config)
     for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
@@ -87,23 +92,29 @@ def _check_callbacks(config: TrainConfig) -> None:
     for name, callback in zip(config.callbacks, callbacks, strict=True):
         if isinstance(callback, (DeviceStatsMonitor, LearningRateMonitor)):
             raise UserError(
-                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is none; "
-                "choose logger=csv, or leave the callback out"
+                f"callbacks.{name}: {type(callback).__name__} writes to a logger, but there is "
+                "none; choose logger=csv, or leave the callback out"
             )
 
 
 def _check_loggers(config: TrainConfig) -> None:
-    """Make the loggers in a temporary folder: some of them write files at once, and the run may still be refused."""
-    for folder in filter(None, (config.resume, config.run_dir)):
-        if not is_utf8(os.path.abspath(folder)) and _list_targets(config.logger) - {CSV_LOGGER}:
+    """Make the loggers in a temporary folder.
+
+    Some of them write files at once, and the run may still be refused.
+    """
+    writes_utf8_only = bool(_list_targets(config.logger) - {CSV_LOGGER})
+    for folder in (config.resume, config.run_dir):
+        if not folder:
+            continue
+        path = os.path.abspath(folder)
+        if writes_utf8_only and not is_utf8(path):
             raise UserError(
-                f"{os.path.abspath(folder)}: expected a run folder whose name is UTF-8, since the files of this logger cannot be written "
-                "to another one; rename the folder, or give logger=csv"
+                f"{path}: expected a run folder whose name is UTF-8, since the files of this "
+                "logger cannot be written to another one; rename the folder, or give logger=csv"
             )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        make_loggers(
-            dataclasses.replace(config, logger=_moved(config.logger, config.run_dir, folder))
-        )
+        logger = _moved(config.logger, config.run_dir, folder)
+        make_loggers(dataclasses.replace(config, logger=logger))
 
 
 def _list_targets(node: dict[str, Any]) -> set[str]:
@@ -112,15 +123,18 @@ def _list_targets(node: dict[str, Any]) -> set[str]:
         return {str(node[TARGET])}
     targets = set[str]()
     for logger in node.values():
-        targets |= _list_targets(logger) if isinstance(logger, dict) else set()
+        if isinstance(logger, dict):
+            targets |= _list_targets(logger)
     return targets
 
 
 def _moved(node: Any, run_dir: str, folder: str) -> Any:
-    """The node of a logger that writes to another folder than that of the run."""
+    """Make the node of a logger that writes to another folder than that of the run."""
     if isinstance(node, dict):
         return {key: _moved(value, run_dir, folder) for key, value in node.items()}
-    return node.replace(run_dir, folder) if isinstance(node, str) else node
+    if isinstance(node, str):
+        return node.replace(run_dir, folder)
+    return node
 
 
 def _check_optimisation(config: TrainConfig) -> None:
@@ -135,16 +149,19 @@ def _check_optimisation(config: TrainConfig) -> None:
     name = str(config.optimizer[TARGET]).rpartition(".")[2]
     if float(first_step @ torch.linspace(-1.0, 1.0, len(first_step))) > 0:
         raise UserError(
-            f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave optimizer.maximize out"
+            f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave "
+            "optimizer.maximize out"
         )
     if config.lr_scaling is LrScaling.linear and not follows_gradient:
         raise UserError(
-            f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose lr_scaling=sqrt"
+            f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose "
+            "lr_scaling=sqrt"
         )
     with _refused_by("schedule", config.schedule):
-        schedule = make_schedule(
+        make_both = make_schedule(
             config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
-        )(optimizer)
+        )
+        schedule = make_both(optimizer)
     for _ in range(min(2, config.steps)):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -152,7 +169,8 @@ def _check_optimisation(config: TrainConfig) -> None:
             optimizer.step(lambda: 0.0)
         with _refused_by("schedule", config.schedule):
             schedule.step()
-    if config.resume in (None, "auto"):  # the schedule of a run to resume was checked when it began
+    # The schedule of a run to resume was checked when it began.
+    if config.resume in (None, "auto"):
         with _refused_by("schedule", config.schedule):
             _check_rates(optimizer, schedule, config.steps)
 
@@ -183,41 +201,51 @@ def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(
-            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: {first_line(error)}); change them, or "
-            f"choose another {group}"
+            f"{group}: {node[TARGET]} cannot be used with these arguments ({type(error).__name__}: "
+            f"{first_line(error)}); change them, or choose another {group}"
         ) from error
 
 
 def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
-    """Refuse input sizes that the network does not accept; `medseg.training.clashes` checks those of our UNet."""
+    """Refuse input sizes that the network does not accept.
+
+    `medseg.training.clashes` checks those of our UNet.
+    """
     if stated_divisor(config.model, config.spacing) is None:
         norms = (InstanceNorm, _InstanceNorm)
-        needs_two_voxels = network.traits.fixed_size is None and any(
-            isinstance(module, norms) for module in network.modules()
-        )
+        has_norm = any(isinstance(module, norms) for module in network.modules())
+        needs_two_voxels = has_norm and network.traits.fixed_size is None
         for sentence in divisor_clashes(config, network.divisor, needs_two_voxels):
             raise UserError(sentence)
     size = network.traits.fixed_size
     if size is None:
         return
-    whole = config.spacing.size
-    for key, found in (
-        ("stage.patch_size", config.stage.patch_size),
-        ("inference.tile_size", config.inference.tile_size),
-    ):
-        require(
-            (found or whole) == size,
-            f"{key}={list(found) if found else None}: the network accepts inputs of {list(size)} voxels only; choose {key}={list(size)}, "
-            f"or spacing=fixed_size spacing.size={list(size)}, or another size of the network (model.img_size)",
+    stated_sizes = {
+        "stage.patch_size": config.stage.patch_size,
+        "inference.tile_size": config.inference.tile_size,
+    }
+    for key, stated in stated_sizes.items():
+        # Without a stated size the whole crop is the input.
+        if (stated or config.spacing.size) == size:
+            continue
+        stated_text = list(stated) if stated else None
+        raise UserError(
+            f"{key}={stated_text}: the network accepts inputs of {list(size)} voxels only; "
+            f"choose {key}={list(size)}, or spacing=fixed_size spacing.size={list(size)}, "
+            "or another size of the network (model.img_size)"
         )
 
 
 def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: bool) -> None:
-    """Refuse switches that the network does not allow; `medseg.training.clashes` checks those of our UNet."""
+    """Refuse switches that the network does not allow.
+
+    `medseg.training.clashes` checks those of our UNet.
+    """
     policy = config.memory.checkpointing
     if policy not in ("none", []) and not network.traits.blocks:
         raise UserError(
-            f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in model.blocks, such as [encoder.*]"
+            f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in "
+            "model.blocks, such as [encoder.*]"
         )
     try:
         select_blocks(network.blocks(), policy if isinstance(policy, str) else tuple(policy))
@@ -225,8 +253,8 @@ def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: 
         raise UserError(f"memory: {error}") from error
     if config.model[TARGET] == UNET:
         return
-    require(
-        has_batch_norm or not config.trainer.sync_batchnorm,
-        f"trainer.sync_batchnorm=true works with batch norm only, which {config.model[TARGET]} does not have; choose "
-        "trainer.sync_batchnorm=false",
-    )
+    if config.trainer.sync_batchnorm and not has_batch_norm:
+        raise UserError(
+            "trainer.sync_batchnorm=true works with batch norm only, which "
+            f"{config.model[TARGET]} does not have; choose trainer.sync_batchnorm=false"
+        )

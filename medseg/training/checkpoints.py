@@ -13,7 +13,7 @@ from medseg.training.preemption import Preempted, StopRequest
 
 
 class Checkpoints(Checkpoint):
-    """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, the weights of the best validation.
+    """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, that of the best validation.
 
     `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps,
     before and after each validation, and when the run is asked to stop. A run that was interrupted
@@ -49,7 +49,7 @@ class Checkpoints(Checkpoint):
         self.has_saved = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Best score, number of validations since, and whether a validation comes first."""
+        """Describe the best score, the validations since, and whether a validation comes first."""
         return {
             "best_score": self.best_score,
             "num_worse": self.num_worse,
@@ -61,7 +61,10 @@ class Checkpoints(Checkpoint):
         vars(self).update(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Handle the signals in place of Lightning, which would stop between two micro-batches; run a pending validation."""
+        """Handle the signals, and run a pending validation.
+
+        Lightning would stop between two micro-batches.
+        """
         self.stop.install()
         if self.owes_validation:
             validation = trainer.fit_loop.epoch_loop.val_loop
@@ -90,36 +93,30 @@ class Checkpoints(Checkpoint):
         batch_idx: int,
     ) -> None:
         """Save if a checkpoint is due; request the last validation."""
-        step, is_step_done = (
-            trainer.global_step,
-            (batch_idx + 1) % trainer.accumulate_grad_batches == 0,
-        )
+        step = trainer.global_step
         is_last = step == trainer.max_steps
         # A trainer that should stop validates once more, whatever its interval.
         trainer.should_stop = trainer.should_stop or is_last
+        is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not is_step_done:
             return
-        is_validation_step, has_cases = (
-            step % self.validate_every == 0,
-            bool(sum(trainer.num_val_batches)),
-        )
+        has_cases = sum(trainer.num_val_batches) > 0
         if is_last:
             # A run that resumes from its last step makes no validation, so with cases it is saved
             # after the validation.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
+        is_validation_step = step % self.validate_every == 0
+        interval = self.checkpoint_every
+        is_checkpoint_step = interval is not None and step % interval == 0
         self.is_leaving = self._is_any_rank_asked(trainer)
         self.owes_validation = is_validation_step and has_cases
-        if (
-            self.is_leaving
-            or is_validation_step
-            or (self.checkpoint_every and step % self.checkpoint_every == 0)
-        ):
+        if self.is_leaving or is_validation_step or is_checkpoint_step:
             self._save(trainer, "last.ckpt", weights_only=False)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let a stop signal end a validation at once if a resumed run repeats it: nothing is lost."""
+        """Let a stop signal end a validation at once if a resumed run repeats it."""
         self._leave_if_asked()
         self.stop.is_safe = self.owes_validation
 
@@ -131,7 +128,8 @@ class Checkpoints(Checkpoint):
         score = float(trainer.callback_metrics["val/dice"])
         self.num_worse += 1
         if self.best_score is None or score > self.best_score:
-            self.best_score, self.num_worse = score, 0
+            self.best_score = score
+            self.num_worse = 0
             self._save(trainer, "best.ckpt", weights_only=True)
         self._save(trainer, "last.ckpt", weights_only=False)
         self._end_if_worse(trainer)
@@ -141,17 +139,15 @@ class Checkpoints(Checkpoint):
         self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
-        trainer.should_stop = trainer.should_stop or (
-            self.patience is not None and self.num_worse >= self.patience
-        )
+        if self.patience is not None and self.num_worse >= self.patience:
+            trainer.should_stop = True
 
     def _is_any_rank_asked(self, trainer: pl.Trainer) -> bool:
         """Whether any rank is asked to stop: all of them must save and leave at the same step."""
         if trainer.world_size == 1:
             return self.stop.is_asked
-        asked = torch.tensor(
-            int(self.stop.is_asked)
-        )  # on the host, so that no rank waits for its device
+        # On the host, so that no rank waits for its device.
+        asked = torch.tensor(int(self.stop.is_asked))
         torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
         return bool(asked)
 
@@ -163,9 +159,8 @@ class Checkpoints(Checkpoint):
         self.has_saved = True
         path = self.folder / name
         with replace_path(path) if trainer.is_global_zero else nullcontext(path) as part:
-            trainer.save_checkpoint(
-                part, weights_only=weights_only
-            )  # called by all ranks, which wait for each other
+            # All ranks call this, and wait for each other.
+            trainer.save_checkpoint(part, weights_only=weights_only)
             self._flush_loggers(trainer)  # a run that resumes has all lines up to here
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:

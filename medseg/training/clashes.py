@@ -1,4 +1,7 @@
-"""Contradictions between keys of several groups of `train`; those within a group stand beside its keys."""
+"""Contradictions between keys of several groups of `train`.
+
+Those within a group stand beside its keys.
+"""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +31,10 @@ DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator
 
 
 def train_clashes(config: TrainConfig) -> Iterator[str]:
-    """Yield a sentence for each contradiction, in an order in which the earlier ones are checked for the later ones."""
+    """Yield a sentence for each contradiction.
+
+    Later checks rely on what the earlier ones refuse.
+    """
     yield from missing_file("init_from", config.init_from)
     yield from model_clashes(config.model)
     yield from loss_clashes(config.loss)
@@ -42,7 +48,10 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _size_clashes(config: TrainConfig) -> Iterator[str]:
-    """Sizes of network inputs: within the crop and, if the divisor is known without building the network, multiples of it."""
+    """Check that the sizes of network inputs lie within the crop.
+
+    If the divisor is known without building the network, they must be multiples of it.
+    """
     divisor = stated_divisor(config.model, config.spacing)
     if divisor is not None:
         yield from divisor_clashes(config, divisor, config.model.get("norm") == "instance")
@@ -52,18 +61,19 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
     for key, size in input_sizes(config).items():
         if any(part > most for part, most in zip(size, whole, strict=True)):
             yield (
-                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; choose a smaller size, or null"
+                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; "
+                "choose a smaller size, or null"
             )
     max_voxels = config.stage.max_voxels
     if max_voxels is not None and math.prod(whole) > max_voxels:
         yield (
-            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} allows; choose a smaller "
-            "size, or stage.max_voxels=null"
+            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} "
+            "allows; choose a smaller size, or stage.max_voxels=null"
         )
 
 
 def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool) -> Iterator[str]:
-    """Sizes of network inputs: multiples of the divisor, and more than one voxel at the deepest level.
+    """Check that input sizes are multiples of the divisor, with two voxels at the deepest level.
 
     Args:
         config: The configuration.
@@ -80,27 +90,28 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
             yield f"{key}: expected multiples of {multiple} ({reason}), but got {list(size)}"
         if size == divisor and needs_two_voxels:
             yield (
-                f"{key}={list(size)}: the deepest level of the network would have one voxel, but instance norm "
-                "(model.norm=instance) needs at least two for a variance; choose a larger size along an axis"
+                f"{key}={list(size)}: the deepest level of the network would have one voxel, but "
+                "instance norm (model.norm=instance) needs at least two for a variance; choose a "
+                "larger size along an axis"
             )
 
 
 def _rank_clashes(config: TrainConfig) -> Iterator[str]:
-    """Several ranks and a device map: the keys that they exclude."""
+    """Check the keys that several ranks and a device map exclude."""
     stage, memory, trainer = config.stage, config.memory, config.trainer
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
     if trainer.sync_batchnorm and config.model[TARGET] == UNET and not is_batch_norm(config.model):
         yield (
-            f"trainer.sync_batchnorm=true works with model.norm=batch only, but model.norm={config.model.get('norm')}; "
-            "choose trainer.sync_batchnorm=false"
+            "trainer.sync_batchnorm=true works with model.norm=batch only, but "
+            f"model.norm={config.model.get('norm')}; choose trainer.sync_batchnorm=false"
         )
     num_parts = trainer.num_ranks * memory.accumulate
     if stage.batch_size % num_parts:
         yield (
-            f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} rank(s) × "
-            f"memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
+            f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} "
+            f"rank(s) × memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
         )
 
 
@@ -122,27 +133,29 @@ def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _device_clashes(config: TrainConfig) -> Iterator[str]:
-    """Switches that need a GPU."""
+    """Check the switches that need a GPU."""
     memory = config.memory
     if config.trainer.accelerator is not Accelerator.cpu:
         return
     if memory.precision in (Precision.fp16, Precision.tf32):
         yield (
-            f"memory.precision={memory.precision.value} needs a GPU, but trainer.accelerator=cpu; choose memory.precision=bf16"
+            f"memory.precision={memory.precision.value} needs a GPU, but trainer.accelerator=cpu; "
+            "choose memory.precision=bf16"
         )
     if memory.offload:
         yield (
-            "memory.offload=true moves activations from a GPU to the host, but trainer.accelerator=cpu; choose "
-            "memory.offload=false"
+            "memory.offload=true moves activations from a GPU to the host, but "
+            "trainer.accelerator=cpu; choose memory.offload=false"
         )
     if config.data.pin_memory:
         yield (
-            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose data.pin_memory=null"
+            "data.pin_memory=true speeds up copies to a GPU, but trainer.accelerator=cpu; choose "
+            "data.pin_memory=null"
         )
     if memory.cudnn_benchmark:
         yield (
-            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; choose "
-            "memory.cudnn_benchmark=false"
+            "memory.cudnn_benchmark=true chooses kernels of a GPU, but trainer.accelerator=cpu; "
+            "choose memory.cudnn_benchmark=false"
         )
 
 
@@ -151,8 +164,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     schedule = class_name(config.schedule)
     if warmup_steps and schedule not in CHAINABLE_SCHEDULES:
         yield (
-            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all steps itself; choose "
-            "warmup_steps=0, or a schedule such as schedule=cosine"
+            f"warmup_steps={warmup_steps}: schedule {schedule} sets the learning rates of all "
+            "steps itself; choose warmup_steps=0, or a schedule such as schedule=cosine"
         )
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
@@ -161,19 +174,19 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     is_new = config.resume in (None, "auto")
     if total_steps is not None and total_steps < steps and is_new:
         yield (
-            f"schedule.total_steps={total_steps}: the schedule would end before the run, steps={steps}; leave "
-            f"schedule.total_steps out, or give {steps} or more"
+            f"schedule.total_steps={total_steps}: the schedule would end before the run, "
+            f"steps={steps}; leave schedule.total_steps out, or give {steps} or more"
         )
     (lowest_key, lowest_lr), (highest_key, highest_lr) = _lr_bounds(config)
     if lowest_lr > highest_lr:
         yield (
-            f"{lowest_key}={lowest_lr:g} is the lowest rate of the schedule, but {highest_key}={highest_lr:g} is its "
-            "highest; choose a smaller one"
+            f"{lowest_key}={lowest_lr:g} is the lowest rate of the schedule, but "
+            f"{highest_key}={highest_lr:g} is its highest; choose a smaller one"
         )
 
 
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Key and value of the lowest and of the highest learning rate, as far as they are stated."""
+    """Find key and value of the lowest and the highest learning rate, as far as they are stated."""
     schedule = config.schedule
     lowest, highest = ("", 0.0), ("", math.inf)
     for key in ("base_lr", "eta_min"):
@@ -191,54 +204,57 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
     # After fewer steps the weights of the first one would be a third of the average, or more.
     if decay is not None and steps * (1 - decay) < 1:
         yield (
-            f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; choose "
-            f"{1 - 1 / steps:.4g} or less, or more steps"
+            f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; "
+            f"choose {1 - 1 / steps:.4g} or less, or more steps"
         )
     if config.lr_scaling is not LrScaling.none and "lr" not in config.optimizer:
         yield (
-            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be scaled; give "
-            "optimizer.lr=<number>"
+            f"lr_scaling={config.lr_scaling.value}: optimizer.lr is missing, so no rate would be "
+            "scaled; give optimizer.lr=<number>"
         )
 
 
 def _side_clashes(config: TrainConfig) -> Iterator[str]:
-    """Flips of a task that distinguishes left and right."""
+    """Check the flips of a task that distinguishes left and right."""
     flip_axes = config.augment.flip_axes
     if not flip_axes or not config.task.has_sides:
         return
     if 2 in flip_axes:
         yield (
-            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that task={config.task.name} "
-            "distinguishes; leave axis 2 out"
+            f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "
+            f"task={config.task.name} distinguishes; leave axis 2 out"
         )
     if config.stage.name is not StageName.fine:
         yield (
-            f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot distinguish the sides; leave it empty"
+            f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot "
+            "distinguish the sides; leave it empty"
         )
 
 
 def _region_clashes(config: TrainConfig) -> Iterator[str]:
-    """Stages and the regions of the task."""
+    """Check that the stage suits the regions of the task."""
     stage, task = config.stage, config.task
     regions = task.regions or {}
     if stage.name is not StageName.fine:
         if stage.add_parts_mm is not None and not regions:
             yield (
-                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to add to; leave it out"
+                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to "
+                "add to; leave it out"
             )
         return
     if not regions:
         yield (
-            f"stage=fine: the task {task.name} has no regions, and one stage segments all of its labels; choose stage=single"
+            f"stage=fine: the task {task.name} has no regions, and one stage segments all of its "
+            "labels; choose stage=single"
         )
     num_labels = {name: len(region.labels) for name, region in regions.items()}
     if len(set(num_labels.values())) > 1:
         yield (
-            f"stage=fine: one network segments all regions, but they have {num_labels} labels; give each the same "
-            "number of labels, or choose stage=single task.regions=null"
+            f"stage=fine: one network segments all regions, but they have {num_labels} labels; "
+            "give each the same number of labels, or choose stage=single task.regions=null"
         )
 
 
 def class_name(node: dict[str, Any]) -> str:
-    """Name of the class that a node of an extension point names, without its package."""
+    """Return the name of the class that a node of an extension point names, without its package."""
     return str(node.get(TARGET)).rpartition(".")[2]

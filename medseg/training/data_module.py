@@ -1,7 +1,8 @@
-"""Lightning data module of a stage: fills the cache, batches training samples, and gives whole cases to the validation."""
+"""Lightning data module of a stage: fills the cache, makes training batches and whole cases."""
 
 import functools
 import gc
+import itertools
 import math
 import os
 import signal
@@ -88,13 +89,18 @@ class CasesDataModule(pl.LightningDataModule):
         coarse_by_case: Mapping[str, TrainedStage] | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.sources, self.task = config, sources, task
-        self.divisor, self.augmentation = divisor, augmentation
-        self.coarse, self.coarse_by_case = coarse, coarse_by_case or {}
+        self.config = config
+        self.sources = sources
+        self.task = task
+        self.divisor = divisor
+        self.augmentation = augmentation
+        self.coarse = coarse
+        self.coarse_by_case = coarse_by_case or {}
         self.rule = make_grid_rule(config.spacing)
-        data = config.data
-        self.num_workers = propose_workers(config) if data.num_workers is None else data.num_workers
-        self.prefetch, self.pin_memory = data.prefetch, data.pin_memory
+        num_workers = config.data.num_workers
+        self.num_workers = propose_workers(config) if num_workers is None else num_workers
+        self.prefetch = config.data.prefetch
+        self.pin_memory = config.data.pin_memory
         self.train_cases: list[CachedCase] = []
         self.val_cases: list[CachedCase] = []
         self.weights: list[float] = []
@@ -109,18 +115,20 @@ class CasesDataModule(pl.LightningDataModule):
     @property
     def patients(self) -> dict[str, str]:
         """Validation case to its patient."""
-        return {case.name: case.patient for source in self.sources for case in source.split.val}
+        val_cases = itertools.chain(*(source.split.val for source in self.sources))
+        return {case.name: case.patient for case in val_cases}
 
     def prepare_data(self) -> None:
         """Fill the cache; Lightning calls this once per machine."""
         from rich.progress import track
 
-        missing = [
-            (case, source)
-            for source in self.sources
-            for case in (*source.split.train, *source.split.val)
-            if not self._with_entry(is_current, case, source)
-        ]
+        missing: list[tuple[Case, CaseSource]] = []
+        for source in self.sources:
+            missing += [
+                (case, source)
+                for case in (*source.split.train, *source.split.val)
+                if not self._with_entry(is_current, case, source)
+            ]
         title = f"cache at {spacing_text(self.config.spacing.target_spacing_mm)}"
         for case, source in track(missing, title, disable=not missing):
             self._with_entry(prepare_case, case, source)
@@ -131,36 +139,31 @@ class CasesDataModule(pl.LightningDataModule):
         for source in self.sources:
             self.train_cases += self._open(source.split.train, source)
             self.val_cases += self._open(source.split.val, source)
-            self.weights += [source.share / max(1, len(source.split.train))] * len(
-                source.split.train
-            )
+            num_train = len(source.split.train)
+            self.weights += [source.share / max(1, num_train)] * num_train
         self._refuse_leak()
-        options, scan_spacings, boxes = self.config.stage, None, {}
-        if self.config.spacing.draw is SpacingDraw.tail:
-            spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
-            scan_spacings = ScanSpacings(
-                spacings_mm, [weight / sum(self.weights) for weight in self.weights]
-            )
-        probs: dict[str, CoarseProbs] = {}
+        options = self.config.stage
+        coarse_boxes_by_case: dict[str, dict[str, VoxelBox]] = {}
+        probs_by_case: dict[str, CoarseProbs] = {}
         cases = (*self.train_cases, *self.val_cases)
         if self.coarse is not None and options.region_from is RegionFrom.coarse:
             for case in cases:
                 stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
-                boxes[case.name] = coarse_boxes(case, stage_of_case, self.task)
+                coarse_boxes_by_case[case.name] = coarse_boxes(case, stage_of_case, self.task)
         if self.coarse is not None and options.coarse_channel:
             for case in cases:
                 stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
-                probs[case.name] = kept_probs(case, stage_of_case, self.task)
+                probs_by_case[case.name] = kept_probs(case, stage_of_case, self.task)
         self.crops = StageCrops(
             self.rule,
-            scan_spacings,
+            self._scan_spacings(),
             region_margin_mm=options.region_margin_mm or 0.0,
             box_jitter_mm=options.box_jitter_mm or 0.0,
             patch_size=options.patch_size,
             tile_size=self.config.inference.tile_size,
             divisor=self.divisor,
-            coarse_boxes=boxes,
-            coarse_probs=probs,
+            coarse_boxes=coarse_boxes_by_case,
+            coarse_probs=probs_by_case,
         )
         # Lightning attaches its trainer; other users of the module have one process. `plan` brings
         # its own case later.
@@ -168,19 +171,28 @@ class CasesDataModule(pl.LightningDataModule):
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
 
+    def _scan_spacings(self) -> ScanSpacings | None:
+        """List the spacings of the training scans, where the spacing is drawn from them."""
+        if self.config.spacing.draw is not SpacingDraw.tail:
+            return None
+        spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
+        total = sum(self.weights)
+        return ScanSpacings(spacings_mm, [weight / total for weight in self.weights])
+
     def _note_absent_classes(self) -> None:
         """Name the classes that no training case holds, before the first step."""
         items = self.train_samples().items
         absent = absent_classes(items, self.task, is_coarse=self.config.stage.sees_whole_scans)
         num_cases = len({case.name for case, _ in items})
-        if note := absence_note(absent, num_cases, self.val_cases, self.train_trust):
+        note = absence_note(absent, num_cases, self.val_cases, self.train_trust)
+        if note:
             say(note)
 
     def state_dict(self) -> dict[str, Any]:
-        """Describe the cases in their order, for the checkpoint: a resumed run must have the same."""
-        sides = {"train": self.train_cases, "val": self.val_cases}
+        """List the cases in their order, for the checkpoint: a resumed run must have the same."""
         return {
-            side: [[case.name, case.content] for case in cases] for side, cases in sides.items()
+            "train": [[case.name, case.content] for case in self.train_cases],
+            "val": [[case.name, case.content] for case in self.val_cases],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,22 +202,15 @@ class CasesDataModule(pl.LightningDataModule):
             UserError: If they differ: the samples of the resumed run would be those of another data
                 set.
         """
+        kinds = {"train": "training", "val": "validation"}
         for side, cases in self.state_dict().items():
-            then, now = dict(state_dict[side]), dict(cases)
-            changes = {
-                "added": [name for name in now if name not in then],
-                "removed": [name for name in then if name not in now],
-                "changed": [name for name in now if name in then and now[name] != then[name]],
-                "in another order": []
-                if list(then) == list(now) or then.keys() != now.keys()
-                else list(now),
-            }
-            found = [f"{first_few(names)} {how}" for how, names in changes.items() if names]
-            if found:
+            changes = _case_changes(dict(state_dict[side]), dict(cases))
+            if changes:
                 raise UserError(
-                    f"The {'training' if side == 'train' else 'validation'} cases are not those that the run began with ({'; '.join(found)}), so "
-                    "two data sets would be mixed; restore the case table and its files (data.cases=<table> where it was moved), or start a "
-                    "new run, with init_from=<checkpoint> to go on from its weights."
+                    f"The {kinds[side]} cases are not those that the run began with "
+                    f"({'; '.join(changes)}), so two data sets would be mixed; restore the case "
+                    "table and its files (data.cases=<table> where it was moved), or start a new "
+                    "run, with init_from=<checkpoint> to go on from its weights."
                 )
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -218,7 +223,11 @@ class CasesDataModule(pl.LightningDataModule):
         self, rank: int = 0, num_ranks: int = 1, start_step: int = 0
     ) -> DataLoader[Any]:
         """Make the loader of the micro-batches of a rank from a step on."""
-        config, samples = self.config, self.train_samples()
+        config = self.config
+        samples = self.train_samples()
+        data_set: Dataset[Any] = samples
+        if config.debug.overfit:
+            data_set = _FirstBatch(samples, config.stage.batch_size)
         has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
         sampler = StepBatchSampler(
             config.steps,
@@ -230,7 +239,7 @@ class CasesDataModule(pl.LightningDataModule):
             size=None if has_one_shape else samples.size,
         )
         return TrainLoader(
-            _FirstBatch(samples, config.stage.batch_size) if config.debug.overfit else samples,
+            data_set,
             batch_sampler=sampler,
             num_workers=self.num_workers,
             collate_fn=functools.partial(collate, multiple=self.divisor, is_stacked=has_one_shape),
@@ -258,36 +267,38 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
     def val_dataloader(self) -> Any:
-        """Make the loader of whole validation cases, one at a time, every world_size-th for each rank; none without a case.
+        """Make the loader of the whole validation cases of this rank, one at a time.
 
-        All ranks take the same number, since they wait for each other; a case that comes twice is
-        scored once.
+        Each rank takes every world_size-th. All ranks take the same number, since they wait for
+        each other; a case that comes twice is scored once.
+
+        Returns:
+            The loader; an empty list without a case.
         """
         trainer = self.trainer
         assert trainer is not None
-        if not any(
-            self.config.stage.sees_whole_scans or case.region_boxes for case in self.val_cases
-        ):
+        sees_whole_scans = self.config.stage.sees_whole_scans
+        if not any(sees_whole_scans or case.region_boxes for case in self.val_cases):
             return []
         samples = self.val_samples()
         num_samples = len(samples)
         rounds = math.ceil(num_samples / trainer.world_size)
-        mine = [
-            n % num_samples
-            for n in range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)
-        ]
+        numbers = range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)
         # No worker processes: they would hold memory during all of the training for a case now and
         # then.
         return DataLoader(
             samples,
             batch_size=1,
-            sampler=mine,
+            sampler=[number % num_samples for number in numbers],
             collate_fn=functools.partial(collate, multiple=self.divisor),
             pin_memory=self.pins_memory(),
         )
 
     def val_samples(self) -> Samples:
-        """Make the data set of whole volumes, or of the crops that prediction would cut, neither augmented nor jittered."""
+        """Make the data set of whole volumes, or of the crops that prediction would cut.
+
+        They are neither augmented nor jittered.
+        """
         stage = self.config.stage.for_validation
         return Samples(
             self.val_cases, self.task, self.crops, stage, seed=self.config.seed, jitter=False
@@ -300,8 +311,9 @@ class CasesDataModule(pl.LightningDataModule):
             twin = trained.get(case.audit.voxels_sha256, case.name)
             if twin != case.name and DUPLICATE not in case.ignore_findings:
                 raise UserError(
-                    f"The validation case {case.name!r} has the same voxels as the training case {twin!r}; remove one of them, "
-                    f"or give both the same patient in the case table (or data.ignore_findings=[{DUPLICATE}])."
+                    f"The validation case {case.name!r} has the same voxels as the training case "
+                    f"{twin!r}; remove one of them, or give both the same patient in the case "
+                    f"table (or data.ignore_findings=[{DUPLICATE}])."
                 )
 
     def _open(self, cases: Sequence[Case], source: CaseSource) -> list[CachedCase]:
@@ -320,11 +332,29 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
 
+def _case_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Describe how the cases of a run have changed; both map case names to contents, in order."""
+    changes = {
+        "added": [name for name in now if name not in then],
+        "removed": [name for name in then if name not in now],
+        "changed": [name for name in now if name in then and now[name] != then[name]],
+    }
+    if then.keys() == now.keys() and list(then) != list(now):
+        changes["in another order"] = list(now)
+    return [f"{first_few(names)} {change}" for change, names in changes.items() if names]
+
+
 class TrainLoader(DataLoader[Any]):
-    """Loader whose worker processes outlive a stop signal to the process group: the run saves first, and then ends them."""
+    """Loader whose worker processes outlive a stop signal to the process group.
+
+    The run saves first, and then ends them.
+    """
 
     def __iter__(self) -> Any:
-        """Start the workers with the signals blocked, as they inherit it by fork, spawn and forkserver alike."""
+        """Start the workers with the stop signals blocked.
+
+        They inherit it by fork, spawn and forkserver alike.
+        """
         # Its start unblocks SIGTERM.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
@@ -339,7 +369,8 @@ class TrainLoader(DataLoader[Any]):
             # When this process ends, Python sends SIGTERM to the workers that still run and waits
             # for them. They block SIGTERM, so it would wait forever. `None`: not when the iterator
             # goes, which torch sees to.
-            if workers := getattr(iterator, "_workers", None):
+            workers = getattr(iterator, "_workers", None)
+            if workers:
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
@@ -347,7 +378,8 @@ class TrainLoader(DataLoader[Any]):
 
 
 def _kill(iterator_id: int, workers: Sequence[BaseProcess]) -> None:
-    """Kill the workers that still run. Torch must forget them first: its SIGCHLD handler raises for a killed worker that it knows."""
+    """Kill the workers that still run."""
+    # Torch must forget them first: its SIGCHLD handler raises for a killed worker that it knows.
     with suppress(ValueError):  # torch has ended them already
         _remove_worker_pids(iterator_id)
     for worker in workers:
@@ -374,9 +406,10 @@ def propose_workers(config: TrainConfig) -> int:
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
-    num_processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        num_processors = len(os.sched_getaffinity(0))
+    else:
+        num_processors = os.cpu_count() or 1
     return max(1, min(8, num_processors // config.trainer.devices - 1))
 
 
@@ -389,18 +422,23 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
         task: Task of the fine stage, with the channels of the case; those of the coarse stage may
             have another intensity.
     """
-    found = _localise(case, coarse, task)
-    return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}
+    localisation = _localise(case, coarse, task)
+    return {
+        name: case.grid.box_from(localisation.grid, box) for name, box in localisation.boxes.items()
+    }
 
 
 def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProbs:
-    """Find or predict what the coarse stage says about a cached case; arguments as in `coarse_boxes`."""
+    """Read the probabilities of the coarse stage for a cached case, or predict them once.
+
+    Arguments as in `coarse_boxes`.
+    """
 
     def predict() -> tuple[np.ndarray, VoxelGrid]:
-        found = _localise(case, coarse, task, keep_probs=True)
-        assert found.probs is not None, "they were asked for"
-        assert found.probs_grid is not None, "it comes with them"
-        return found.probs.numpy(), found.probs_grid
+        localisation = _localise(case, coarse, task, keep_probs=True)
+        assert localisation.probs is not None, "they were asked for"
+        assert localisation.probs_grid is not None, "it comes with them"
+        return localisation.probs.numpy(), localisation.probs_grid
 
     key = [*coarse.checkpoints.values(), coarse.precision]
     return coarse_probs(case, " ".join(key), predict)
@@ -414,14 +452,14 @@ def _localise(
     keep_probs: bool = False,
 ) -> Localisation:
     """Run the coarse stage on a cached case."""
-    intensities = [
-        own
-        if own and channel == ours
-        else intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
-        for own, ours, image, channel in zip(
-            case.intensities, task.channels, case.images, coarse.task.channels, strict=True
-        )
-    ]
+    intensities = []
+    for intensity, ours, image, channel in zip(
+        case.intensities, task.channels, case.images, coarse.task.channels, strict=True
+    ):
+        # The case keeps the intensity of its channel in the fine stage.
+        if not intensity or channel != ours:
+            intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
+        intensities.append(intensity)
     images = [np.asarray(image) for image in case.images]
     # No budget: training has no key for it, and a lack of memory is reported in one sentence.
     options = InferenceOptions(budget_gib=math.inf)

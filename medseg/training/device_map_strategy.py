@@ -31,6 +31,9 @@ class DeviceMapStrategy(SingleDeviceStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Leave the state of each weight on the weight's device; Lightning would move all of it to `home`."""
+        """Leave the state of each weight on the weight's device.
+
+        Lightning would move all of it to `home`.
+        """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)

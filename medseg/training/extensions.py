@@ -1,4 +1,4 @@
-"""Objects of the extension points of a training run: loss, transforms, metrics, callbacks and loggers."""
+"""Objects of the extension points of a run: loss, transforms, metrics, callbacks, loggers."""
 
 from __future__ import annotations
 
@@ -59,39 +59,36 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
         form = node.get("target_form") or losses.find_target_form(make.func, make.keywords)
         terms.append(losses.Term(float(node.get("factor", 1.0)), _call(key, make), form))
-    return _call(
-        "loss",
-        partial(
-            losses.TrainingLoss, terms, config.loss.get("output_weights"), config.task.ignore_label
-        ),
-    )
+    output_weights = config.loss.get("output_weights")
+    ignore_label = config.task.ignore_label
+    return _call("loss", partial(losses.TrainingLoss, terms, output_weights, ignore_label))
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Compute the loss of a configuration on a small sample, and name the arguments that it gets beside those of the configuration.
+    """Compute the loss of a configuration on a small sample.
+
+    Names the arguments that it gets beside those of the configuration.
 
     Raises:
         UserError: As `make_loss`, and if it cannot be computed.
     """
     for key, node in _loss_nodes(config):
         make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
-        added = " ".join(
-            f"{name}={value}".lower() for name, value in make.keywords.items() if name not in node
-        )
+        added_arguments = {name: value for name, value in make.keywords.items() if name not in node}
+        added = " ".join(f"{name}={value}".lower() for name, value in added_arguments.items())
         if added:
             say(
-                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and integer labels"
+                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and "
+                "integer labels"
             )
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
 
 def _loss_nodes(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
     terms = config.loss.get("terms")
-    return (
-        [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)]
-        if terms
-        else [("loss", config.loss)]
-    )
+    if terms:
+        return [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)]
+    return [("loss", config.loss)]
 
 
 def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
@@ -104,46 +101,43 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     augment = config.augment
     if not augment.enabled:
         return None
-    task, is_coarse = make_task(config.task), config.stage.name is not StageName.fine
-    has_sides = task.has_sides and not augment.allow_mirroring
-    made: list[Any] = []
+    task = make_task(config.task)
+    check_transform = partial(
+        transforms.check_transform,
+        has_sides=task.has_sides and not augment.allow_mirroring,
+        is_coarse=config.stage.name is not StageName.fine,
+        num_channels=len(task.channels),
+        has_coarse_channel=config.stage.coarse_channel,
+    )
+    all_transforms: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
             values = vars(augment) | {
                 "window_hu": task.channels[0].window_hu,
                 "ignore_label": task.ignore_label,
             }
-            made += _call("augment", partial(make_effects, values))
+            all_transforms += _call("augment", partial(make_effects, values))
             continue
         key = f"augment.transforms[{n}]"
-        made.append(
-            _call(
-                key,
-                _bind("transform", key, node, config.trusted_targets, transforms.default_arguments),
-            )
-        )
-        check = partial(
-            transforms.check_transform,
-            has_sides=has_sides,
-            is_coarse=is_coarse,
-            num_channels=len(task.channels),
-            has_coarse_channel=config.stage.coarse_channel,
-        )
-        _call(key, partial(check, made[-1]))
-    return _call("augment.transforms", partial(transforms.Transforms, made))
+        defaults = transforms.default_arguments
+        make = _bind("transform", key, node, config.trusted_targets, defaults)
+        transform = _call(key, make)
+        _call(key, partial(check_transform, transform))
+        all_transforms.append(transform)
+    return _call("augment.transforms", partial(transforms.Transforms, all_transforms))
 
 
 def make_effects(values: Mapping[str, Any]) -> list[Any]:
     """Make the effects of the keys of `augment`."""
-    return [
-        cls(
-            **{
-                one.name: values.get(f"{word}_{one.name}", values.get(one.name))
-                for one in dataclasses.fields(cls)
-            }
-        )
-        for word, cls in EFFECTS.items()
-    ]
+    made_effects = []
+    for prefix, effect in EFFECTS.items():
+        arguments = {}
+        for field in dataclasses.fields(effect):
+            # A key without the prefix is shared by several effects.
+            shared = values.get(field.name)
+            arguments[field.name] = values.get(f"{prefix}_{field.name}", shared)
+        made_effects.append(effect(**arguments))
+    return made_effects
 
 
 def make_metrics(
@@ -159,15 +153,15 @@ def make_metrics(
     Raises:
         UserError: If one cannot be made, or cannot score a case.
     """
-    made = {}
+    metrics_by_name = {}
     for name, node in nodes.items():
         key = f"metrics.{name}"
         defaults = partial(metrics.default_arguments, num_classes=num_classes)
-        made[name] = metrics.CaseMetric(
-            _call(key, _bind("metric", key, node, trusted, defaults)), num_classes
-        )
-        _call(key, partial(metrics.check_metric, made[name]))
-    return made
+        metric = _call(key, _bind("metric", key, node, trusted, defaults))
+        case_metric = metrics.CaseMetric(metric, num_classes)
+        _call(key, partial(metrics.check_metric, case_metric))
+        metrics_by_name[name] = case_metric
+    return metrics_by_name
 
 
 def make_callbacks(config: TrainConfig) -> list[Callback]:
@@ -190,20 +184,19 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
     from medseg.training.loggers import drop_repeated_steps
 
     # The group may hold references to the environment.
-    group = cast(
-        dict[str, Any], OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True)
-    )
-    nodes = (
-        {"logger": group}
-        if TARGET in group
-        else {f"logger.{name}": node for name, node in group.items()}
-    )
+    resolved = OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True)
+    group = cast(dict[str, Any], resolved)
+    if TARGET in group:
+        nodes = {"logger": group}
+    else:
+        nodes = {f"logger.{name}": node for name, node in group.items()}
     loggers = [
         _call(key, _bind("logger", key, node, config.trusted_targets))
         for key, node in nodes.items()
     ]
-    for logger in loggers if start_step else ():
-        drop_repeated_steps(logger, start_step)
+    if start_step:
+        for logger in loggers:
+            drop_repeated_steps(logger, start_step)
     return loggers
 
 
@@ -219,23 +212,31 @@ def _bind(
     defaults: Defaults = _no_defaults,
     own_keys: Sequence[str] = (),
 ) -> partial[Any]:
-    """Bind a class to the arguments of its node, and to `defaults` of the class, its known and its given arguments."""
-    found = import_target(point, key, node, trusted)
-    given = {name: value for name, value in node.items() if name not in (TARGET, *own_keys)}
-    added = _call(key, partial(defaults, found, inspect.signature(found).parameters, given))
-    return cast("partial[Any]", bind_arguments(point, key, found, given | added))
+    """Bind a class to the arguments of its node, and to those that `defaults` adds.
+
+    `defaults` gets the class, the names of its parameters and those of the node.
+    """
+    target = import_target(point, key, node, trusted)
+    skipped_keys = (TARGET, *own_keys)
+    arguments = {name: value for name, value in node.items() if name not in skipped_keys}
+    parameters = inspect.signature(target).parameters
+    added = _call(key, partial(defaults, target, parameters, arguments))
+    return cast("partial[Any]", bind_arguments(point, key, target, arguments | added))
 
 
 def _call(key: str, make: Callable[[], Any]) -> Any:
-    """Call a function of a class that the configuration names; turn any exception into a `UserError` of one sentence."""
+    """Call a function of a class that the configuration names.
+
+    Any exception becomes a `UserError` of one sentence.
+    """
     try:
         return make()
     except UserError:
         raise
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its file in conf/ has the command, "
-            "such as pip install 'medseg[loggers]')"
+            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its "
+            "file in conf/ has the command, such as pip install 'medseg[loggers]')"
         ) from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

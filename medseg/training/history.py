@@ -1,4 +1,7 @@
-"""History callback: `history.csv` with losses, learning rates, scores and machine load, printed too where no progress bar is."""
+"""History callback: `history.csv` with losses, learning rates, scores and machine load.
+
+Its lines are printed too where there is no progress bar.
+"""
 
 import math
 import sys
@@ -19,9 +22,18 @@ from medseg.training.loggers import earlier_rows
 from medseg.training.machine_load import MachineLoad, peak_bytes
 
 HISTORY_COLUMNS = (
-    "step", "loss", "lr", "val_dice", "val_dice_worst", "seconds_per_step", "peak_gib", "host_gib", "cpu_percent", "gpu_gib",
+    "step",
+    "loss",
+    "lr",
+    "val_dice",
+    "val_dice_worst",
+    "seconds_per_step",
+    "peak_gib",
+    "host_gib",
+    "cpu_percent",
+    "gpu_gib",
     "gpu_percent",
-)  # fmt: skip
+)
 
 
 class History(pl.Callback):
@@ -46,10 +58,8 @@ class History(pl.Callback):
             "val_dice_worst": "val/dice_worst",
             **{f"val_{name}": f"val/{name}" for name in metrics},
         }
-        self.columns = (
-            *HISTORY_COLUMNS,
-            *(column for column in self.scores if column not in HISTORY_COLUMNS),
-        )
+        metric_columns = [column for column in self.scores if column not in HISTORY_COLUMNS]
+        self.columns = (*HISTORY_COLUMNS, *metric_columns)
         self.history_every = history_every
         self.steps = steps
         self.losses: list[Tensor | float] = []
@@ -57,22 +67,29 @@ class History(pl.Callback):
         self.rows: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
         self.load = MachineLoad()
-        self.earlier_s, self.start_s = 0.0, time.perf_counter()
+        self.earlier_s = 0.0
+        self.start_s = time.perf_counter()
         self.lr = 0.0
-        self.last_step, self.last_time_s = 0, 0.0
+        self.last_step = 0
+        self.last_time_s = 0.0
         self.pause_start_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Number of lines written, the losses since the last of them (a checkpoint may fall between two lines), and the time."""
+        """Describe the progress of the history, for the checkpoint.
+
+        It has the losses since the last line, since a checkpoint may fall between two lines.
+        """
         return {"losses": self._mean_losses(), "num_rows": self.num_rows, "train_s": self.train_s()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a checkpoint over."""
-        self.losses, self.num_rows = list(state_dict["losses"]), state_dict["num_rows"]
-        self.earlier_s, self.start_s = state_dict["train_s"], time.perf_counter()
+        self.losses = list(state_dict["losses"])
+        self.num_rows = state_dict["num_rows"]
+        self.earlier_s = state_dict["train_s"]
+        self.start_s = time.perf_counter()
 
     def train_s(self) -> float:
-        """Time of all steps and validations so far, in all attempts, in s."""
+        """Sum the time of all steps and validations so far, in all attempts, in s."""
         return self.earlier_s + time.perf_counter() - self.start_s
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -82,26 +99,25 @@ class History(pl.Callback):
         self.load = MachineLoad()
         self.device = pl_module.device
         if trainer.is_global_zero:
-            self.rows = earlier_rows(
-                self.path, lambda rows: [self._row_of(row) for row in rows[: self.num_rows]]
-            )
+            self.rows = earlier_rows(self.path, self._rows_before_checkpoint)
             write_csv(self.path, self.rows, self.columns)
 
+    def _rows_before_checkpoint(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [self._row_of(row) for row in rows[: self.num_rows]]
+
     def _row_of(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Take a line of an earlier attempt over, which had all columns but those of metrics that are new.
+        """Take a line of an earlier attempt over; only columns of new metrics may be missing.
 
         Raises:
             KeyError: If it lacks another column.
         """
-        return {
-            column: row[column] if column in HISTORY_COLUMNS else row.get(column, "")
-            for column in self.columns
-        }
+        metric_cells = {column: row.get(column, "") for column in self.columns}
+        return metric_cells | {column: row[column] for column in HISTORY_COLUMNS}
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the learning rate before the schedule moves on; subtract the time of a validation."""
+        """Read the rate before the schedule moves on; subtract the time of a validation."""
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
         if self.pause_start_s is not None:
             self.last_time_s += time.perf_counter() - self.pause_start_s
@@ -127,22 +143,25 @@ class History(pl.Callback):
         loss = fmean(self._mean_losses())
         if not math.isfinite(loss):
             raise NotFiniteError(
-                f"the loss is not finite by step {step}; lower optimizer.lr, try memory.precision=fp32, or find the cause with debug=anomaly"
+                f"the loss is not finite by step {step}; lower optimizer.lr, "
+                "try memory.precision=fp32, or find the cause with debug=anomaly"
             )
         load = self.load.read()
+        watched = {f"watch/{name}": value for name, value in load.items()}
         for logger in trainer.loggers:
-            logger.log_metrics(
-                {f"watch/{name}": value for name, value in load.items()}, step - 1
-            )  # Lightning counts from 0 there
-        row = {
+            logger.log_metrics(watched, step - 1)  # loggers count steps from 0
+        row: dict[str, Any] = {
             "step": step,
             "loss": round(loss, 6),
             "lr": self.lr,
             "seconds_per_step": round((now_s - self.last_time_s) / (step - self.last_step), 4),
             "peak_gib": round(peak_bytes() / 2**30, 3),
         }
-        self.losses, self.last_step, self.last_time_s = [], step, now_s
-        self._append(trainer, row | {name: round(value, 3) for name, value in load.items()})
+        row |= {name: round(value, 3) for name, value in load.items()}
+        self.losses = []
+        self.last_step = step
+        self.last_time_s = now_s
+        self._append(trainer, row)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
@@ -157,7 +176,7 @@ class History(pl.Callback):
         self._append(trainer, {"step": trainer.global_step, **scores})
 
     def _mean_losses(self) -> list[float]:
-        """The losses since the last line, each as the mean over the ranks; all ranks must call this together."""
+        """Average each loss since the last line over the ranks, which must call this together."""
         if not self.losses:
             return []
         losses = torch.stack(
@@ -176,15 +195,18 @@ class History(pl.Callback):
         self.rows.append(row)
         write_csv(self.path, self.rows, self.columns)
         if not sys.stderr.isatty():  # without a terminal there is no progress bar
-            cells = "  ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in row.items()
-            )
+            cells = "  ".join(f"{key} {_cell(value)}" for key, value in row.items())
             print(f"[{trainer.global_step}/{self.steps}] {cells}", flush=True)
 
 
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 class HistoryBar(RichProgressBar):
-    """Progress bar of the micro-batches with the last figures of the history: Lightning's own reads its figures from the device.
+    """Progress bar of the micro-batches with the last figures of the history.
+
+    Lightning's own reads its figures from the device.
 
     Args:
         history: Callback of the same run.
@@ -198,12 +220,10 @@ class HistoryBar(RichProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """Take the last loss and Dice from the lines of the history."""
-        return {
-            key: row[key]
-            for row in self.history.rows
-            for key in ("loss", "val_dice")
-            if row.get(key)
-        }
+        figures = {}
+        for row in self.history.rows:
+            figures.update({key: row[key] for key in ("loss", "val_dice") if row.get(key)})
+        return figures
 
     def _get_train_description(self, current_epoch: int) -> str:
         """Name the bar; a run has no epochs, and Lightning would name it `Epoch 0/-2`."""

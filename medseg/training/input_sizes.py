@@ -1,4 +1,7 @@
-"""Sizes of network inputs that a configuration states, and the required multiple of them, without building the network."""
+"""Input sizes that a configuration states, and their required multiple.
+
+Neither needs the network to be built.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +15,14 @@ from medseg.training.options import TrainConfig
 
 
 def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape | None:
-    """Required multiple of the network's input size, in voxels (z, y, x), where the configuration alone decides it.
+    """Find the required multiple of the network's input size where the configuration decides it.
 
     A spacing that is not known yet counts as the same for all axes, which requires the largest
     multiple.
 
     Returns:
-        `model.divisor`, or that of our UNet; None for a network that must be traced, see
-        `medseg.training.network.find_divisor`.
+        Multiple in voxels (z, y, x): `model.divisor`, or that of our UNet; None for a network that
+        must be traced, see `medseg.training.network.find_divisor`.
     """
     if model["divisor"] is not None or model[TARGET] != UNET:
         divisor: Shape | None = model["divisor"]
@@ -28,7 +31,10 @@ def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape |
 
 
 def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[Shape, ...]:
-    """Choose the strides of each level of our UNet, finest first; they follow the spacing where the strategy says so."""
+    """Choose the strides of each level of our UNet, finest first.
+
+    They follow the spacing where the strategy says so.
+    """
     num_levels = model["depth"] + (model["stem"] != "conv")
     if spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA):
         return level_strides(spacing.target_spacing_mm, num_levels)
@@ -36,7 +42,7 @@ def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[S
 
 
 def input_sizes(config: TrainConfig) -> dict[str, Shape]:
-    """Sizes of network inputs by key, where a key states one."""
+    """List the sizes of network inputs by key, where a key states one."""
     sizes = {
         "spacing.size": config.spacing.size,
         "stage.patch_size": config.stage.patch_size,

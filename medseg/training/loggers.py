@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from medseg.console import say
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.io.tables import read_csv
 
 Rows = list[dict[str, Any]]
@@ -48,10 +48,8 @@ def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
         UserError: If the path is no file, so that it cannot be replaced.
     """
     # A pipe would make the writer wait for ever.
-    require(
-        path.is_file() or not path.exists(),
-        f"{path}: expected a file, got a folder, a pipe or a device; remove it",
-    )
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: expected a file, got a folder, a pipe or a device; remove it")
     try:
         return keep(read_csv(path)) if path.exists() else []
     except (UserError, KeyError, TypeError, ValueError) as error:

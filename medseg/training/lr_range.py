@@ -1,4 +1,4 @@
-"""Learning rate range test (Smith 2017): one short run in which the rate climbs until the loss diverges."""
+"""Learning rate range test (Smith 2017): the rate of a short run climbs until the loss diverges."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,18 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Steps whose mean loss shows divergence, and the multiple of the lowest such mean at which the run
-# ends.
-WINDOW, DIVERGED = 5, 4.0
+# Steps whose mean loss shows divergence.
+WINDOW = 5
+# Multiple of the lowest such mean at which the run ends.
+DIVERGED = 4.0
 # Factor by which a suggested rate lies below the one of the lowest loss.
 BELOW_LOWEST = 10.0
 
 
 class LrRange(pl.Callback):
-    """Raises the rate evenly on a logarithmic scale, one rate per optimiser step, and ends the run when it diverges.
+    """Raises the rate evenly on a logarithmic scale, one rate per optimiser step.
+
+    It ends the run when the loss diverges.
 
     Args:
         lowest_lr: First rate.
@@ -54,13 +57,13 @@ class LrRange(pl.Callback):
         self.parts.append(float(pl_module.train_loss))  # type: ignore[arg-type]
         if len(self.parts) < trainer.accumulate_grad_batches:
             return
-        loss, self.parts = fmean(self.parts), []
+        loss = fmean(self.parts)
+        self.parts = []
         if math.isfinite(loss):
             self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
-        trainer.should_stop = (
-            trainer.should_stop or not math.isfinite(loss) or has_diverged(self.losses)
-        )
+        if not math.isfinite(loss) or has_diverged(self.losses):
+            trainer.should_stop = True
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
@@ -70,10 +73,12 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
-    """Smooth the noise of single batches with a Gaussian, which, unlike a running mean, does not lag."""
-    return gaussian_filter1d(
-        np.asarray(losses, dtype=float), sigma=max(1.0, len(losses) / 25), mode="nearest"
-    )
+    """Smooth the noise of single batches with a Gaussian.
+
+    Unlike a running mean it does not lag.
+    """
+    sigma = max(1.0, len(losses) / 25)
+    return gaussian_filter1d(np.asarray(losses, dtype=float), sigma=sigma, mode="nearest")
 
 
 def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:

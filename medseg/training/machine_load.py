@@ -1,4 +1,4 @@
-"""Load of the machine: memory and processor time of this process and its loader workers, and of its GPUs."""
+"""Load of the machine: memory and processor time of a run, and of its GPUs."""
 
 import os
 import time
@@ -11,7 +11,10 @@ from medseg.memory.profile import bytes_beside, peak_resident_bytes
 
 
 class MachineLoad:
-    """Reads the load of a run on its machine. Nothing here waits for a device: the allocator and the driver keep the numbers."""
+    """Reads the load of this process and its loader workers, and of its GPUs.
+
+    Nothing here waits for a device: the allocator and the driver keep the numbers.
+    """
 
     def __init__(self) -> None:
         self.process = psutil.Process()
@@ -29,18 +32,18 @@ class MachineLoad:
             and, where the driver answers (`medseg[gpu]`), `gpu_percent`, the mean of the GPUs that
             this process uses.
         """
-        num_bytes, cpu_s = 0, {}
+        num_bytes = 0
+        cpu_s = {}
         for process in (self.process, *self.process.children(recursive=True)):
             try:
                 times, memory = process.cpu_times(), process.memory_info()
             except psutil.Error:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
-            num_bytes += (
-                memory.rss
-                if process == self.process
-                else max(0, memory.rss - getattr(memory, "shared", 0))
-            )
+            if process == self.process:
+                num_bytes += memory.rss
+            else:
+                num_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
         now_s = time.perf_counter()
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
@@ -50,33 +53,41 @@ class MachineLoad:
         return {**load, **_gpu_load()} if torch.cuda.is_available() else load
 
     def peak_resident_bytes(self) -> int:
-        """Largest resident memory of this process so far, with what its workers take beside it; with GPUs, what is taken of them."""
+        """Find the largest memory that this process and its workers have taken so far, in bytes.
+
+        It is resident memory; with GPUs, what is taken of them.
+        """
         if torch.cuda.is_available():
             return sum(map(_peak_of_gpu, _used_gpus()))
         return peak_resident_bytes() + self.worker_bytes
 
 
 def peak_bytes() -> int:
-    """Largest memory held so far: allocated by this process on all GPUs where there are some, else resident in it."""
+    """Find the largest memory held so far, in bytes.
+
+    With GPUs it is what this process has allocated on all of them, else what is resident.
+    """
     if torch.cuda.is_available():
-        return sum(
-            map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count()))
-        )  # a device map uses several
+        # A device map uses several GPUs.
+        return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return peak_resident_bytes()
 
 
 def _used_gpus() -> list[int]:
-    """Numbers of the GPUs on which this process has held memory; its own one where there is none."""
-    held = [
+    """List the GPUs on which this process has held memory; its own one where there is none."""
+    used = [
         number
         for number in range(torch.cuda.device_count())
         if torch.cuda.max_memory_reserved(number)
     ]
-    return held or [torch.cuda.current_device()]
+    return used or [torch.cuda.current_device()]
 
 
 def _peak_of_gpu(number: int) -> int:
-    """Most bytes of a GPU that were taken at a time, by torch's allocator and by what it does not count."""
+    """Find the most bytes of a GPU that were taken at a time.
+
+    They count torch's allocator and what it does not count.
+    """
     free, total = torch.cuda.mem_get_info(number)
     return int(
         total - free - torch.cuda.memory_reserved(number) + torch.cuda.max_memory_reserved(number)
@@ -84,9 +95,8 @@ def _peak_of_gpu(number: int) -> int:
 
 
 def _gpu_load() -> dict[str, float]:
-    load = {
-        "gpu_gib": sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) / 2**30
-    }
+    num_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
+    load = {"gpu_gib": num_bytes / 2**30}
     try:
         from pynvml import NVMLError
     except ModuleNotFoundError:

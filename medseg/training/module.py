@@ -1,4 +1,4 @@
-"""Lightning module of a stage: training step, validation by whole cases, content of its checkpoints."""
+"""Lightning module of a stage: training step, validation by whole cases, checkpoint content."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -94,7 +94,9 @@ class SegmentationModule(pl.LightningModule):
         }
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Compute the mean loss of the samples of one micro-batch; Lightning divides it by the number of micro-batches.
+        """Compute the mean loss of the samples of one micro-batch.
+
+        Lightning divides it by the number of micro-batches.
 
         Each sample has its own loss at its own shape, and each counts the same: the gradient of a
         step does not depend on how its samples are divided among micro-batches and ranks. A loss of
@@ -141,6 +143,7 @@ class SegmentationModule(pl.LightningModule):
 
     def predict_labels(self, image: Tensor) -> Tensor:
         """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
+        channels = self.metadata.get("task", {}).get("channels", ())
         with uncompiled(self.network):
             probs = predict_probs(
                 self.network,
@@ -148,38 +151,40 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
-                skips_air=all(
-                    channel["window_hu"]
-                    for channel in self.metadata.get("task", {}).get("channels", ())
-                ),
+                skips_air=all(channel["window_hu"] for channel in channels),
             )
         return most_probable(probs)
 
     def validation_step(self, batches: Batch, batch_idx: int) -> Tensor:
-        """Compute the Dice of each label of one whole case, inside the scan; a label absent from both sides scores 1."""
+        """Compute the scores of one whole case, inside the scan.
+
+        The Dice of a label that is absent from prediction and reference is 1.
+
+        Returns:
+            Predicted labels, uint8 (D, H, W), 0 beyond the scan.
+        """
         (batch,) = batches
-        release_free_memory()  # of the steps before, or of the case before: memory for this case comes on top of it
-        labels = self.predict_labels(batch["image"])
+        # Frees the memory of the steps before, or of the case before: that of this case comes on
+        # top of it.
+        release_free_memory()
         # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference
         # has none; the picture shows both.
-        kept, batch["target"] = (
-            only_inside(one, batch["inside"][0]) for one in (labels, batch["target"])
-        )
-        target, case, region = batch["target"][0], batch["case"][0], int(batch["region"][0])
+        bounds = batch["inside"][0]
+        labels = only_inside(self.predict_labels(batch["image"]), bounds)
+        batch["target"] = only_inside(batch["target"], bounds)
+        target = batch["target"][0]
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:  # background in both maps, which no score counts
-            kept, target = (
-                labels.masked_fill(target == ignore_value, 0) for labels in (kept, target)
-            )
-        scores: dict[Any, float] = dice_per_label(
-            kept, target, tuple(range(1, int(self.metadata["num_classes"])))
-        )
-        scores |= {
-            name: metric(kept, target, batch["spacing_mm"][0])
-            for name, metric in self.metrics.items()
-        }
+            is_ignored = target == ignore_value
+            labels = labels.masked_fill(is_ignored, 0)
+            target = target.masked_fill(is_ignored, 0)
+        classes = tuple(range(1, int(self.metadata["num_classes"])))
+        scores: dict[Any, float] = dice_per_label(labels, target, classes)
+        for name, metric in self.metrics.items():
+            scores[name] = metric(labels, target, batch["spacing_mm"][0])
+        case, region = batch["case"][0], int(batch["region"][0])
         self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
-        return kept
+        return labels
 
     def on_validation_epoch_end(self) -> None:
         """Average the scores of all cases of all ranks; go on with the weights of the last step."""
@@ -188,28 +193,32 @@ class SegmentationModule(pl.LightningModule):
             self.average.exchange()
         scores, self.val_scores = self.val_scores, {}
         if self.trainer.world_size > 1:
-            parts: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(parts, scores)
-            scores = {key: score for part in parts for key, score in part.items()}
+            scores_of_ranks: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(scores_of_ranks, scores)
+            scores = {}
+            for rank_scores in scores_of_ranks:
+                scores |= rank_scores
         self.case_scores = scores
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
-            found = [
-                score
-                for (_, _, score_of), score in scores.items()
-                if score_of == name and not math.isnan(score)
-            ]
+            values = [score for (_, _, score_of), score in scores.items() if score_of == name]
+            # NaN where the metric is not defined.
+            values = [value for value in values if not math.isnan(value)]
             # A distance is infinite where a label was not found at all: without it the mean would
             # improve, so there is no mean then.
-            has_mean = bool(found) and all(map(math.isfinite, found))
-            self.log(f"val/{name}", fmean(found) if has_mean else math.nan, rank_zero_only=False)
+            has_mean = bool(values) and all(map(math.isfinite, values))
+            mean = fmean(values) if has_mean else math.nan
+            self.log(f"val/{name}", mean, rank_zero_only=False)
         dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
         if dice:
             self.log("val/dice", fmean(dice), rank_zero_only=False)
             self.log("val/dice_worst", min(dice), rank_zero_only=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the metadata that prediction needs, and put the average of the weights, where there is one, in place of the weights."""
+        """Add the metadata that prediction needs, and the average of the weights.
+
+        The average, where there is one, takes the place of the weights.
+        """
         checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
             if "optimizer_states" in checkpoint:  # a run resumes from it
@@ -218,7 +227,10 @@ class SegmentationModule(pl.LightningModule):
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the average, hand the weights of the last step to Lightning, and count micro-batches as this run makes them."""
+        """Load the average of the weights, and count micro-batches as this run makes them.
+
+        Lightning gets the weights of the last step.
+        """
         # A step may have another number of micro-batches now; Lightning finds the end of a step by
         # their count.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -227,19 +239,23 @@ class SegmentationModule(pl.LightningModule):
             counts.update({key: count + shift for key, count in counts.items()})
         if self.average is not None:
             weights = checkpoint["state_dict"]
-            self.average.load(
-                {
-                    name.removeprefix(PREFIX): value
-                    for name, value in weights.items()
-                    if name.startswith(PREFIX)
-                }
-            )
+            averaged = {
+                name.removeprefix(PREFIX): value
+                for name, value in weights.items()
+                if name.startswith(PREFIX)
+            }
+            self.average.load(averaged)
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
 
 
 def only_inside(volume: Tensor, bounds: Tensor) -> Tensor:
-    """Copy a volume (…, D, H, W) with zeros beyond the scan, whose start and stop per axis are given as (3, 2)."""
-    kept = torch.zeros_like(volume)
+    """Copy a volume with zeros beyond the scan.
+
+    Args:
+        volume: (…, D, H, W).
+        bounds: Start and stop of the scan per axis, (3, 2).
+    """
+    inside = torch.zeros_like(volume)
     z, y, x = (slice(int(start), int(stop)) for start, stop in bounds)
-    kept[..., z, y, x] = volume[..., z, y, x]
-    return kept
+    inside[..., z, y, x] = volume[..., z, y, x]
+    return inside

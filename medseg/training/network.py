@@ -31,9 +31,8 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    if (
-        node[TARGET] != UNET
-    ):  # no argument of our UNet is only a label or a seed: too large a one runs out of memory
+    # No argument of our UNet is only a label or a seed: too large a one runs out of memory.
+    if node[TARGET] != UNET:
         try:
             check_arguments(node)  # what `predict` would refuse is refused before training
         except ValueError as error:
@@ -53,14 +52,19 @@ def count_channels(config: TrainConfig) -> int:
 
 
 def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, Any]:
-    """Describe the network of the `model` group by its class and arguments; the strides of our UNet follow the spacing."""
+    """Describe the network of the `model` group by its class and arguments.
+
+    The strides of our UNet follow the spacing.
+    """
     # Null is an argument like any other, but for the keys of the framework.
     node = {
         name: value
         for name, value in model.items()
         if name != "device_map" and (value is not None or name not in ("divisor", "blocks"))
     }
-    return {**node, "strides": choose_strides(model, spacing)} if model[TARGET] == UNET else node
+    if model[TARGET] == UNET:
+        node["strides"] = choose_strides(model, spacing)
+    return node
 
 
 def find_divisor(config: TrainConfig) -> tuple[int, int, int]:
@@ -87,13 +91,13 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """
     if config.init_from is None:
         return
-    given = f"init_from={config.init_from}"
+    key = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")
     ours = _with_defaults(network_node(config.model, config.spacing))
     theirs = _with_defaults(metadata["model"])
     if ours != theirs:
         raise UserError(
-            f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model"
+            f"{key}: its network is {theirs}, but the configured one is {ours}; give the same model"
         )
     if config.stage.coarse_channel and not metadata.get("coarse_channel"):
         weights = _with_zero_channel(network, weights)
@@ -101,7 +105,7 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
-            f"{given}: its weights do not fit the task {config.task.name} ({first_line(error)})"
+            f"{key}: its weights do not fit the task {config.task.name} ({first_line(error)})"
         ) from error
 
 
@@ -123,20 +127,23 @@ def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dic
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of our UNet: where metadata predates an argument, its default holds."""
+    """Complete the arguments of our UNet.
+
+    Where metadata predates an argument, its default holds.
+    """
     node = {TARGET: UNET, **to_tuples(node)}
     node.pop("blocks", None)  # they change no result
     if node[TARGET] != UNET:
         return node
-    parameters = inspect.signature(UNet).parameters.items()
-    full = {
+    defaults = {
         name: parameter.default
-        for name, parameter in parameters
+        for name, parameter in inspect.signature(UNet).parameters.items()
         if parameter.default is not parameter.empty
-    } | node
-    full["strides"] = full["strides"] or level_strides(
-        None, full["depth"] + (full["stem"] != "conv")
-    )
+    }
+    full = defaults | node
+    if not full["strides"]:
+        num_levels = full["depth"] + (full["stem"] != "conv")
+        full["strides"] = level_strides(None, num_levels)
     return full
 
 

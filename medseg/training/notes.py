@@ -27,33 +27,34 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
     other_losses = [class_name(term) for term in terms if term.get(TARGET) != DICE_CE]
     if config.task.ignore_label is not None and other_losses:
         yield (
-            f"task.ignore_label with {other_losses[0]}: a GPU waits once a step for each sample, to count the voxels "
-            "that remain; loss=dice_ce does without"
+            f"task.ignore_label with {other_losses[0]}: a GPU waits once a step for each sample, "
+            "to count the voxels that remain; loss=dice_ce does without"
         )
     momentum = config.optimizer.get("momentum", config.optimizer.get("betas"))
     if config.schedule.get("cycle_momentum") and momentum is not None:
         yield (
-            f"schedule.cycle_momentum=true sets the momentum of each step; the momentum of the optimizer ({momentum}) is not used"
+            "schedule.cycle_momentum=true sets the momentum of each step; the momentum of the "
+            f"optimizer ({momentum}) is not used"
         )
     if config.augment.enabled and "effects" not in config.augment.transforms:
         yield (
-            "augment.transforms replaces the built-in effects that the other keys of augment set; to keep them, add "
-            "the entry `effects` to the list"
+            "augment.transforms replaces the built-in effects that the other keys of augment set; "
+            "to keep them, add the entry `effects` to the list"
         )
     if stage.name is StageName.coarse and not config.task.regions and stage.patch_size is None:
         yield (
-            f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at a coarse spacing; "
-            "choose stage=single for patches at a fine spacing"
+            f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at "
+            "a coarse spacing; choose stage=single for patches at a fine spacing"
         )
     if memory.cudnn_benchmark and not _has_one_shape(config):
         yield (
-            "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and without "
-            "stage.patch_size the shapes vary"
+            "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and "
+            "without stage.patch_size the shapes vary"
         )
 
 
 def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
-    """Yield a sentence for each key that computes over the samples of a batch, but sees fewer at a time."""
+    """Yield a sentence for each key that computes over a batch, but sees fewer of its samples."""
     stage, accumulate, ranks = config.stage, config.memory.accumulate, config.trainer.num_ranks
     has_one_shape = _has_one_shape(config)
     # Samples of different shapes go through the network one by one.
@@ -72,9 +73,10 @@ def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
     for key, samples in samples_by_key.items():
         if samples < stage.batch_size:
             yield (
-                f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of {stage.batch_size} "
-                f"(memory.accumulate={accumulate}, {ranks} rank{'s' * (ranks > 1)}{shapes}), so the result differs "
-                "from that of the whole batch"
+                f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of "
+                f"{stage.batch_size} (memory.accumulate={accumulate}, {ranks} "
+                f"rank{'s' * (ranks > 1)}{shapes}), so the result differs from that of the whole "
+                "batch"
             )
 
 

@@ -23,7 +23,7 @@ ADAPTED_STEPS = 20
 def make_optimizer(
     group: dict[str, Any], lr_factor: float, trusted: Sequence[str] = ()
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the `optimizer` group as a function of the parameters, its rates multiplied by a factor."""
+    """Return the `optimizer` group as a function of the parameters, its rates multiplied."""
     return bind_target(
         "optimizer", "optimizer", scale_rates(group, lr_factor), None, trusted=trusted
     )
@@ -52,7 +52,10 @@ def make_schedule(
 
 
 def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the optimiser of a configuration as a function of the parameters, as its schedule sets it at the first step."""
+    """Return the optimiser of a configuration as a function of the parameters.
+
+    The schedule sets it as at the first step.
+    """
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
     schedule = make_schedule(
@@ -92,16 +95,19 @@ def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
     Args:
         make: From parameters to an optimiser.
     """
-    length, longer = (
-        float(step_from_zero(make, scale, ADAPTED_STEPS).norm()) for scale in (1.0, GRADIENT_RATIO)
-    )
+    length = float(step_from_zero(make, 1.0, ADAPTED_STEPS).norm())
+    longer = float(step_from_zero(make, GRADIENT_RATIO, ADAPTED_STEPS).norm())
     return longer > GRADIENT_RATIO**0.5 * length
 
 
 def step_from_zero(
     make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0, num_steps: int = 1
 ) -> Tensor:
-    """Take steps with a gradient from -scale to scale, each from weights of zero; returns the last one, flat."""
+    """Take steps with a gradient from -scale to scale, each from weights of zero.
+
+    Returns:
+        The last step, flat.
+    """
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
     gradient = scale * torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight)
@@ -113,10 +119,9 @@ def step_from_zero(
 
 
 def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
-    """Factor on all learning rates for the batch size, as `lr_scaling` says."""
-    return float(
-        batch_size ** {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}[lr_scaling]
-    )
+    """Find the factor on all learning rates for the batch size, as `lr_scaling` says."""
+    exponents = {LrScaling.none: 0.0, LrScaling.sqrt: 0.5, LrScaling.linear: 1.0}
+    return float(batch_size ** exponents[lr_scaling])
 
 
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:

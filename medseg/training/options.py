@@ -71,16 +71,18 @@ class TrainerOptions:
             has_all = len(set(self.gpus)) == self.devices
             if not has_all or self.accelerator is Accelerator.cpu:
                 yield (
-                    f"trainer.gpus={self.gpus}: expected {self.devices} different numbers (trainer.devices), and "
-                    "trainer.accelerator other than cpu"
+                    f"trainer.gpus={self.gpus}: expected {self.devices} different numbers "
+                    "(trainer.devices), and trainer.accelerator other than cpu"
                 )
         if self.num_ranks > 1 and self.strategy is Strategy.auto:
             yield (
-                f"trainer.devices={self.devices} with trainer.strategy=auto: choose trainer=ddp for more than one rank"
+                f"trainer.devices={self.devices} with trainer.strategy=auto: choose trainer=ddp "
+                "for more than one rank"
             )
         if self.sync_batchnorm and self.accelerator is Accelerator.cpu:
             yield (
-                "trainer.sync_batchnorm=true works on GPUs only, but trainer.accelerator=cpu; choose trainer.sync_batchnorm=false"
+                "trainer.sync_batchnorm=true works on GPUs only, but trainer.accelerator=cpu; "
+                "choose trainer.sync_batchnorm=false"
             )
         if self.clip_by is not ClipBy.norm and self.gradient_clip is None:
             yield (
@@ -101,7 +103,8 @@ class DebugOptions:
     profiler: Annotated[
         Profiler,
         Knob(
-            "simple: Lightning's table of times, fit-profile.txt; torch: trace of some steps, and a snapshot of a GPU's memory.",
+            "simple: Lightning's table of times, fit-profile.txt; torch: trace of some steps, and "
+            "a snapshot of a GPU's memory.",
             neutral=True,
         ),
     ]
@@ -126,7 +129,8 @@ class TrainConfig:
     resume: Annotated[
         Text,
         Knob(
-            "Run folder to resume from its last.ckpt; auto: the unfinished run of the same signature.",
+            "Run folder to resume from its last.ckpt; auto: the unfinished run of the same "
+            "signature.",
             neutral=True,
         ),
     ]
@@ -162,7 +166,8 @@ class TrainConfig:
     trusted_targets: Annotated[
         list[str],
         Knob(
-            "Prefixes of classes beyond the white list that a _target_ may name ([my_package.]); never read from a file of a run.",
+            "Prefixes of classes beyond the white list that a _target_ may name ([my_package.]); "
+            "never read from a file of a run.",
             neutral=True,
         ),
     ] = field(default_factory=list)
@@ -196,7 +201,8 @@ class TrainConfig:
     lr_scaling: Annotated[
         LrScaling,
         Knob(
-            "How learning rates grow with stage.batch_size; with linear and sqrt, give the rates for a batch of one."
+            "How learning rates grow with stage.batch_size; with linear and sqrt, give the rates "
+            "for a batch of one."
         ),
     ]
     memory: MemoryOptions
@@ -212,7 +218,8 @@ class TrainConfig:
     metrics: Annotated[
         dict[str, Any],
         Knob(
-            "Name: metric of monai.metrics or torchmetrics (_target_) for validation, logged as val/<name>.",
+            "Name: metric of monai.metrics or torchmetrics (_target_) for validation, logged as "
+            "val/<name>.",
             neutral=True,
         ),
     ] = field(default_factory=dict)

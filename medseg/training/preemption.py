@@ -1,4 +1,4 @@
-"""Stop request: records a stop signal; the run then saves a checkpoint after the current step and exits."""
+"""Stop request: on a stop signal the run saves after the current step and exits."""
 
 import signal
 import threading
@@ -32,13 +32,18 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def end_at_once(self) -> None:
-        """From now on, end this process at once on a request; end it now if a request has arrived already."""
+        """From now on, end this process at once on a request.
+
+        Raises:
+            Preempted: If a request has arrived already.
+        """
         self.is_safe = True
         if self.is_asked:
             raise Preempted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        was_asked, self.is_asked = self.is_asked, True
+        was_asked = self.is_asked
+        self.is_asked = True
         if self.is_safe and not was_asked:
             raise Preempted
 
