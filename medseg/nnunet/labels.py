@@ -1,0 +1,137 @@
+"""Labels from finished planes of logits: folds averaged, logits resampled, the largest head taken.
+
+No array of heads × scan is in memory: with one fold a plane is reduced as soon as the planes beside
+it are there; with several the logits at the network's spacing lie in a temporary file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.geometry.sizes import Shape
+from medseg.io.scratch import new_array, scratch_array
+from medseg.nnunet.planes import Planes
+
+# Sums of folds of more bytes are a temporary file.
+MAX_FOLDS_BYTES = 2**26
+
+
+def mean_planes(
+    folds: Iterable[Iterator[Tensor]], num_folds: int, shape: tuple[int, int, int, int]
+) -> Iterator[Tensor]:
+    """Average the planes of several folds, in the precision and the order of nnU-Net.
+
+    Args:
+        folds: Planes (K, H, W) of each fold; the next fold begins when the last one has ended.
+        num_folds: How many there are.
+        shape: Shape of all planes of a fold, (D, K, H, W).
+
+    Yields:
+        The mean of each plane.
+    """
+    kept: Tensor | None = None
+    for number, planes in enumerate(folds):
+        for index, plane in enumerate(planes):
+            if num_folds == 1:
+                yield plane
+                continue
+            if kept is None:
+                kept = _room_for(shape, plane.dtype)
+            if number == 0:
+                kept[index] = plane
+                continue
+            kept[index] += plane
+            if number == num_folds - 1:
+                yield kept[index].div_(num_folds)
+
+
+def _room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make room for the sums of folds."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes <= MAX_FOLDS_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(dtype).view(shape)
+
+
+def labels_of_planes(
+    logits: Iterator[Tensor],
+    planes: Planes,
+    shape: Shape,
+    region_values: Sequence[int] | None,
+) -> np.ndarray:
+    """Reduce planes of logits to labels at the resolution of the scan.
+
+    Args:
+        logits: Planes (K, h, w) at the spacing of the network, half or float32.
+        planes: Their resampling to the crop of the scan.
+        shape: Shape of the crop.
+        region_values: Value of each head for regions; None for classes.
+
+    Returns:
+        Labels (D, H, W), uint8.
+    """
+    labels = new_array(shape, np.uint8)
+    held: dict[int, Tensor] = {}
+    received = 0
+    for number in range(planes.num_planes):
+        sources = planes.sources(number)
+        while received <= max(sources):
+            values = next(logits)
+            if received >= min(sources):
+                held[received] = values.clone()
+            received += 1
+        # Later planes need no earlier sources.
+        held = {index: values for index, values in held.items() if index >= min(sources)}
+        inputs = [held[index] for index in sources]
+        if region_values is None:
+            labels[number] = _largest(planes, number, inputs)
+        else:
+            labels[number] = _painted(planes, number, inputs, region_values)
+    # The last planes may be no source; their tiles must not run for nothing, so nothing is read.
+    return labels
+
+
+def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
+    """Head of the largest logit of each voxel, the first of equals."""
+    best: Tensor | None = None
+    label: Tensor | None = None
+    for head in range(inputs[0].shape[0]):
+        logit = _resampled(planes, number, inputs, head)
+        if best is None or label is None:
+            best = logit
+            label = torch.zeros(logit.shape, dtype=torch.uint8)
+            continue
+        label.masked_fill_(logit > best, head)
+        torch.maximum(best, logit, out=best)
+    assert label is not None, "a network has a head"
+    return label.numpy()
+
+
+def _painted(
+    planes: Planes, number: int, inputs: Sequence[Tensor], values: Sequence[int]
+) -> np.ndarray:
+    """Paint the regions in their order where their probability exceeds one half."""
+    label: Tensor | None = None
+    for head, value in enumerate(values):
+        logit = _resampled(planes, number, inputs, head)
+        if label is None:
+            label = torch.zeros(logit.shape, dtype=torch.uint8)
+        # Not `logit > 0`: the sigmoid of a tiny logit rounds to one half.
+        label.masked_fill_(torch.sigmoid(logit) > 0.5, value)
+    assert label is not None, "a network has a head"
+    return label.numpy()
+
+
+def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int) -> Tensor:
+    """Logits (H, W) of one head on a plane of the scan, float32, rounded as nnU-Net stores them."""
+    dtype = inputs[0].dtype
+    plane = planes.resample(number, [values[head].double() for values in inputs])
+    if dtype is torch.half:
+        # NumPy rounds float64 to half once; torch would round to float32 on the way.
+        return torch.from_numpy(plane.numpy().astype(np.float16)).float()
+    return plane.float()
