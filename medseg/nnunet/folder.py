@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 import zipfile
 import zlib
@@ -24,6 +23,8 @@ FOLD = re.compile(r"fold_(\d+|all)")
 # Files of version 1, and results of a search that only a pickle states; neither is opened.
 VERSION_1 = "plans.pkl"
 POSTPROCESSING = "postprocessing.pkl"
+# Files of a zip file that are unpacked; the last two only tell what is there.
+UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1, POSTPROCESSING)
 # Folders between the one that is given and a model folder, as in a zip file.
 MAX_DEPTH = 2
 
@@ -205,21 +206,14 @@ def _unpack(path: Path, given: str) -> tempfile.TemporaryDirectory[str]:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
                 name = PurePosixPath(member.filename)
-                # Markers tell what else is there; they are written empty.
-                is_marker = name.name in (VERSION_1, POSTPROCESSING)
-                if name.name not in (PLANS, DATASET, *CHECKPOINTS) and not is_marker:
+                if name.name not in UNPACKED:
                     continue
                 if name.is_absolute() or ".." in name.parts:
                     raise UserError(
                         f"{given}: its part {member.filename[:100]!r} leads out of the zip file; "
                         "take another copy"
                     )
-                target = Path(folder.name, *name.parts)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    if not is_marker:
-                        with archive.open(member) as packed:
-                            shutil.copyfileobj(packed, file, 2**20)
+                archive.extract(member, folder.name)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             f"{given}: expected the zip file of nnU-Net's export, but it is not a whole one "

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from medseg import __version__
-from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.cascade import Cascade
 from medseg.data.audit.image import check_channels
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError, require
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.segmentation import Segmentation
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.read import read_grid

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.cascade import Cascade
 from medseg.cascade.join import paste_percent
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.findings import warnings_of
+from medseg.inference.segmentation import Segmentation
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from medseg.cascade.cascade import Segmentation, require_channels
+from medseg.cascade.cascade import require_channels
 from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import Segmentation
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade
