@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medseg.anatomy.additions import add_coarse_parts
@@ -88,6 +89,36 @@ class Cascade:
     def stages(self) -> tuple[TrainedStage, ...]:
         """All stages, the first one first."""
         return (self.coarse,) if self.fine is None else (self.coarse, self.fine)
+
+    @property
+    def task(self) -> Task:
+        """Task of all stages."""
+        return self.coarse.task
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        """Name of each stage to the SHA-256 of its files by their paths."""
+        return {stage.name: stage.checkpoints for stage in self.stages}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the last stage."""
+        return self.last.device
+
+    @property
+    def precision(self) -> str:
+        """Number format of the last stage."""
+        return self.last.precision
+
+    @property
+    def has_views(self) -> bool:
+        """Whether several networks or flips of the last stage are averaged."""
+        return self.last.has_views(self.options)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether voxels must stay as they are stored: our networks are trained with air instead of padding."""
+        return False
 
     @property
     def backend_bytes(self) -> int:
@@ -216,7 +247,7 @@ class Cascade:
             for region, probs, crop_grid in parts:
                 for name, prob in zip(region.labels, probs, strict=True):
                     result.probabilities.setdefault(name, []).append((prob, crop_grid))
-        if self.last.has_views(options):
+        if self.has_views:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
 

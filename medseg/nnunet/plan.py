@@ -107,7 +107,7 @@ class NnunetPlan:
         image_resampling: Of the images.
         logits_resampling: Of the logits.
         labels: Labels of the result.
-        network: Class name and arguments of the network, see `medseg.nnunet.network`.
+        network: `class`, `arguments` and `divisor` of the input size of the network.
         orientation: `stored` or `RAS`, by the reader of the plan.
         dataset_name: Name of the data set.
     """
@@ -336,7 +336,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     """Read class and arguments of the network, also from plans before nnU-Net 2.4.
 
     Returns:
-        `class`, and `arguments` as plain values.
+        `class`, `arguments` as plain values, and `divisor` of the input size.
 
     Raises:
         PlanError: If its class is not known, or a number is out of range.
@@ -357,12 +357,11 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     strides = arguments.get("strides")
     if not isinstance(strides, list) or len(strides) != levels:
         raise PlanError(f"strides: expected a list of {levels}, one for each level")
-    for axis in range(3):
-        divisor = math.prod(_stride(stride, axis) for stride in strides)
-        if patch_size[axis] % divisor:
-            raise PlanError(
-                f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
-            )
+    divisor = [math.prod(_stride(stride, axis) for stride in strides) for axis in range(3)]
+    if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
+        raise PlanError(
+            f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
+        )
     blocks_key = NETWORKS[name]
     for key in (blocks_key, "n_conv_per_stage_decoder"):
         blocks = arguments.get(key)
@@ -372,7 +371,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
         _integer(number, "features_per_stage", 1, MAX_COUNT)
     for number in _flat(arguments.get("kernel_sizes")):
         _integer(number, "kernel_sizes", 1, 31)
-    return {"class": name, "arguments": arguments}
+    return {"class": name, "arguments": arguments, "divisor": divisor}
 
 
 def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
