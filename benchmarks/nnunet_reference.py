@@ -4,6 +4,7 @@ Runs in an environment of its own that has nnU-Net and not medseg:
 
     python benchmarks/nnunet_reference.py make models/
     python benchmarks/nnunet_reference.py predict models/plain5 scan.nii.gz labels.npz
+    python benchmarks/nnunet_reference.py record tests/nnunet/recorded
 
 The folders hold networks that nnU-Net builds from their plans, with random weights. The predictor
 runs on the CPU, reads the scan by the reader of the plans and mirrors as the checkpoint allows.
@@ -14,6 +15,8 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -292,28 +295,87 @@ def make_model(folder: Path, description: dict[str, Any]) -> None:
         torch.save(checkpoint, fold_folder / "checkpoint_final.pth")
 
 
-def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:
-    """Run nnU-Net's own predictor; writes the label array in the order of the reader."""
+def small_toys() -> dict[str, dict[str, Any]]:
+    """Toys whose networks and scans are small enough to be kept with the tests."""
+    tiny = described_network(2)
+    regions = {"background": 0, "whole": [1, 2], "core": 2}
+    return {
+        "folds": toy(
+            labels_of(4), [2.0, 1.5, 1.5], [8, 16, 16], network=tiny, folds=(0, 1), mirror_axes=(1,)
+        ),
+        "regions": toy(
+            regions,
+            [2.0, 2.0, 1.5],
+            [8, 16, 12],
+            network=tiny,
+            schemes=("ZScoreNormalization", "NoNormalization"),
+            masked=True,
+            regions_class_order=[1, 2],
+            mirror_axes=None,
+        ),
+        "anisotropic": toy(
+            labels_of(6),
+            [1.4, 1.1, 5.0],
+            [16, 12, 8],
+            network=described_network(2, residual=True),
+            transpose=(1, 2, 0),
+            mirror_axes=(0,),
+        ),
+    }
+
+
+def record(output: Path) -> None:
+    """Write small models, synthetic scans and the labels of nnU-Net's predictor for the tests."""
+    output.mkdir(parents=True, exist_ok=True)
+    for seed, (name, description) in enumerate(small_toys().items()):
+        torch.manual_seed(seed)
+        numbers = np.random.default_rng(seed)
+        spacing_mm = (4.5, 1.0, 1.2)
+        channels = len(description["dataset"]["channel_names"])
+        scan = numbers.normal(-300, 300, (channels, 13, 27, 25)).astype(np.float32).round()
+        # Zeros around the object and in a hole, so that the crop and the mask count.
+        scan[:, :2] = scan[:, :, :, :3] = scan[:, 6, 10:13, 10:13] = 0
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "Dataset999_Toy", f"{TRAINER}__{PLANS}__3d_fullres")
+            make_model(model, description)
+            labels = labels_of_nnunet(model, scan, {"spacing": list(spacing_mm)})
+            with zipfile.ZipFile(output / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+                for file in sorted(model.rglob("*.*")):
+                    archive.write(file, file.relative_to(folder))
+        np.savez_compressed(output / f"{name}.npz", scan=scan, spacing_mm=spacing_mm, labels=labels)
+
+
+def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:
+    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them."""
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
-    torch.set_num_threads(num_threads)
     predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(str(folder), None)
-    reader = predictor.plans_manager.image_reader_writer_class()
-    image, properties = reader.read_images([str(scan) for scan in scans])
     with contextlib.redirect_stdout(sys.stderr):
-        labels = predictor.predict_single_npy_array(image, dict(properties))
+        labels: np.ndarray = predictor.predict_single_npy_array(image, dict(properties))
+    return labels
+
+
+def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:
+    """Predict a scan; writes the label array, and the label map beside it by nnU-Net's writer."""
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    torch.set_num_threads(num_threads)
+    reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
+    image, properties = reader.read_images([str(scan) for scan in scans])
+    labels = labels_of_nnunet(folder, image, properties)
     np.savez_compressed(output, labels=labels)
-    truncated = str(output).removesuffix(".npz")
-    reader.write_seg(labels, f"{truncated}.nii.gz", properties)
+    reader.write_seg(labels, str(output).removesuffix(".npz") + ".nii.gz", properties)
 
 
 def main() -> None:
-    """Run one of the two commands."""
+    """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make")
     make.add_argument("output", type=Path)
+    small = commands.add_parser("record")
+    small.add_argument("output", type=Path)
     run = commands.add_parser("predict")
     run.add_argument("folder", type=Path)
     run.add_argument("scans", type=Path, nargs="+")
@@ -324,6 +386,8 @@ def main() -> None:
         os.environ.setdefault(variable, "/nonexistent")
     if arguments.command == "make":
         make_models(arguments.output)
+    elif arguments.command == "record":
+        record(arguments.output)
     else:
         folder = arguments.folder
         if not (folder / "plans.json").is_file():
