@@ -6,15 +6,13 @@ it are there; with several the logits at the network's spacing lie in a temporar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.geometry.sizes import Shape
-from medseg.io.scratch import new_array, scratch_array
+from medseg.io.scratch import new_tensor, scratch_at_most
 from medseg.nnunet.planes import Planes
 
 # Sums of folds of more bytes are a temporary file.
@@ -41,7 +39,8 @@ def mean_planes(
                 yield plane
                 continue
             if kept is None:
-                kept = _room_for(shape, plane.dtype)
+                with scratch_at_most(MAX_FOLDS_BYTES):
+                    kept = new_tensor(shape, plane.dtype)
             if number == 0:
                 kept[index] = plane
                 continue
@@ -50,32 +49,20 @@ def mean_planes(
                 yield kept[index].div_(num_folds)
 
 
-def _room_for(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make room for the sums of folds."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes <= MAX_FOLDS_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(dtype).view(shape)
-
-
-def labels_of_planes(
+def reduce_planes(
     logits: Iterator[Tensor],
     planes: Planes,
-    shape: Shape,
     region_values: Sequence[int] | None,
-) -> np.ndarray:
+    labels: np.ndarray,
+) -> None:
     """Reduce planes of logits to labels at the resolution of the scan.
 
     Args:
         logits: Planes (K, h, w) at the spacing of the network, half or float32.
         planes: Their resampling to the crop of the scan.
-        shape: Shape of the crop.
         region_values: Value of each head for regions; None for classes.
-
-    Returns:
-        Labels (D, H, W), uint8.
+        labels: Receives the labels of the crop, (D, H, W); may be a view.
     """
-    labels = new_array(shape, np.uint8)
     held: dict[int, Tensor] = {}
     received = 0
     for number in range(planes.num_planes):
@@ -92,8 +79,6 @@ def labels_of_planes(
             labels[number] = _largest(planes, number, inputs)
         else:
             labels[number] = _painted(planes, number, inputs, region_values)
-    # The last planes may be no source; their tiles must not run for nothing, so nothing is read.
-    return labels
 
 
 def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:

@@ -27,7 +27,7 @@ from medseg.memory.profile import release_free_memory
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder
-from medseg.nnunet.labels import labels_of_planes, mean_planes
+from medseg.nnunet.labels import mean_planes, reduce_planes
 from medseg.nnunet.network import fits, make_network
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
@@ -189,11 +189,10 @@ class NnunetModel:
         with _timed(result, "prepare", on_step):
             prepared = prepare(images, grid.spacing_mm, self.plan)
         with _timed(result, "segment", on_step):
-            labels = self._labels(prepared)
             stored = new_array(volume.array.shape, np.uint8)
             # A view of the stored labels in the order of the network, into which the crop goes.
             turned = orientation.turned(stored).transpose(self.plan.transpose)
-            turned[prepared.box.slices()] = labels
+            self._segment(prepared, turned[prepared.box.slices()])
         result.labels = stored
         result.volumes_ml = _volumes_ml(stored, volume.grid, self.task)
         result.tiling_plans["segment"] = self._described_passes()
@@ -208,15 +207,14 @@ class NnunetModel:
         return result
 
     @torch.inference_mode()
-    def _labels(self, prepared: Prepared) -> np.ndarray:
-        """Labels of the crop of a prepared scan, transposed."""
+    def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
+        """Set the labels of the crop of a prepared scan, transposed."""
         plan = self.plan
-        crop_shape = prepared.box.shape
         try:
             planes = make_planes(
                 plan.logits_resampling,
                 prepared.shape,
-                crop_shape,
+                prepared.box.shape,
                 plan.spacing_mm,
                 prepared.spacing_mm,
             )
@@ -228,7 +226,7 @@ class NnunetModel:
             depth, height, width = prepared.shape
             shape = (depth, num_heads, height, width)
             logits = mean_planes(folds, len(self.folds), shape)
-            return labels_of_planes(logits, planes, crop_shape, plan.labels.region_values)
+            reduce_planes(logits, planes, plan.labels.region_values, labels)
 
     def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
         """Planes of logits (K, H, W) of one fold, without the padding."""

@@ -18,13 +18,15 @@ from scipy.ndimage import spline_filter1d
 from torch import Tensor
 
 from medseg.geometry.sizes import Shape
-from medseg.io.scratch import new_array
+from medseg.io.scratch import new_array, scratch_at_most
 
 # Voxels that scipy repeats at each face before it filters an image for a cubic spline.
 FILTER_MARGIN = 12
 CUBIC = 3
 # Elements of float64 that are filtered along the first axis at a time.
 FILTER_ELEMENTS = 2**21
+# Coefficients of more bytes are a temporary file.
+MAX_COEFFICIENTS_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
     height, width = planes[0].shape
     depth = len(planes)
     shape = (depth + 2 * margins[0], height + 2 * margins[1], width + 2 * margins[2])
-    coefficients = new_array(shape, np.float64)
+    with scratch_at_most(MAX_COEFFICIENTS_BYTES):
+        coefficients = new_array(shape, np.float64)
     inner = ((margins[1],) * 2, (margins[2],) * 2)
     for number, plane in enumerate(planes):
         coefficients[margins[0] + number] = np.pad(plane.astype(np.float64), inner, mode="edge")

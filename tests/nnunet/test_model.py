@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks import nnunet_reference
+from medseg import Segmenter
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -189,6 +190,32 @@ def test_predict_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "out" / "labels.preview.png").is_file()
     mask = read_image(tmp_path / "out" / "labels.organ_2.nii.gz").array
     assert np.array_equal(mask == 1, read_image(output).array == 2)
+
+
+def test_the_python_api_takes_a_model_folder() -> None:
+    volume, _, expected = scan_of("anisotropic")
+    segmenter = Segmenter(weights=RECORDED / "anisotropic.zip", accelerator="cpu")
+    result = segmenter.segment(volume)
+    assert np.mean(result.labels.array != expected) <= MAX_SHARE
+    with pytest.raises(UserError, match="exclude each other"):
+        Segmenter(["a.ckpt"], weights=RECORDED / "anisotropic.zip")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["folds=[0]"], "folds belongs to a model folder of nnU-Net; give weights=<folder> too"),
+        (["inference.sums=float"], "inference.sums belongs to a model folder"),
+        (["weights=a", "coarse=b"], "weights and coarse exclude each other"),
+        (["weights=a", "folds=[]"], "folds: expected numbers of folds"),
+        (["weights=a", "save=[probabilities]"], "save=probabilities: a model folder of nnU-Net"),
+    ],
+)
+def test_contradicting_keys_are_refused(arguments: list[str], words: str) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("predict", ["input=a", "output=b", *arguments])
+    with pytest.raises(UserError, match=words):
+        to_config(composed, PredictConfig)
 
 
 @pytest.mark.slow
