@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -88,8 +88,7 @@ def forecast(
     """
     if isinstance(model, NnunetModel):
         return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
-    assert isinstance(model, Cascade), "there is no third kind"
-    return _forecast_cascade(model, grid, loaded_bytes, array_bytes)
+    return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
 def _forecast_nnunet(

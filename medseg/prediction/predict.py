@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.console import say
@@ -134,8 +135,7 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
 
 def _cascade_of(chosen: RangeCascade) -> Cascade:
     """The cascade whose tiles the processes of torchrun share; model folders were refused."""
-    assert isinstance(chosen.cascade, Cascade)
-    return chosen.cascade
+    return cast(Cascade, chosen.cascade)
 
 
 def _source_of(config: PredictConfig) -> Path | list[Path]:
