@@ -136,7 +136,7 @@ def _normalised_planes(
         mean, deviation = crop.mean(), crop.std()
         crop -= mean
         crop /= max(deviation, EPSILON)
-    return crop
+    return list(crop)
 
 
 def _as_float(plane: np.ndarray) -> np.ndarray:
@@ -199,7 +199,7 @@ def _resample(
     orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
     limits = _Limits(source, shape, new_shape, orders)
     axes = filtered_axes(orders)
-    values: Sequence[np.ndarray] = filtered(source, axes) if axes else source
+    values = list(filtered(source, axes)) if axes else source
     for number in range(planes.num_planes):
         parts = [
             torch.from_numpy(values[index].astype(np.float64)) for index in planes.sources(number)

@@ -16,13 +16,11 @@ from medseg.task import Task
 
 
 class ScanModel(Protocol):
-    """Makes the labels of a scan; everything else, from reading to the report, is the same for all.
+    """Makes the labels of a scan; everything else, from reading to the report, is the same for all."""
 
-    Attributes:
-        options: Keys of `inference`.
-    """
-
-    options: InferenceOptions
+    @property
+    def options(self) -> InferenceOptions:
+        """Keys of `inference`."""
 
     @property
     def task(self) -> Task:
