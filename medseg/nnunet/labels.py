@@ -114,9 +114,10 @@ def _painted(
 
 def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int) -> Tensor:
     """Logits (H, W) of one head on a plane of the scan, float32, rounded as nnU-Net stores them."""
-    dtype = inputs[0].dtype
+    is_half = inputs[0].dtype is torch.half
     plane = planes.resample(number, [values[head].double() for values in inputs])
-    if dtype is torch.half:
+    # What torch interpolates stays in float32.
+    if is_half and plane.dtype is torch.float64:
         # NumPy rounds float64 to half once; torch would round to float32 on the way.
         return torch.from_numpy(plane.numpy().astype(np.float16)).float()
     return plane.float()

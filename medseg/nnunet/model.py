@@ -186,9 +186,9 @@ class NnunetModel:
         orientation = self._orientation_of(volume.grid)
         grid = orientation.reoriented(volume.grid)
         images = [orientation.turned(image) for image in (volume.array, *more_channels)]
-        with _timed(result, "prepare", on_step):
+        with _timed(result, "prepare", on_step), self._of_the_plan():
             prepared = prepare(images, grid.spacing_mm, self.plan)
-        with _timed(result, "segment", on_step):
+        with _timed(result, "segment", on_step), self._of_the_plan():
             stored = new_array(volume.array.shape, np.uint8)
             # A view of the stored labels in the order of the network, into which the crop goes.
             turned = orientation.turned(stored).transpose(self.plan.transpose)
@@ -210,16 +210,13 @@ class NnunetModel:
     def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
         """Set the labels of the crop of a prepared scan, transposed."""
         plan = self.plan
-        try:
-            planes = make_planes(
-                plan.logits_resampling,
-                prepared.shape,
-                prepared.box.shape,
-                plan.spacing_mm,
-                prepared.spacing_mm,
-            )
-        except PlanError as error:
-            raise UserError(f"weights={self.folder.path}: plans.json {error}") from error
+        planes = make_planes(
+            plan.logits_resampling,
+            prepared.shape,
+            prepared.box.shape,
+            plan.spacing_mm,
+            prepared.spacing_mm,
+        )
         with _NETWORK_LOCK, tf32_as(self.precision):
             num_heads = plan.labels.num_heads
             folds = (self._fold_planes(fold, prepared) for fold in self.folds)
@@ -227,6 +224,18 @@ class NnunetModel:
             shape = (depth, num_heads, height, width)
             logits = mean_planes(folds, len(self.folds), shape)
             reduce_planes(logits, planes, plan.labels.region_values, labels)
+
+    @contextmanager
+    def _of_the_plan(self) -> Iterator[None]:
+        """Name the folder where its plan does not fit a scan.
+
+        Raises:
+            UserError: With the folder.
+        """
+        try:
+            yield
+        except PlanError as error:
+            raise UserError(f"weights={self.folder.path}: plans.json {error}") from error
 
     def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
         """Planes of logits (K, H, W) of one fold, without the padding."""

@@ -26,7 +26,11 @@ MAX_LEVELS = 12
 MAX_BLOCKS = 100
 # Classes of networks that are built, by the last part of their names.
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
-SPLINE, NONE = "resample_data_or_seg_to_shape", "no_resampling_hack"
+SPLINE, TORCH, NONE = (
+    "resample_data_or_seg_to_shape",
+    "resample_torch_fornnunet",
+    "no_resampling_hack",
+)
 SCHEMES = (
     "CTNormalization",
     "ZScoreNormalization",
@@ -51,7 +55,7 @@ class ResamplingPlan:
     """Resampling of images or of logits.
 
     Attributes:
-        function: `SPLINE` or `NONE`.
+        function: `SPLINE`, `TORCH` or `NONE`.
         order: Order of the spline in plane, or along all axes.
         separate_z: Whether the nearest voxel is taken along one axis; None decides by the spacing.
     """
@@ -304,9 +308,9 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
         PlanError: If it is not known, or has an order that is not supported.
     """
     function = configuration.get(key)
-    if function not in (SPLINE, NONE):
+    if function not in (SPLINE, TORCH, NONE):
         raise PlanError(
-            f"{key}: expected {SPLINE} or {NONE}, got {str(function)[:60]}, which is not supported "
+            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {str(function)[:60]}, which is not supported "
             "yet"
         )
     arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
@@ -323,6 +327,9 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     is_default = arguments.get("separate_z_anisotropy_threshold", 3) == 3
     if not is_default:
         raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
+    modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
+    if modes != ("linear", "nearest-exact"):
+        raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
     orders = (0, 1, 3) if key == "resampling_fn_data" else (0, 1)
     if order not in orders or order_z != 0:
         raise PlanError(

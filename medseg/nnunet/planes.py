@@ -1,14 +1,17 @@
-"""Choice of the resampling of a plan: by splines, or none; plane by plane."""
+"""Choice of the resampling of a plan: by splines, by torch's interpolation, or none; plane by plane."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.geometry.sizes import Shape
-from medseg.nnunet.plan import NONE, PlanError, ResamplingPlan
+from medseg.nnunet.plan import NONE, TORCH, PlanError, ResamplingPlan
 from medseg.nnunet.spline import CUBIC, FILTER_MARGIN, SplinePlanes
 
 # An axis is resampled apart where the largest spacing exceeds the smallest this many times.
@@ -68,6 +71,44 @@ class SamePlanes:
         return planes[0]
 
 
+class TorchPlanes:
+    """Trilinear interpolation of torch in float32, with the bits of one call on the whole volume.
+
+    Torch interpolates rows inside planes inside the volume. Two planes that keep their distance
+    along z go through the same kernel; what is left is the step between them, a fused
+    multiply-add.
+
+    Args:
+        source: Shape of the volume.
+        target: Shape of the result.
+    """
+
+    def __init__(self, source: Shape, target: Shape) -> None:
+        self.num_planes = target[0]
+        self._in_plane = target[1:]
+        scale = np.float32(source[0]) / np.float32(target[0])
+        # Fused as well: the product is exact in float64, and the result is rounded once.
+        position = (np.float64(scale) * (np.arange(target[0]) + 0.5) - 0.5).astype(np.float32)
+        position = np.maximum(position, np.float32(0.0))
+        self._first = np.minimum(position.astype(np.int64), source[0] - 1)
+        self._second = np.minimum(self._first + 1, source[0] - 1)
+        distance = position - self._first.astype(np.float32)
+        self._weight = np.clip(distance, np.float32(0.0), np.float32(1.0))
+
+    def sources(self, plane: int) -> list[int]:
+        """The planes before and after the position."""
+        return [int(self._first[plane]), int(self._second[plane])]
+
+    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+        """Interpolate in plane, then between the planes; float32."""
+        pair = torch.stack([values.float() for values in planes])
+        size = (2, *self._in_plane)
+        first, second = functional.interpolate(pair[None, None], size, mode="trilinear")[0, 0]
+        weight = self._weight[plane]
+        after = (second * float(weight)).double()
+        return after.add_(first.double().mul_(float(np.float32(1.0) - weight))).float()
+
+
 def orders_of(plan: ResamplingPlan, current_mm: SpacingMm, new_mm: SpacingMm) -> Shape:
     """Order of the spline along each axis."""
     apart = separate_axis(plan.separate_z, current_mm, new_mm)
@@ -97,7 +138,8 @@ def make_planes(
         new_mm: Spacing of the target.
 
     Raises:
-        PlanError: If the plan does not resample, but the shapes differ.
+        PlanError: If the plan does not resample, but the shapes differ; or if torch would resample
+            slices apart.
     """
     if source == target:
         return SamePlanes(target[0])
@@ -105,6 +147,17 @@ def make_planes(
         raise PlanError(
             f"asks for no resampling, but the scan has {source} voxels and the network needs {target}"
         )
+    if plan.function == TORCH:
+        if separate_axis(plan.separate_z, current_mm, new_mm) is not None:
+            raise PlanError(
+                f"resamples slices apart by {TORCH} at the spacing of this scan, "
+                f"{_times(current_mm)} to {_times(new_mm)} mm, which is not supported yet"
+            )
+        return TorchPlanes(source, target)
     orders = orders_of(plan, current_mm, new_mm)
     margins = [FILTER_MARGIN if order == CUBIC else 0 for order in orders]
     return SplinePlanes(source, target, orders, (margins[0], margins[1], margins[2]))
+
+
+def _times(spacing_mm: SpacingMm) -> str:
+    return "×".join(f"{size_mm:.2f}" for size_mm in spacing_mm)

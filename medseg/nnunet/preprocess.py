@@ -13,7 +13,7 @@ from torch import Tensor
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_array, new_tensor
-from medseg.nnunet.plan import ChannelPlan, NnunetPlan
+from medseg.nnunet.plan import TORCH, ChannelPlan, NnunetPlan
 from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_of
 from medseg.nnunet.spline import axis_taps, filtered
 
@@ -48,6 +48,9 @@ def prepare(images: Sequence[np.ndarray], spacing_mm: SpacingMm, plan: NnunetPla
         images: Channels (D, H, W) in the orientation that the network expects.
         spacing_mm: Their spacing.
         plan: The plan of the network.
+
+    Raises:
+        PlanError: If the plan cannot resample this scan.
     """
     transposed = [image.transpose(plan.transpose) for image in images]
     z, y, x = plan.transpose
@@ -180,7 +183,7 @@ def _resample(
     spacing_mm: SpacingMm,
     plan: NnunetPlan,
 ) -> None:
-    """Resample one channel to the spacing of the plan, plane by plane, clipped to its range.
+    """Resample one channel to the spacing of the plan, plane by plane; a spline is clipped to its range.
 
     Args:
         source: Its planes.
@@ -195,6 +198,11 @@ def _resample(
     if shape == new_shape:
         for number, plane in enumerate(source):
             target[number] = torch.from_numpy(np.ascontiguousarray(plane))
+        return
+    if resampling.function == TORCH:
+        for number in range(planes.num_planes):
+            parts = [torch.from_numpy(source[index]) for index in planes.sources(number)]
+            target[number] = planes.resample(number, parts)
         return
     orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
     limits = _Limits(source, shape, new_shape, orders)

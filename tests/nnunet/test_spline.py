@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as functional
 from scipy.ndimage import zoom
 
-from medseg.nnunet.plan import SPLINE, ResamplingPlan
+from medseg.nnunet.plan import SPLINE, TORCH, PlanError, ResamplingPlan
 from medseg.nnunet.planes import filtered_axes, make_planes, separate_axis
 from medseg.nnunet.spline import FILTER_MARGIN, SplinePlanes, filtered
 
@@ -78,6 +79,23 @@ def test_the_axis_apart(
     axis: int | None,
 ) -> None:
     assert separate_axis(separate_z, current_mm, new_mm) == axis
+
+
+@pytest.mark.parametrize(("source", "target"), SHAPES)
+def test_planes_have_the_bits_of_torch(source: Shape, target: Shape) -> None:
+    values = torch.randn(source, generator=torch.Generator().manual_seed(0))
+    whole = functional.interpolate(values[None, None], target, mode="trilinear")[0, 0]
+    plan = ResamplingPlan(TORCH, 1, None)
+    planes = make_planes(plan, source, target, (1.0, 1.0, 1.0), (1.1, 1.0, 1.0))
+    for number in range(planes.num_planes):
+        parts = [values[index] for index in planes.sources(number)]
+        assert torch.equal(planes.resample(number, parts), whole[number])
+
+
+def test_torch_resamples_no_slices_apart() -> None:
+    plan = ResamplingPlan(TORCH, 1, None)
+    with pytest.raises(PlanError, match=r"slices apart .* 5.00×1.00×1.00 to 2.00×1.00×1.00 mm"):
+        make_planes(plan, (4, 5, 6), (9, 5, 6), (5.0, 1.0, 1.0), (2.0, 1.0, 1.0))
 
 
 def test_an_equal_shape_is_not_touched() -> None:
