@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from medseg.errors import UserError
 from medseg.findings import information_of, warnings_of
 from medseg.geometry.grid import VoxelGrid, voxel_ml
-from medseg.inference.options import InferenceOptions, Seen, Sums
+from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
@@ -41,7 +41,7 @@ STEPS = ("prepare", "segment")
 # Networks run one at a time: their weights are replaced from fold to fold.
 _NETWORK_LOCK = threading.Lock()
 # Options of `inference` that change a pass of our own networks and have no meaning here.
-FIXED = ("tile_size", "overlap", "half_weights", "backend")
+FIXED = ("tile_size", "overlap", "half_weights")
 
 
 @dataclass(frozen=True)
@@ -413,6 +413,11 @@ def _refuse_options(options: InferenceOptions, precision: str | None) -> None:
                 f"inference.{key}={value}: a model folder of nnU-Net runs as its plan says; leave "
                 "it out"
             )
+    if options.backend not in (None, Backend.torch):
+        raise UserError(
+            f"inference.backend={options.backend}: a model folder of nnU-Net runs in torch, as "
+            "nnU-Net does; leave it out"
+        )
     if precision not in (None, "fp32"):
         raise UserError(
             f"precision={precision}: a model folder of nnU-Net runs in fp32, as nnU-Net does on a "

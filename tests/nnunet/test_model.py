@@ -22,7 +22,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.options import InferenceOptions, Seen, Sums
+from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.io.read import read_image
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
@@ -140,6 +140,8 @@ def test_stored_scans_are_seen_as_they_are_and_sides_get_a_warning() -> None:
 def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> None:
     model = load("folds", max_ram_gib=0.5)
     assert model.within(1.0) is model
+    # What a process asks for that only needs the labels of the task.
+    assert load("folds", backend=Backend.torch).task == model.task
     with pytest.raises(UserError, match=r"a tile of 8×16×16 voxels needs"):
         model.within(1e-6)
 
@@ -150,6 +152,7 @@ def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> Non
         ({"tile_size": (32, 32, 32)}, "inference.tile_size"),
         ({"overlap": 0.25}, "inference.overlap"),
         ({"half_weights": True}, "inference.half_weights"),
+        ({"backend": Backend.openvino}, "inference.backend"),
     ],
 )
 def test_keys_of_other_networks_are_refused(changes: dict[str, Any], words: str) -> None:
