@@ -9,7 +9,14 @@ from medseg.knob import Knob
 
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
-Seen = StrEnum("Seen", ["stored", "RAS", "LPS"])  # see `medseg.nnunet.model`
+
+
+class Seen(StrEnum):
+    """Orientation in which a network of nnU-Net sees a scan, see `medseg.nnunet.model`."""
+
+    stored = "stored"
+    RAS = "RAS"
+    LPS = "LPS"
 
 
 @dataclass(kw_only=True)

@@ -78,6 +78,11 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
+    for key in ("sums", "orientation"):
+        if getattr(options, key) is not None:
+            raise UserError(
+                f"inference.{key} belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            )
     stages: list[TrainedStage] = []
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):

@@ -243,14 +243,8 @@ class PredictConfig:
     def _weights_clashes(self) -> Iterator[str]:
         """Yield a sentence for each key that contradicts `weights`, or needs it."""
         if self.weights is None:
-            needs_weights = {
-                "folds": self.folds,
-                "inference.sums": self.inference.sums,
-                "inference.orientation": self.inference.orientation,
-            }
-            for key, value in needs_weights.items():
-                if value is not None:
-                    yield f"{key} belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            if self.folds is not None:
+                yield "folds belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
             return
         others = {"coarse": self.coarse, "fine": self.fine, "by_spacing": self.by_spacing}
         for key, value in others.items():

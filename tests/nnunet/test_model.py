@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_every_storage_gives_the_labels_of_one_orientation() -> None:
         assert np.array_equal(model.segment(turned).labels, expected), (order, flips)
 
 
+def test_the_data_set_may_state_the_orientation() -> None:
+    model = load("anisotropic")
+    plan = replace(model.plan, orientation="LPS")
+    stated = replace(model, folder=replace(model.folder, plan=plan))
+    volume = reoriented(scan_of("anisotropic")[0], (1, 0, 2), (True, False, False))
+    expected = load("anisotropic", orientation=Seen.LPS).segment(volume).labels
+    assert np.array_equal(stated.segment(volume).labels, expected)
+    assert (model.segment(volume).labels != expected).any()
+
+
 def test_stored_scans_are_seen_as_they_are_and_sides_get_a_warning() -> None:
     volume, _, _ = scan_of("anisotropic")
     model = load("anisotropic")
@@ -208,7 +219,6 @@ def test_the_python_api_takes_a_model_folder() -> None:
     ("arguments", "words"),
     [
         (["folds=[0]"], "folds belongs to a model folder of nnU-Net; give weights=<folder> too"),
-        (["inference.sums=float"], "inference.sums belongs to a model folder"),
         (["weights=a", "coarse=b"], "weights and coarse exclude each other"),
         (["weights=a", "folds=[]"], "folds: expected numbers of folds"),
         (["weights=a", "save=[probabilities]"], "save=probabilities: a model folder of nnU-Net"),
@@ -219,6 +229,13 @@ def test_contradicting_keys_are_refused(arguments: list[str], words: str) -> Non
         composed = hydra.compose("predict", ["input=a", "output=b", *arguments])
     with pytest.raises(UserError, match=words):
         to_config(composed, PredictConfig)
+
+
+@pytest.mark.parametrize("options", [{"sums": Sums.float}, {"orientation": Seen.RAS}])
+def test_keys_of_model_folders_are_refused_without_one(options: dict[str, Any]) -> None:
+    (key,) = options
+    with pytest.raises(UserError, match=f"inference.{key} belongs to a model folder of nnU-Net"):
+        Segmenter(options=InferenceOptions(**options))
 
 
 @pytest.mark.slow
