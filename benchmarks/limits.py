@@ -130,7 +130,6 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
             matrix=(MODEL_SIZE, MODEL_SIZE),
             num_slices=num_models,
             model_spacing_mm=(4.0, 4.0, 4.0),
-            num_vessel_ends=60,
         )
         made = make_phantom(spec)
         image_hu = made.image_hu.repeat(repeats, 0).repeat(pixels, 1).repeat(pixels, 2)

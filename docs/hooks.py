@@ -1,4 +1,4 @@
-"""MkDocs hooks: pages made of files elsewhere in the repository, notebooks of the examples, and the list of all keys."""
+"""MkDocs hooks: pages made of files elsewhere, notebooks of the examples, and the list of all keys."""
 
 import posixpath
 import re
@@ -145,7 +145,10 @@ def _key_tables(command: str, entries: Sequence[Key | Group]) -> Iterator[str]:
             if isinstance(entry, Group):
                 anchor = f"{command}.{entry.name}"
                 yield f"### {entry.name} {{ #{anchor} }}\n\n{_prose(entry.sentence)}{_choices(entry)}\n"
-            yield '<table class="keys"><thead><tr><th>key</th><th>default</th><th>type</th><th>meaning</th></tr></thead><tbody>'
+            yield (
+                '<table class="keys"><thead><tr><th>key</th><th>default</th><th>type</th>'
+                "<th>meaning</th></tr></thead><tbody>"
+            )
             is_open = True
         if isinstance(entry, Key):
             anchor, (value, kind, meaning) = escape(f"{command}.{entry.name}"), _row_cells(entry)

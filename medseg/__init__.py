@@ -1,4 +1,4 @@
-"""Memory-first 3D medical image segmentation: a two-stage cascade in which each memory-saving technique is a switch."""
+"""Memory-first 3D medical image segmentation: a cascade whose memory savings are switches."""
 
 from importlib import import_module
 from typing import Any

@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import TextIO
 
 SHOWN_AS_CODE = "backslashreplace"
-"""Error handler of the standard streams: a letter that their encoding lacks is written as its code."""
+"""Error handler of the standard streams: it writes a letter that they lack as its code."""
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed end this process, or a Python process that it starts, with an error.
+    """Let nothing that is printed end this process, or one that it starts, with an error.
 
     A letter that the terminal cannot show is written as its code. A stream that was closed before
     the start writes to nowhere; its number would otherwise go to the next file that is opened, and
@@ -46,7 +46,10 @@ def _open_nowhere(number: int) -> TextIO:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what is still to be written to a stream to nowhere; its reader has left, and Python would fail at its exit."""
+    """Send what is still to be written to a stream to nowhere.
+
+    Its reader has left, and Python would fail at its exit.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -58,12 +61,12 @@ def say(message: str) -> None:
     A control character, as a file name may contain, is written as its code and cannot act on the
     terminal. Where nobody reads the error stream any more, the message is dropped.
     """
-    plain = "".join(
-        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1]
-        for letter in message
-    )
+    letters = []
+    for letter in message:
+        is_shown = letter.isprintable() or letter == "\n"
+        letters.append(letter if is_shown else ascii(letter)[1:-1])
     try:
-        print(f"medseg: {plain}", file=sys.stderr, flush=True)
+        print(f"medseg: {''.join(letters)}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         with suppress(OSError, ValueError):  # a stream without a descriptor, as in a notebook
             drop_output(sys.stderr)

@@ -12,12 +12,20 @@ EXIT_INTERRUPTED = 130
 # SIGPIPE ended.
 EXIT_UNREAD = 141
 
+# What torch, CUDA and the system say when memory runs out.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "Cannot allocate memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+)
+
 
 class UserError(Exception):
-    """A mistake of the user or a bad file, described in one clear sentence: what was expected, what was found, what to do.
+    """A mistake of the user or a bad file, described in one clear sentence.
 
-    Only the outermost entry (`medseg.commands.entry`) turns it into exit code 2, without a
-    traceback.
+    The sentence says what was expected, what was found, and what to do. Only the outermost entry
+    (`medseg.commands.entry`) turns it into exit code 2, without a traceback.
     """
 
 
@@ -37,23 +45,19 @@ def require(condition: bool, message: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """Quote an error in one line of at most 200 characters."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out on the device, on the host, or in a loader worker."""
-    if (
-        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    ):  # torch's, which is not imported here
+    # `OutOfMemoryError` is torch's, which is not imported here.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    text, code = str(error), f"with exit code {EXIT_OUT_OF_MEMORY}."
-    words = (
-        "can't allocate memory",
-        "Cannot allocate memory",
-        "CUDA out of memory",
-        "CUDA error: out of memory",
-    )
-    is_worker = text.startswith("DataLoader worker") and code in text
-    return isinstance(error, (RuntimeError, OSError)) and (
-        is_worker or any(word in text for word in words)
-    )
+    if not isinstance(error, (RuntimeError, OSError)):
+        return False
+    text = str(error)
+    # A loader worker ends with this code when its memory runs out.
+    if text.startswith("DataLoader worker") and f"with exit code {EXIT_OUT_OF_MEMORY}." in text:
+        return True
+    return any(words in text for words in _OUT_OF_MEMORY)

@@ -6,7 +6,11 @@ from enum import StrEnum
 
 
 class Severity(StrEnum):
-    """Consequence of a finding: an error stops a case or makes it doubtful, a warning asks to look, information asks for nothing."""
+    """Consequence of a finding.
+
+    An error stops a case or makes it doubtful, a warning asks to look, information asks for
+    nothing.
+    """
 
     error = "error"
     warning = "warning"

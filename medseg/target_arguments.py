@@ -131,8 +131,9 @@ def range_of(point: str, target: str, name: str) -> str:
     """
     if not target.startswith(KNOWN_PACKAGES):
         return ""
-    own = CLASS_RANGES.get(target, {})
-    return own.get(name, ARGUMENT_RANGES.get(point, {}).get(name, ""))
+    class_ranges = CLASS_RANGES.get(target, {})
+    point_ranges = ARGUMENT_RANGES.get(point, {})
+    return class_ranges.get(name) or point_ranges.get(name, "")
 
 
 def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
@@ -149,7 +150,9 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
     hint = parameter.annotation
     if hint is inspect.Parameter.empty or isinstance(hint, str):
         hint = _hint_of_default(parameter.default)
-    return "" if _fits(value, hint) else _describe(hint)
+    if _fits(value, hint):
+        return ""
+    return _describe(hint)
 
 
 def _hint_of_default(default: Any) -> Any:
@@ -163,9 +166,10 @@ def _hint_of_default(default: Any) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a plain value fits an annotation; True for annotations that cannot be decided."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in arguments)
     if origin is typing.Annotated:
@@ -187,11 +191,11 @@ def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
     if kind in (bool, str) or issubclass(kind, Mapping):
         return isinstance(value, kind)
     if arguments and issubclass(kind, Iterable):
-        item_hint = arguments[0]
+        if not isinstance(value, (list, tuple)):
+            return False
         # Annotations often forget nested lists, such as one stride per axis and level.
-        return isinstance(value, (list, tuple)) and all(
-            isinstance(item, (list, tuple)) or _fits(item, item_hint) for item in value
-        )
+        items = [item for item in value if not isinstance(item, (list, tuple))]
+        return all(_fits(item, arguments[0]) for item in items)
     if issubclass(kind, tuple):
         return isinstance(value, (list, tuple))
     return isinstance(value, kind)
@@ -199,19 +203,22 @@ def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
 
 def _describe(hint: Any) -> str:
     """Describe what an annotation takes, in words."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         parts = [_describe(part) for part in arguments if part is not types.NoneType]
         return " or ".join(dict.fromkeys(parts))
     if origin is typing.Literal:
-        return " or ".join(str(argument) for argument in arguments)
+        return " or ".join(map(str, arguments))
     kind = origin or hint
     if kind in NAMES:
         return NAMES[kind]
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    if not isinstance(kind, type):
+        return getattr(kind, "__name__", str(kind))
+    if issubclass(kind, Enum):
         return " or ".join(str(member.value) for member in kind)
-    if isinstance(kind, type) and issubclass(kind, Mapping):
+    if issubclass(kind, Mapping):
         return "a mapping"
-    if isinstance(kind, type) and issubclass(kind, Iterable) and arguments:
+    if issubclass(kind, Iterable) and arguments:
         return "a list"
-    return getattr(kind, "__name__", str(kind))
+    return kind.__name__

@@ -1,4 +1,4 @@
-"""Extension points: configuration nodes that name a class by its `_target_`, with the arguments beside it.
+"""Extension points: configuration nodes that name a class by its `_target_`, with arguments.
 
 A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and
 nothing else:
@@ -29,11 +29,12 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 from omegaconf import DictConfig
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.target_arguments import misfit
 
 TARGET = "_target_"
@@ -82,10 +83,10 @@ EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 
 class ExtensionNode(DictConfig):
-    """Node of an extension point while Hydra composes: a `_target_` that is merged or set replaces the whole node.
+    """Node of an extension point while Hydra composes.
 
-    Hydra merges the files of a configuration in order and then sets the keys of the command line
-    one by one.
+    A `_target_` that is merged or set replaces the whole node. Hydra merges the files of a
+    configuration in order and then sets the keys of the command line one by one.
     """
 
     def __init__(self) -> None:
@@ -113,15 +114,20 @@ class ExtensionNode(DictConfig):
 
 
 def targets_first(arguments: Sequence[str]) -> list[str]:
-    """Move `<node>._target_=…` before the other arguments of a command line: it replaces the node, and they add to it.
+    """Move `<node>._target_=…` before the other arguments of a command line.
+
+    It replaces the node, and they add to it.
 
     Example:
         >>> targets_first(["model.width=8", "seed=1", "model._target_=a.B"])
         ['model._target_=a.B', 'model.width=8', 'seed=1']
     """
-    return sorted(
-        arguments, key=lambda argument: not argument.partition("=")[0].endswith(f".{TARGET}")
-    )
+    return sorted(arguments, key=lambda argument: not _sets_target(argument))
+
+
+def _sets_target(argument: str) -> bool:
+    """Whether an argument names the class of a node."""
+    return argument.partition("=")[0].endswith(f".{TARGET}")
 
 
 def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -134,22 +140,21 @@ def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         UserError: If a key that holds nodes holds something else.
     """
     for point in EXTENSION_KEYS:
-        if TARGET in (node := _part(values, point, dict)):
+        node = _part(values, point, dict)
+        if TARGET in node:
             yield point, point, node
     for key, point in {**EXTENSION_MAPS, "logger": "logger"}.items():
         nodes = _part(values, key, dict)
-        if TARGET not in nodes:
-            yield from ((point, f"{key}.{name}", node) for name, node in nodes.items())
-    yield from (
-        ("loss", f"loss.terms[{n}]", node)
-        for n, node in enumerate(_part(values, "loss.terms", list))
-    )
-    transforms = enumerate(_part(values, "augment.transforms", list))
-    yield from (
-        ("transform", f"augment.transforms[{n}]", node)
-        for n, node in transforms
-        if node != "effects"
-    )
+        if TARGET in nodes:  # one node, as of `logger`
+            continue
+        for name, node in nodes.items():
+            yield point, f"{key}.{name}", node
+    for number, node in enumerate(_part(values, "loss.terms", list)):
+        yield "loss", f"loss.terms[{number}]", node
+    for number, node in enumerate(_part(values, "augment.transforms", list)):
+        # The word stands for the transforms of `augment` itself.
+        if node != "effects":
+            yield "transform", f"augment.transforms[{number}]", node
 
 
 def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
@@ -159,13 +164,13 @@ def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[li
         UserError: If it is of another kind.
     """
     group, _, name = key.rpartition(".")
-    node = (_part(values, group, dict) if group else values).get(name)
-    needed = (
-        "a list of classes with their arguments is"
-        if kind is list
-        else "keys with their values are"
-    )
-    require(node is None or isinstance(node, kind), f"{key}: {needed} needed, but got {node!r}")
+    parent = _part(values, group, dict) if group else values
+    node = parent.get(name)
+    if node is not None and not isinstance(node, kind):
+        expected = "keys with their values are"
+        if kind is list:
+            expected = "a list of classes with their arguments is"
+        raise UserError(f"{key}: {expected} needed, but got {node!r}")
     return node or kind()
 
 
@@ -181,30 +186,32 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     Raises:
         UserError: With the value and the cure.
     """
-    target, prefixes = (
-        node.get(TARGET) if isinstance(node, dict) else None,
-        EXTENSION_POINTS[point].prefixes,
-    )
+    target = node.get(TARGET) if isinstance(node, dict) else None
     if not isinstance(target, str):
         raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
-    words = target.split(".")
-    is_public = (
-        all(word.isidentifier() and not word.startswith("_") for word in words) and len(words) > 1
-    )
-    is_listed = is_public and target.startswith(
-        (*prefixes, *(f"{prefix.removesuffix('.')}." for prefix in trusted if prefix))
-    )
-    require(
-        is_listed,
-        f"{key}.{TARGET}: {target} is not on the white list ({', '.join(f'{prefix}*' for prefix in prefixes)}); if you trust its "
-        f"code, add trusted_targets=[{words[0]}.]",
-    )
-    for name, value in node.items():
-        is_nested = isinstance(value, dict) and TARGET in value
-        require(
-            not is_nested,
-            f"{key}.{name}.{TARGET}: nested targets are not allowed, give plain values",
+    prefixes = EXTENSION_POINTS[point].prefixes
+    # With its dot, `my_package` does not admit `my_package_of_somebody`.
+    trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
+    if not _is_public(target) or not target.startswith((*prefixes, *trusted_prefixes)):
+        white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
+        package = target.partition(".")[0]
+        raise UserError(
+            f"{key}.{TARGET}: {target} is not on the white list ({white_list}); "
+            f"if you trust its code, add trusted_targets=[{package}.]"
         )
+    for name, value in node.items():
+        if isinstance(value, dict) and TARGET in value:
+            raise UserError(
+                f"{key}.{name}.{TARGET}: nested targets are not allowed, give plain values"
+            )
+
+
+def _is_public(target: str) -> bool:
+    """Whether a text is a dotted name of a class in a module, without private parts."""
+    words = target.split(".")
+    if len(words) < 2:
+        return False
+    return all(word.isidentifier() and not word.startswith("_") for word in words)
 
 
 def bind_target(
@@ -225,46 +232,54 @@ def bind_target(
     Raises:
         UserError: If the class is not trusted, does not exist or does not take the arguments.
     """
-    found = import_target(point, key, node, trusted)
-    return bind_arguments(
-        point, key, found, {name: value for name, value in node.items() if name != TARGET}, *leading
-    )
+    target_class = import_target(point, key, node, trusted)
+    arguments = {name: value for name, value in node.items() if name != TARGET}
+    return bind_arguments(point, key, target_class, arguments, *leading)
 
 
 def bind_arguments(
-    point: str, key: str, found: type, arguments: dict[str, Any], *leading: Any
+    point: str, key: str, target_class: type, arguments: dict[str, Any], *leading: Any
 ) -> Callable[..., Any]:
-    """Bind arguments to the signature of a class of `import_target`; for builders that add arguments of their own first.
+    """Bind arguments to the signature of a class of `import_target`.
+
+    For builders that add arguments of their own first.
 
     Raises:
         UserError: If the class does not take the arguments.
     """
-    signature = inspect.signature(found)
-    known = list(signature.parameters)[len(leading) :]
-    unknown = sorted(arguments.keys() - set(known))
+    signature = inspect.signature(target_class)
+    parameters = list(signature.parameters)[len(leading) :]
+    unknown = sorted(arguments.keys() - set(parameters))
     try:
         signature.bind(*leading, **arguments)
-        if (
-            unknown and not EXTENSION_POINTS[point].is_open
-        ):  # `**kwargs` would swallow a misspelled name
+        # `**kwargs` would swallow a misspelled name.
+        if unknown and not EXTENSION_POINTS[point].is_open:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
-        near = [one for name in unknown for one in difflib.get_close_matches(name, known, n=1)]
-        guess = f"did you mean {near[0]}? Its arguments are" if near else "its arguments are"
+        guess = "its arguments are"
+        for name in unknown:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            if near:
+                guess = f"did you mean {near[0]}? Its arguments are"
+                break
         raise UserError(
-            f"{key}: {found.__name__} does not take these arguments ({error}); {guess} {', '.join(known)}"
+            f"{key}: {target_class.__name__} does not take these arguments ({error}); "
+            f"{guess} {', '.join(parameters)}"
         ) from error
-    annotated = _evaluated_signature(found, signature)
+    annotated = _evaluated_signature(target_class, signature)
     for name, value in arguments.items():
-        if expected := misfit(annotated, name, value):
-            raise UserError(f"{key}.{name}: {found.__name__} needs {expected}, but got {value!r}")
-    return functools.partial(found, **arguments)
+        expected = misfit(annotated, name, value)
+        if expected:
+            raise UserError(
+                f"{key}.{name}: {target_class.__name__} needs {expected}, but got {value!r}"
+            )
+    return functools.partial(target_class, **arguments)
 
 
-def _evaluated_signature(found: type, signature: inspect.Signature) -> inspect.Signature:
+def _evaluated_signature(target_class: type, signature: inspect.Signature) -> inspect.Signature:
     """Signature of a class with its annotations, not their texts, where these can be evaluated."""
     try:
-        return inspect.signature(found, eval_str=True)
+        return inspect.signature(target_class, eval_str=True)
     except Exception:  # whatever the evaluation of an annotation of another package raises
         return signature
 
@@ -278,34 +293,43 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
     """
     check_target(point, key, node, trusted)
     module_name, _, name = node[TARGET].rpartition(".")
-    given, base = f"{key}.{TARGET}: {node[TARGET]}", EXTENSION_POINTS[point].base
+    begin = f"{key}.{TARGET}: {node[TARGET]}"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         package = module_name.partition(".")[0]
         if package in EXTRAS:
             raise UserError(
-                f"{given} needs pip install 'medseg[{EXTRAS[package]}]' ({error})"
+                f"{begin} needs pip install 'medseg[{EXTRAS[package]}]' ({error})"
             ) from error
         raise UserError(
-            f"{given} cannot be imported ({error}); install the package, or correct the name"
+            f"{begin} cannot be imported ({error}); install the package, or correct the name"
         ) from error
-    found = getattr(module, name, None)
-    classes = [
-        other
-        for other, value in vars(module).items()
-        if inspect.isclass(value) and not other.startswith("_")
-    ]
-    near = difflib.get_close_matches(name, classes, n=2)
-    guess = f"; did you mean {' or '.join(f'{module_name}.{one}' for one in near)}?" if near else ""
-    require(found is not None, f"{given} does not exist in the installed version{guess}")
-    if not inspect.isclass(found):
-        raise UserError(f"{given} is not a class{guess}")
+    target_class = getattr(module, name, None)
+    if target_class is None:
+        raise UserError(
+            f"{begin} does not exist in the installed version{_class_guess(module, name)}"
+        )
+    if not inspect.isclass(target_class):
+        raise UserError(f"{begin} is not a class{_class_guess(module, name)}")
+    base = EXTENSION_POINTS[point].base
     if base is not None:
         base_module, _, base_name = base.rpartition(".")
-        is_kind = issubclass(found, getattr(importlib.import_module(base_module), base_name))
-        require(
-            is_kind,
-            f"{given} is no {base}, which {key} needs; choose a class that inherits from it",
-        )
-    return found
+        base_class = getattr(importlib.import_module(base_module), base_name)
+        if not issubclass(target_class, base_class):
+            raise UserError(
+                f"{begin} is no {base}, which {key} needs; choose a class that inherits from it"
+            )
+    return target_class
+
+
+def _class_guess(module: ModuleType, name: str) -> str:
+    """Say which public classes of a module were probably meant; empty where none is near."""
+    classes = []
+    for class_name, value in vars(module).items():
+        if inspect.isclass(value) and not class_name.startswith("_"):
+            classes.append(class_name)
+    near = difflib.get_close_matches(name, classes, n=2)
+    if not near:
+        return ""
+    return f"; did you mean {' or '.join(f'{module.__name__}.{near_name}' for near_name in near)}?"

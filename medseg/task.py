@@ -12,7 +12,7 @@ IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""
 
 LabelValues = dict[int | str, str]
-"""Value in a label map, or name of a structure (a binary mask, an object of DICOM), to label name."""
+"""Value in a label map, or name of a structure (a binary mask, DICOM object), to label name."""
 
 _SEPARATORS = "_- "
 
@@ -99,18 +99,21 @@ class Task:
 
     @property
     def parts(self) -> list[str]:
-        """Names in the columns `trust_<name>` of a case table: the regions or, without any, the labels."""
+        """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
         return [region.name for region in self.regions] or list(self.labels)
 
     @property
     def has_sides(self) -> bool:
-        """Whether left and right differ: by the side of a region, or by the word `left` or `right` in the name of a label."""
-        words = {
-            word for label in self.labels for word in label.lower().replace("-", "_").split("_")
-        }
-        return any(region.side for region in self.regions) or not words.isdisjoint(
-            ("left", "right")
-        )
+        """Whether left and right differ.
+
+        By the side of a region, or by the word `left` or `right` in the name of a label.
+        """
+        if any(region.side for region in self.regions):
+            return True
+        words = set[str]()
+        for label in self.labels:
+            words.update(label.lower().replace("-", "_").split("_"))
+        return "left" in words or "right" in words
 
     @property
     def is_ct(self) -> bool:
@@ -124,19 +127,23 @@ class Task:
         Raises:
             ValueError: If that channel has none.
         """
-        if (window_hu := self.channels[0].window_hu) is None:
+        window_hu = self.channels[0].window_hu
+        if window_hu is None:
             raise ValueError(f"the first channel of the task {self.name} has no window")
         return window_hu
 
     @property
     def num_values(self) -> int:
-        """Values that label maps and targets may hold: 0 and up to the largest label, the ignore label included."""
+        """Number of values from 0 to the largest one in label maps, the ignore label included."""
         return 1 + max(self.values.values())
 
     @property
     def values(self) -> dict[str, int]:
         """Label name to value, the ignore label included."""
-        return self.labels | ({} if self.ignore_label is None else {IGNORE: self.ignore_label})
+        values = dict(self.labels)
+        if self.ignore_label is not None:
+            values[IGNORE] = self.ignore_label
+        return values
 
     def region_values(self, region: Region) -> tuple[int, ...]:
         """Label values of a region, in the order of the fine network's classes."""
@@ -148,22 +155,29 @@ class Task:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Task:
-        """Read what `to_dict` wrote, also of versions with one CT channel, which had `window_hu` in place of `channels`."""
-        regions = tuple(Region(r["name"], tuple(r["labels"]), r["side"]) for r in data["regions"])
-        channels = data.get("channels") or [{"window_hu": data["window_hu"]}]
+        """Read what `to_dict` wrote.
+
+        Versions with one CT channel had `window_hu` in place of `channels`.
+        """
+        regions = []
+        for region in data["regions"]:
+            regions.append(Region(region["name"], tuple(region["labels"]), region["side"]))
+        channels = []
+        for channel in data.get("channels") or [{"window_hu": data["window_hu"]}]:
+            channels.append(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}))
+        least_hu = data.get("least_hu")
+        if least_hu is not None:
+            least_hu = float(least_hu)
         return cls(
-            data["name"],
-            dict(data["labels"]),
-            regions,
-            tuple(
-                Channel(**{**channel, "window_hu": _pair(channel["window_hu"])})
-                for channel in channels
-            ),
-            None if data.get("least_hu") is None else float(data["least_hu"]),
-            data.get("ignore_label"),
-            {name: _pair(range_ml) for name, range_ml in data.get("volume_ml", {}).items()},
-            {name: tuple(code) for name, code in data.get("codes", {}).items()},
-            dict(data.get("colours", {})),
+            name=data["name"],
+            labels=dict(data["labels"]),
+            regions=tuple(regions),
+            channels=tuple(channels),
+            least_hu=least_hu,
+            ignore_label=data.get("ignore_label"),
+            volume_ml={name: _pair(values) for name, values in data.get("volume_ml", {}).items()},
+            codes={name: tuple(code) for name, code in data.get("codes", {}).items()},
+            colours=dict(data.get("colours", {})),
         )
 
 
@@ -175,9 +189,13 @@ def _pair(values: Any) -> Any:
     return float(low), float(high)
 
 
-def is_side_pair(one: Region, other: Region) -> bool:
-    """Whether two regions are the left and the right of one organ: same name apart from the side."""
-    names = {
-        region.name.replace(str(region.side), "").strip(_SEPARATORS) for region in (one, other)
-    }
-    return {one.side, other.side} == {"left", "right"} and len(names) == 1
+def is_side_pair(first: Region, second: Region) -> bool:
+    """Whether two regions are the left and the right of one organ, by their names and sides."""
+    if {first.side, second.side} != {"left", "right"}:
+        return False
+    return _name_without_side(first) == _name_without_side(second)
+
+
+def _name_without_side(region: Region) -> str:
+    """Name of the organ of a region with a side."""
+    return region.name.replace(str(region.side), "").strip(_SEPARATORS)

@@ -11,9 +11,8 @@ from medseg.task import Channel, Region, Task
 
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
-Normalise = StrEnum(
-    "Normalise", ["window", "zscore", "percentile"]
-)  # see `medseg.preprocess.intensity`
+# See `medseg.preprocess.intensity`.
+Normalise = StrEnum("Normalise", ["window", "zscore", "percentile"])
 
 # Label maps are bytes, and one value is left for the ignore label.
 MAX_LABELS = 254
@@ -31,7 +30,7 @@ class RegionOptions:
 
 @dataclass
 class ChannelOptions:
-    """One channel of the input: the column `image` of a case table, then `image_1`, `image_2` and so on."""
+    """One channel of the input: the column `image` of a case table, then `image_1`, …."""
 
     modality: Annotated[
         Modality, Knob("ct: values in HU, which the audit checks; mr, other: values of any scale.")
@@ -42,7 +41,8 @@ class ChannelOptions:
     normalise: Annotated[
         Normalise,
         Knob(
-            "Intensity normalisation. window: by window_hu; zscore, percentile: by the values of the case itself."
+            "Intensity normalisation. window: by window_hu; zscore, percentile: by the values of "
+            "the case itself."
         ),
     ] = Normalise.window
 
@@ -55,19 +55,22 @@ class TaskOptions:
     labels: Annotated[
         dict[str, int],
         Knob(
-            "Label names and their values in every label map that medseg writes: 1, 2, … without a gap."
+            "Label names and their values in every label map that medseg writes: 1, 2, … without a "
+            "gap."
         ),
     ]
     regions: Annotated[
         dict[str, RegionOptions] | None,
         Knob(
-            "Regions of interest; the fine stage makes one crop of each. null: one stage segments all labels."
+            "Regions of interest; the fine stage makes one crop of each. null: one stage segments "
+            "all labels."
         ),
     ] = None
     channels: Annotated[
         list[ChannelOptions] | None,
         Knob(
-            "Channels of the input, in the order image, image_1, …; null: one CT with task.window_hu."
+            "Channels of the input, in the order image, image_1, …; null: one CT with "
+            "task.window_hu."
         ),
     ] = None
     window_hu: Annotated[
@@ -88,7 +91,8 @@ class TaskOptions:
     volume_ml: Annotated[
         dict[str, Any] | None,
         Knob(
-            "Region or label: its smallest and largest plausible volume, [low, high]; others are not checked.",
+            "Region or label: its smallest and largest plausible volume, [low, high]; others are "
+            "not checked.",
             unit="ml",
             neutral=True,
         ),
@@ -96,7 +100,8 @@ class TaskOptions:
     codes: Annotated[
         dict[str, Any] | None,
         Knob(
-            "Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for DICOM results.",
+            "Label: its SNOMED CT code, [code, meaning] or [code, meaning, left | right], for "
+            "DICOM results.",
             neutral=True,
         ),
     ] = None
@@ -120,17 +125,21 @@ class TaskOptions:
     def _label_clashes(self) -> Iterator[str]:
         if self.name in ("", ".", "..") or set(self.name) & set("/\\\0"):
             yield (
-                f"task.name={self.name!r}: expected a valid folder name without / and \\, since the folder of "
-                "synthetic scans is named after the task; choose another one"
+                f"task.name={self.name!r}: expected a valid folder name without / and \\, since "
+                "the folder of synthetic scans is named after the task; choose another one"
             )
         values = sorted(self.labels.values())
         if not values or values != list(range(1, len(values) + 1)):
-            yield f"task.labels: expected the values 1, 2, … without a gap, but got {dict(self.labels)}"
+            yield (
+                "task.labels: expected the values 1, 2, … without a gap, "
+                f"but got {dict(self.labels)}"
+            )
         if len(values) > MAX_LABELS:
             yield f"task.labels: at most {MAX_LABELS} labels are possible, but got {len(values)}"
         if self.ignore_label is not None and self.ignore_label <= len(values):
             yield (
-                f"task.ignore_label={self.ignore_label} is the value of a label; choose a value from {len(values) + 1} to 255"
+                f"task.ignore_label={self.ignore_label} is the value of a label; choose a value "
+                f"from {len(values) + 1} to 255"
             )
 
     def _channel_clashes(self) -> Iterator[str]:
@@ -145,13 +154,14 @@ class TaskOptions:
             is_window = channel.normalise is Normalise.window
             if is_window != (channel.window_hu is not None):
                 yield (
-                    f"{key}: expected a window_hu (normalise=window), or normalise=zscore or percentile without one, "
-                    f"but got normalise={channel.normalise.value} and window_hu={channel.window_hu}"
+                    f"{key}: expected a window_hu (normalise=window), or normalise=zscore or "
+                    f"percentile without one, but got normalise={channel.normalise.value} "
+                    f"and window_hu={channel.window_hu}"
                 )
             if is_window and channel.modality is not Modality.ct:
                 yield (
-                    f"{key}.normalise=window: values of modality={channel.modality.value} have no common scale; choose "
-                    "zscore or percentile"
+                    f"{key}.normalise=window: values of modality={channel.modality.value} have no "
+                    "common scale; choose zscore or percentile"
                 )
             yield from _window_clashes(f"{key}.window_hu", channel.window_hu)
 
@@ -168,38 +178,52 @@ class TaskOptions:
         """Yield contradictions of the keys that are maps by label or region."""
         parts = {**self.labels, **(self.regions or {})}
         for name, range_ml in (self.volume_ml or {}).items():
+            key = f"task.volume_ml.{name}"
             if name not in parts:
-                yield f"task.volume_ml.{name}: there is no such label or region; there are {', '.join(parts)}"
+                yield f"{key}: there is no such label or region; there are {', '.join(parts)}"
             if not _is_range(range_ml):
-                yield f"task.volume_ml.{name}: expected two increasing numbers in ml, but got {range_ml}"
-        for key, by_label in (("codes", self.codes), ("colours", self.colours)):
-            for name in by_label or {}:
-                if name not in self.labels:
-                    yield f"task.{key}.{name}: there is no such label; there are {', '.join(self.labels)}"
+                yield f"{key}: expected two increasing numbers in ml, but got {range_ml}"
+        yield from self._unknown_labels("codes", self.codes)
+        yield from self._unknown_labels("colours", self.colours)
         for name, code in (self.codes or {}).items():
             if not _is_code(code):
                 yield (
-                    f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | right], such as "
-                    f"[64033007, Kidney, left], but got {code}"
+                    f"task.codes.{name}: expected [code, meaning] or [code, meaning, left | "
+                    f"right], such as [64033007, Kidney, left], but got {code}"
                 )
         for name, colour in (self.colours or {}).items():
             if not re.fullmatch("#[0-9a-fA-F]{6}", colour):
-                yield f"task.colours.{name}: expected a colour such as '#38bdf8', but got {colour!r}"
+                yield (
+                    f"task.colours.{name}: expected a colour such as '#38bdf8', but got {colour!r}"
+                )
+
+    def _unknown_labels(self, key: str, by_label: dict[str, Any] | None) -> Iterator[str]:
+        """Yield a sentence for each name of a map that is no label."""
+        labels = ", ".join(self.labels)
+        for name in by_label or ():
+            if name not in self.labels:
+                yield f"task.{key}.{name}: there is no such label; there are {labels}"
 
 
 def _window_clashes(key: str, window_hu: Pair | None) -> Iterator[str]:
+    """Yield a sentence where the bounds of a window are swapped or equal."""
     if window_hu is not None and window_hu[0] >= window_hu[1]:
         yield f"{key}: expected a lower bound below the upper one, but got {window_hu}"
 
 
 def _is_code(code: Any) -> bool:
-    """Whether this is a SNOMED CT code: up to 16 digits, a meaning of up to 64 characters (limits of DICOM), and perhaps a side."""
+    """Whether a value is a SNOMED CT code, its meaning, and perhaps a side.
+
+    DICOM limits the code to 16 digits and the meaning to 64 characters.
+    """
     if not isinstance(code, list) or len(code) not in (2, 3):
         return False
-    number, meaning = str(code[0]), code[1]
-    is_named = isinstance(meaning, str) and 0 < len(meaning) <= 64
-    has_side = code[2:] in ([], ["left"], ["right"])
-    return number.isdecimal() and len(number) <= 16 and is_named and has_side
+    number, meaning, *side = code
+    if not isinstance(meaning, str) or not 0 < len(meaning) <= 64:
+        return False
+    if side not in ([], ["left"], ["right"]):
+        return False
+    return str(number).isdecimal() and len(str(number)) <= 16
 
 
 def _is_range(values: Any) -> bool:
@@ -213,24 +237,26 @@ def _is_range(values: Any) -> bool:
 
 def make_task(config: TaskOptions) -> Task:
     """Make the task of a configuration."""
-    regions = tuple(
-        Region(name, tuple(region.labels), region.side.value if region.side else None)
-        for name, region in (config.regions or {}).items()
-    )
+    regions = []
+    for name, region in (config.regions or {}).items():
+        side = region.side.value if region.side is not None else None
+        regions.append(Region(name, tuple(region.labels), side))
     channels = [
-        Channel(one.modality.value, one.window_hu, one.normalise.value)
-        for one in config.channels or ()
+        Channel(channel.modality.value, channel.window_hu, channel.normalise.value)
+        for channel in config.channels or ()
     ]
+    if not channels:  # `task.window_hu` is short for one CT channel
+        channels = [Channel(window_hu=config.window_hu)]
     return Task(
-        config.name,
-        dict(config.labels),
-        regions,
-        tuple(channels or [Channel(window_hu=config.window_hu)]),
-        config.least_hu,
-        config.ignore_label,
-        {name: (low_ml, high_ml) for name, (low_ml, high_ml) in (config.volume_ml or {}).items()},
-        code_texts(config.codes),
-        dict(config.colours or {}),
+        name=config.name,
+        labels=dict(config.labels),
+        regions=tuple(regions),
+        channels=tuple(channels),
+        least_hu=config.least_hu,
+        ignore_label=config.ignore_label,
+        volume_ml={name: (low, high) for name, (low, high) in (config.volume_ml or {}).items()},
+        codes=code_texts(config.codes),
+        colours=dict(config.colours or {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Wording of messages: lists that are cut short, and commands that a shell takes as they are printed."""
+"""Wording of messages: lists that are cut short, and commands quoted for a shell."""
 
 import os
 import shlex
@@ -15,16 +15,17 @@ def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> 
         separator: Between two names.
 
     Example:
-        >>> first_few(["a", "b", "c"], 2), first_few(["a", "b"]), first_few(["a", "b", "c"], 1, "; ")
+        >>> first_few("abc", 2), first_few("ab"), first_few("abc", 1, "; ")
         ('a, b and 1 more', 'a, b', 'a; and 2 more')
     """
-    texts = [str(name) for name in names]
-    shown = separator.join(texts[:most])
-    num_others = len(texts) - most
-    if num_others <= 0:
-        return shown
+    texts = list(map(str, names))
+    first_texts = separator.join(texts[:most])
+    num_more = len(texts) - most
+    if num_more <= 0:
+        return first_texts
+    # No comma before the last "and".
     end = " " if separator == ", " else separator
-    return f"{shown}{end}and {num_others} more"
+    return f"{first_texts}{end}and {num_more} more"
 
 
 def quote_for_shell(argument: str) -> str:

@@ -30,7 +30,7 @@ class WorkerDiedError(Exception):
 
 
 class NotSentError(Exception):
-    """The worker could not send a result, or read a request: a defect of the function that was called."""
+    """The worker could not send a result, or read a request: a defect of the called function."""
 
 
 class Worker:
@@ -99,7 +99,10 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(request: bytes) -> memoryview:
-    """Call the function of a request; the answer holds its result, or its error with the traceback as a note."""
+    """Call the function of a request.
+
+    The answer holds its result, or its error with the traceback as a note.
+    """
     try:
         function, arguments = ForkingPickler.loads(request)
     except Exception as error:
@@ -114,7 +117,8 @@ def _answer(request: bytes) -> memoryview:
     except Exception as error:
         return _packed_error(
             NotSentError(
-                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: {error!r}"
+                f"the result of {function.__qualname__}, of {type(result)}, cannot be sent: "
+                f"{error!r}"
             )
         )
 
@@ -144,6 +148,7 @@ def _describe_end(exit_code: int | None) -> str:
 
 def _end_with_parent() -> None:
     """End this process when its parent has ended, also where a function still runs."""
-    if parent := parent_process():
+    parent = parent_process()
+    if parent is not None:
         parent.join()
         os._exit(1)

@@ -35,16 +35,11 @@ from medseg.inference.tile_workers import TileWorkers, process_group, serve_tile
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import release_free_memory
-from medseg.preprocess.crop import erase_outside, resample_crop
+from medseg.preprocess.crop import erase_outside, probability_channel, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
-# A region with a lower Dice coefficient of the two stages counts as absent.
-MIN_AGREEMENT = 0.1
-# A region below the usual agreement and below this share of its least plausible volume
-# (`task.volume_ml`) counts as absent.
-MIN_DOUBTFUL_SHARE = 0.03
 Timed = Callable[[str], AbstractContextManager[None]]
 
 
@@ -181,7 +176,8 @@ class Cascade:
             parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
         else:
             with timed("localise"):
-                found = localise(images, grid, self.coarse, options)
+                keep_probs = self.fine.has_coarse_channel
+                found = localise(images, grid, self.coarse, options, keep_probs=keep_probs)
             result.findings += found.findings
             _note_crop(
                 result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid
@@ -190,7 +186,9 @@ class Cascade:
         not_added: list[str] = []
         apart: list[str] = []
         with timed("join"):
-            if found is not None and options.add_parts and self.coarse.add_parts_mm is not None:
+            # A fine stage that sees the coarse probabilities decides about these parts itself.
+            adds_parts = options.add_parts and not self.last.has_coarse_channel
+            if found is not None and adds_parts and self.coarse.add_parts_mm is not None:
                 added = add_coarse_parts(
                     found.labels,
                     found.grid,
@@ -397,7 +395,7 @@ def _refine_regions(
                 fine.rule,
                 fine.least_size,
             )
-            prediction = refine(images, grid, crop, region, fine, options, intensities)
+            prediction = refine(images, grid, crop, region, fine, options, intensities, found)
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):
@@ -460,6 +458,7 @@ def refine(
     stage: TrainedStage,
     options: InferenceOptions | None = None,
     intensities: Sequence[Intensity] | None = None,
+    found: Localisation | None = None,
 ) -> Prediction:
     """Segment one region; only its crop is resampled.
 
@@ -471,6 +470,7 @@ def refine(
         stage: The fine stage.
         options: How the networks run; the defaults where None.
         intensities: Map of each channel to the range of the network; None = by its values.
+        found: Result of the coarse stage with its probabilities, for a stage with a coarse channel.
 
     Returns:
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
@@ -498,6 +498,13 @@ def refine(
             )
         ]
     )
+    if stage.has_coarse_channel:
+        assert found is not None, "it has the probabilities"
+        assert found.probs is not None, "they were asked for"
+        assert found.probs_grid is not None, "it comes with them"
+        values = stage.task.region_values(region)
+        coarse = probability_channel(found.probs, found.probs_grid, crop, values)
+        image = torch.cat([image, coarse[None]])
     # Right sides look like left ones to the network.
     flipped = [X_AXIS] if region.side == "right" else []
     if flipped:

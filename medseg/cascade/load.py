@@ -25,6 +25,7 @@ from medseg.memory.switches import use_channels_last
 from medseg.models.blocks import ScaledConv3d
 from medseg.models.described import make_described_network, to_tuples
 from medseg.models.options import UNET
+from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
@@ -87,14 +88,18 @@ def load_stage(
         task = with_known_labels(Task.from_dict(metadata["task"]))
         if name == "coarse" and not task.regions:
             name = "single"  # as older files do not call it
+        has_coarse_channel = bool(metadata.get("coarse_channel"))
+
+        def make() -> StageNetwork:
+            return make_described_network(
+                metadata["model"], task, name, trusted, has_coarse_channel=has_coarse_channel
+            )
+
         # A network may be larger than the memory: on the meta device it only has shapes, which must
         # be those of the weights.
-        shapes = build_on_meta(
-            lambda: make_described_network(metadata["model"], task, name, trusted),
-            may_compute=bool(trusted),
-        )
+        shapes = build_on_meta(make, may_compute=bool(trusted))
         shapes.load_state_dict(weights, assign=True)
-        network = make_described_network(metadata["model"], task, name, trusted)
+        network = make()
         trained_in = Precision(metadata["precision"]).value
         lacks_half = precision is None and trained_in in HALF and device.type == "cpu"
         precision = precision or inference_precision(trained_in, device.type)
@@ -106,12 +111,13 @@ def load_stage(
             spacing_mm=None
             if metadata["spacing_mm"] == NATIVE
             else _triple(metadata["spacing_mm"]),
-            # Metadata of older checkpoints lacks `resampling`, `grid_rule` and `add_parts_mm`.
+            # Older checkpoints lack `resampling`, `grid_rule`, `add_parts_mm`, `coarse_channel`.
             resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
             tile_size=network.traits.fixed_size
             or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
             region_margin_mm=float(metadata["region_margin_mm"]),
             add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
+            has_coarse_channel=has_coarse_channel,
             precision=precision,
             device=device,
             rule=GridRule(**metadata.get("grid_rule", {})),
@@ -204,6 +210,7 @@ def load_stages(
             "least_size",
             "region_margin_mm",
             "add_parts_mm",
+            "has_coarse_channel",
             "precision",
         ):
             ours, theirs = getattr(first, name), getattr(other, name)

@@ -43,6 +43,9 @@ class Localisation:
         findings: What was found about missing or implausible regions.
         tiling_plan: How the volume went through the network; None where labels were given.
         crop_grid: Grid of the network's input; None where labels were given.
+        probs: Probabilities of the background and all labels (K, d, h, w), float16, before the
+            clean-up; None unless asked for.
+        probs_grid: Their grid.
         beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the
             network saw the scan; None where labels were given, and for other images than CT.
     """
@@ -54,6 +57,8 @@ class Localisation:
     tiling_plan: TilingPlan | None = None
     crop_grid: VoxelGrid | None = None
     beyond: np.ndarray | None = None
+    probs: Tensor | None = None
+    probs_grid: VoxelGrid | None = None
 
     @property
     def warnings(self) -> list[str]:
@@ -116,6 +121,8 @@ def localise(
     options: InferenceOptions | None = None,
     scan_spacing_mm: tuple[float, float, float] | None = None,
     intensities: Sequence[Intensity] | None = None,
+    *,
+    keep_probs: bool = False,
 ) -> Localisation:
     """Segment the whole volume coarsely and find the box of each region.
 
@@ -128,6 +135,7 @@ def localise(
             one.
         intensities: Map of each channel to the range of the network, where the volume is a
             resampled one; None = by its values.
+        keep_probs: Whether the result has the probabilities.
 
     Returns:
         Labels, boxes and warnings; an empty label map without boxes where nothing was found.
@@ -177,6 +185,10 @@ def localise(
         is_beyond = np.zeros(labels.shape, dtype=bool)
         is_beyond[inner] = beyond
         found = replace(found, beyond=is_beyond)
+    if keep_probs:
+        # Beyond the scan the network sees padding.
+        probs = prediction.probs[:, *in_crop].clone()
+        found = replace(found, probs=probs, probs_grid=crop.lattice.crop(part))
     return replace(
         found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
     )

@@ -74,6 +74,8 @@ class TrainedStage:
         region_margin_mm: Margin around the coarse region, in mm on every side.
         add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if
             a ball of this diameter fits into it, see `medseg.anatomy.additions`; None adds nothing.
+        has_coarse_channel: Of the fine stage: the network also sees the probability that the coarse
+            stage gives to the region.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
@@ -110,6 +112,12 @@ class TrainedStage:
     warnings: tuple[str, ...] = ()
     dice_bound: DiceBound | None = None
     add_parts_mm: float | None = None
+    has_coarse_channel: bool = False
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the network's input."""
+        return len(self.task.channels) + self.has_coarse_channel
 
     @property
     def divisor(self) -> tuple[int, int, int]:

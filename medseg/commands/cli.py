@@ -1,4 +1,4 @@
-"""The `medseg` program: `medseg <command> key=value …`, the same commands as `train.py` and `scripts/*.py`."""
+"""The `medseg` program: `medseg <command> key=value …`."""
 
 import difflib
 import sys
@@ -10,7 +10,8 @@ from medseg.errors import EXIT_USER_ERROR
 
 # Commands first, then keys, groups and values, one a line. `=` and `:` do not break words.
 COMPLETION = """\
-# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:  eval "$(medseg --completion)"
+# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
+#   eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
 _medseg() {{
     local line rest
@@ -34,7 +35,8 @@ complete -o nospace -o default -F _medseg medseg"""
 USAGE = """\
 usage: medseg <command> key=value …   (`medseg <command> --help` prints all keys)
        medseg predict <scan or folder> -o <file or folder>
-       medseg --version | --completion   (the latter for bash and zsh: `eval "$(medseg --completion)"`)
+       medseg --version
+       medseg --completion   (for bash and zsh: `eval "$(medseg --completion)"`)
 """
 # Names of commands of other programs to ours.
 HABITS = {
@@ -54,7 +56,7 @@ HABITS = {
 
 
 def main() -> None:
-    """Run the command that the first argument names; commands take Hydra's `key=value` arguments."""
+    """Run the command that the first argument names, with Hydra's `key=value` arguments."""
     prepare_streams()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in COMMANDS:
@@ -69,8 +71,9 @@ def main() -> None:
         print(COMPLETION.format(commands=" ".join(COMMANDS)))
         return
     if command in ("--help", "-h"):
-        lines = [f"  {name:16s}{sentence}" for name, (*_, sentence) in COMMANDS.items()]
-        print("\n".join([USAGE, *lines]))
+        print(USAGE)
+        for name, (*_, sentence) in COMMANDS.items():
+            print(f"  {name:16s}{sentence}")
         return
     say(unknown_command(command))
     sys.exit(EXIT_USER_ERROR)
@@ -84,8 +87,10 @@ def unknown_command(command: str) -> str:
         'there is no command predcit; did you mean predict? `medseg --help` lists all commands'
     """
     names = [*COMMANDS, *HABITS]
-    near = difflib.get_close_matches(command.lower().replace("-", "_"), names, n=1, cutoff=0.6)
-    guess = f"did you mean {HABITS.get(near[0], near[0])}? " if near else ""
+    typed = command.lower().replace("-", "_")
+    guess = ""
+    for name in difflib.get_close_matches(typed, names, n=1, cutoff=0.6):
+        guess = f"did you mean {HABITS.get(name, name)}? "
     return f"there is no command {command}; {guess}`medseg --help` lists all commands"
 
 

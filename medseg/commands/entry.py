@@ -1,12 +1,12 @@
-"""Entry of every command: quote paths, compose and check the configuration, run, turn errors into exit codes."""
+"""Entry of every command: compose and check the configuration, run, turn errors into exit codes."""
 
 import gc
 import importlib
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -155,31 +155,41 @@ EXTRAS = {"optuna": "search"}
 
 def run_command(command: str) -> None:
     """Run a command with the arguments `key=value …` of this process, and exit with its code."""
-    _, module, _ = COMMANDS[command]
-
-    def job(config: Any) -> int:
-        try:
-            # Imported now: a misspelled key must not wait for torch.
-            code: int = getattr(import_module(module), FUNCTIONS.get(command, command))(config)
-        except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
-                raise
-            extra = EXTRAS[error.name]
-            raise UserError(
-                f"{command} needs {error.name}, which is not installed; install medseg with its extra: medseg[{extra}]"
-            ) from error
-        return code
-
+    module = COMMANDS[command][1]
     if command == "train":  # it prepares the process first
         import_module(module).main()
-    elif command == "plan":
+        return
+    job = partial(_call_command, command)
+    if command == "plan":
         run(command, job, read=partial(read_resumed, command, PlanConfig))
     else:
         run(command, job)
 
 
+def _call_command(command: str, config: Any) -> int:
+    """Import the function of a command, and call it.
+
+    It is imported now and not before: a misspelled key must not wait for torch.
+    """
+    module = COMMANDS[command][1]
+    name = FUNCTIONS.get(command, command)
+    try:
+        code: int = getattr(import_module(module), name)(config)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise UserError(
+            f"{command} needs {error.name}, which is not installed; "
+            f"install medseg with its extra: medseg[{EXTRAS[error.name]}]"
+        ) from error
+    return code
+
+
 def import_module(name: str) -> ModuleType:
-    """Import a module with garbage collection off, which would scan the objects of torch again and again (0.3 s per start)."""
+    """Import a module with garbage collection off.
+
+    The collector would scan the objects of torch again and again (0.3 s per start).
+    """
     gc.disable()
     try:
         return importlib.import_module(name)
@@ -195,33 +205,72 @@ def run(
     sweep_codes: Callable[[], list[int]] | None = None,
     read: Callable[[DictConfig], Any] | None = None,
 ) -> None:
-    """Compose `conf/<command>.yaml` with the command line, run `job` on the checked configuration, and exit.
+    """Compose a root file with the command line, run `job` on the checked configuration, and exit.
 
     Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the
     user, reported in one sentence; those of `medseg.runs.status`. Any other exception keeps its
     traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
-        command: Name of the command and of its root file under `conf/`.
+        command: Name of the command and of its root file `conf/<command>.yaml`.
         job: Does the work on one configuration and returns an exit code.
         refused: Called with the sentence that refused a job.
         sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them
             in other processes.
         read: Checks what is composed; None = `to_config` with the schema.
     """
-    schema, _, sentence = COMMANDS[command]
+    schema = COMMANDS[command][0]
+    read_config = read or partial(to_config, schema=schema)
     codes: list[int] = []
 
-    def one_job(composed: DictConfig) -> None:
+    def run_job(composed: DictConfig) -> None:
         try:
-            codes.append(job(read(composed) if read is not None else to_config(composed, schema)))
+            codes.append(job(read_config(composed)))
         except UserError as error:
             say(str(error))
             remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
             if refused is not None:
                 refused(str(error))
             codes.append(EXIT_USER_ERROR)
+        except Exception as error:
+            raise JobDefectError(error) from error
 
+    _prepare_process(schema)
+    try:
+        _run_command_line(command, run_job)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        sys.exit(EXIT_UNREAD)
+    except UserError as error:
+        say(str(error))
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        say("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    if sweep_codes is not None:
+        codes = sweep_codes() or codes
+    sys.exit(_exit_code(codes))
+
+
+class JobDefectError(Exception):
+    """An exception of a job that is no mistake of the user.
+
+    Hydra raises errors of the same types for what the user typed; a job in another process of a
+    launcher may have raised this one.
+
+    Args:
+        error: The exception of the job.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _prepare_process(schema: type) -> None:
+    """Set streams, memory and environment of this process before torch is loaded."""
     prepare_streams()
     # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs
     # on two cores, busy waiting at each barrier made a prediction take five times as long.
@@ -231,57 +280,88 @@ def run(
         train_without_amx()
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
-        if is_completion(sys.argv[1:]):
+
+
+def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> None:
+    """Answer the command line of this process: complete it, print help, or run the jobs.
+
+    Raises:
+        UserError: If an argument is wrong, or Hydra cannot compose it or write the run folder.
+    """
+    schema = COMMANDS[command][0]
+    if is_completion(sys.argv[1:]):
+        with _explained_errors(command):
             print("\n".join(complete(schema, partial(compose, command), line_words())))
-            sys.exit(0)
-        sys.argv[1:] = expand_options(command, sys.argv[1:])
-        check_arguments(sys.argv[1:])
-        sys.argv[1:] = options_first(targets_first(quote_paths(with_task(sys.argv[1:], schema))))
-        if {"--help", "-h"} & set(sys.argv[1:]):
-            overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
-            print(
-                f"{command}: {sentence}\nArguments: key=value …, for the keys below with their current values."
-            )
-            for option, key in OPTIONS.get(command, {}).items():
-                print(f"  {option} <path> is short for {key}=<path>")
-            composed, groups = compose(command, overrides)
-            print(help_text(schema, composed, groups), flush=True)
-            sys.exit(0)
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(one_job)()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        if not _is_unread(sys.stdout):
-            raise
-        sys.exit(EXIT_UNREAD)
-    except UserError as error:
-        say(str(error))
-        sys.exit(EXIT_USER_ERROR)
+        return
+    arguments = expand_options(command, sys.argv[1:])
+    check_arguments(arguments)
+    arguments = targets_first(quote_paths(with_task(arguments, schema)))
+    sys.argv[1:] = options_first(arguments)
+    if {"--help", "-h"} & set(sys.argv):
+        with _explained_errors(command):
+            _print_help(command, sys.argv[1:])
+        return
+    _run_hydra(command, run_job)
+
+
+@contextmanager
+def _explained_errors(command: str) -> Iterator[None]:
+    """Turn what Hydra says of the command line into one sentence for the user."""
+    try:
+        yield
     except (HydraException, OmegaConfBaseException) as error:
-        say(explain(error, compose(command)[0]))
-        sys.exit(EXIT_USER_ERROR)
+        raise UserError(explain(error, compose(command)[0])) from error
+
+
+def _print_help(command: str, arguments: Sequence[str]) -> None:
+    """Print what a command does, its options, and all keys with their values."""
+    schema, _, sentence = COMMANDS[command]
+    print(f"{command}: {sentence}")
+    print("Arguments: key=value …, for the keys below with their current values.")
+    for option, key in OPTIONS.get(command, {}).items():
+        print(f"  {option} <path> is short for {key}=<path>")
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    composed, groups = compose(command, overrides)
+    print(help_text(schema, composed, groups), flush=True)
+
+
+def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
+    """Let Hydra compose the command line, make the folder of the run or sweep, and run the jobs.
+
+    Raises:
+        UserError: If the command line cannot be composed, or the folder cannot be written.
+        Exception: The defect of a job, as the job raised it.
+    """
+    start = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)
+    try:
+        with _explained_errors(command):
+            start(run_job)()
+        return
+    except JobDefectError as job_defect:
+        defect = job_defect.error
     except OSError as error:
-        # Hydra makes the folder of a run or a sweep before the job begins; another error is a
-        # defect.
-        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        if names[-1] != "mkdir" or "one_job" in names:
+        # A closed output stream has no file name.
+        if error.filename is None:
             raise
-        say(
-            f"{error.filename}: cannot be written ({error.strerror}); check the folder, its permissions and its space."
-        )
-        sys.exit(EXIT_USER_ERROR)
-    except KeyboardInterrupt:
-        say("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    codes = (sweep_codes() if sweep_codes is not None else []) or codes
-    if len(codes) > 1 and any(codes):
-        say(f"{sum(code != 0 for code in codes)} of {len(codes)} jobs failed")
-        sys.exit(EXIT_FAILED)
-    sys.exit(max(codes, default=0))
+        raise UserError(
+            f"{error.filename}: cannot be written ({error.strerror}); "
+            "check the folder, its permissions and its space."
+        ) from error
+    # Raised here and not in its `except`, which would hide the cause of the defect.
+    raise defect
+
+
+def _exit_code(codes: Sequence[int]) -> int:
+    """Join the exit codes of all jobs, and say how many of several failed."""
+    num_failed = sum(code != 0 for code in codes)
+    if len(codes) > 1 and num_failed:
+        say(f"{num_failed} of {len(codes)} jobs failed")
+        return EXIT_FAILED
+    return max(codes, default=0)
 
 
 def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Config:
-    """Check the composed configuration, or that of `resume=<run folder>` with the keys that the command line changes.
+    """Check the composed configuration, or that of `resume=<run folder>` with the changed keys.
 
     Args:
         command: Name of the command and of its root file under `conf/`.
@@ -289,7 +369,8 @@ def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Co
         composed: What the command line composes.
     """
     hydra_config = HydraConfig.get()
-    if hydra_config.mode is RunMode.MULTIRUN or composed.resume in (None, "auto"):
+    is_multirun = hydra_config.mode is RunMode.MULTIRUN
+    if is_multirun or composed.resume in (None, "auto"):
         return to_config(composed, schema)
     default = resolved(hydra.compose(command))
     overrides = hydra_config.overrides.task
@@ -297,7 +378,10 @@ def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Co
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Whether the reader of a stream has left; the rest of the stream is then dropped, or Python would fail at its exit."""
+    """Whether the reader of a stream has left.
+
+    The rest of the stream is then dropped, or Python would fail at its exit.
+    """
     try:
         print(file=stream, flush=True)  # a write that failed may have left nothing to flush
     except BrokenPipeError:
@@ -313,18 +397,20 @@ def compose(command: str, overrides: Sequence[str] = ()) -> tuple[DictConfig, li
         The configuration, and the groups whose files the command line may choose.
     """
     GlobalHydra.instance().clear()
-    missing: list[str] = []
+    missing_groups: list[str] = []
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
             composed = hydra.compose(command, list(overrides), return_hydra_config=True)
         except ConfigCompositionException as error:
-            group = re.search(r"You must specify '(\w+)'", str(error))
-            if group is None:
+            match = re.search(r"You must specify '(\w+)'", str(error))
+            if match is None:
                 raise
-            missing.append(group.group(1))
-            without = [*overrides, f"~{missing[0]}"]
-            composed = hydra.compose(command, without, return_hydra_config=True)
-    groups = [*composed.hydra.runtime.choices, *missing]
+            missing_group = match.group(1)
+            missing_groups.append(missing_group)
+            # `~group` composes without the group.
+            overrides = [*overrides, f"~{missing_group}"]
+            composed = hydra.compose(command, overrides, return_hydra_config=True)
+    groups = [*composed.hydra.runtime.choices, *missing_groups]
     with open_dict(composed):
         del composed["hydra"]
     return composed, groups

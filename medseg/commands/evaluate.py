@@ -10,18 +10,22 @@ from medseg.task_options import make_task
 
 
 def evaluate(config: EvaluateConfig) -> int:
-    """Score the folder of a configuration; further metrics see each region as one class beside the background.
+    """Score the label maps of a folder.
+
+    Further metrics of `metrics` see each region as one class beside the background.
 
     Returns:
         0, or 1 when a case could not be scored.
     """
     metrics = {}
     if config.metrics:
-        from medseg.training.extensions import (
-            make_metrics,
-        )  # loads torch, which our own metrics do without
+        # Loads torch, which our own metrics do without.
+        from medseg.training.extensions import make_metrics
 
         metrics = make_metrics(config.metrics, 2, config.trusted_targets)
+    baseline = None
+    if config.baseline:
+        baseline = Path(config.baseline)
     summary = evaluate_folder(
         Path(config.pred),
         Path(config.ref),
@@ -34,6 +38,6 @@ def evaluate(config: EvaluateConfig) -> int:
         metrics=metrics,
         num_pictures=config.num_pictures,
         num_viewers=config.num_viewers,
-        baseline=Path(config.baseline) if config.baseline else None,
+        baseline=baseline,
     )
     return EXIT_FAILED if summary.failed else 0

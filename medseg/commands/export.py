@@ -1,5 +1,6 @@
 """The `export` command: writes the network of a checkpoint as ONNX or OpenVINO IR."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -27,13 +28,18 @@ def export(config: ExportConfig) -> int:
     )
     output = Path(config.output)
     exported = export_stage(stage, output)
-    size = (
-        f"any size in multiples of {'×'.join(map(str, stage.divisor))} voxels (z, y, x)"
-        if exported.fixed_size is None
-        else f"{'×'.join(map(str, exported.fixed_size))} voxels (z, y, x) only"
-    )
+    if exported.fixed_size is None:
+        input_size = f"any size in multiples of {_size_text(stage.divisor)} voxels (z, y, x)"
+    else:
+        input_size = f"{_size_text(exported.fixed_size)} voxels (z, y, x) only"
     print(
-        f"{output}: {exported.form}; input of {size}; logits within {exported.difference:.1e} of torch"
+        f"{output}: {exported.form}; input of {input_size}; "
+        f"logits within {exported.difference:.1e} of torch"
     )
     print("the preprocessing is in its metadata, see docs/export.md")
     return 0
+
+
+def _size_text(size: Iterable[int]) -> str:
+    """Format a size in voxels per axis."""
+    return "×".join(map(str, size))

@@ -1,4 +1,4 @@
-"""The `find_lr` command: finds a learning rate in one short run of rising rates, and plots it."""
+"""The `find_lr` command: suggests a learning rate after one short run of rising rates."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +8,23 @@ import torch
 from medseg.config.schema import FindLrConfig
 from medseg.console import say
 from medseg.data.spacing import find_spacing
-from medseg.errors import EXIT_FAILED, require
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import write_csv
 from medseg.report.plots import draw_lr_range
+from medseg.targets import TARGET
 from medseg.training.assemble import make_data_module, make_module, make_trainer
 from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 from medseg.training.network import load_initial_weights, make_network
 from medseg.training.optimisation import find_lr_factor
 
-CONSTANT = {"_target_": "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+CONSTANT = {TARGET: "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
 
 def find_lr(config: FindLrConfig) -> int:
-    """Train for `steps` while the rate climbs; write `find_lr.csv` and `find_lr.png`, and print the argument of `train`.
+    """Train for `steps` while the rate climbs, and print the argument of `train` for the best one.
+
+    The losses are written to `find_lr.csv` and `find_lr.png`.
 
     Returns:
         0, or 1 where the loss never falls.
@@ -29,17 +32,43 @@ def find_lr(config: FindLrConfig) -> int:
     Raises:
         UserError: If the rates do not rise, or several ranks are asked for.
     """
-    require(
-        config.lowest_lr < config.highest_lr,
-        f"expected lowest_lr < highest_lr, but got lowest_lr={config.lowest_lr:g} and highest_lr={config.highest_lr:g}",
-    )
-    require(
-        config.trainer.devices * config.trainer.num_nodes == 1,
-        "trainer: find_lr runs on one rank, and its result holds for any number of ranks with the same stage.batch_size; choose trainer=single",
-    )
+    if not config.lowest_lr < config.highest_lr:
+        raise UserError(
+            f"expected lowest_lr < highest_lr, but got lowest_lr={config.lowest_lr:g} "
+            f"and highest_lr={config.highest_lr:g}"
+        )
+    if config.trainer.devices * config.trainer.num_nodes != 1:
+        raise UserError(
+            "trainer: find_lr runs on one rank, and its result holds for any number of ranks "
+            "with the same stage.batch_size; choose trainer=single"
+        )
     find_spacing(config.spacing, config.data, config.task)
     output = Path(config.output)
     check_writable(output)
+    lr_range = _train_with_rising_lr(config, output)
+    lrs, losses = lr_range.lrs, lr_range.losses
+    rows = [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)]
+    write_csv(output / "find_lr.csv", rows, ("lr", "loss"))
+    suggested_lr = suggest_lr(lrs, losses)
+    if losses:
+        _draw(config, lr_range, suggested_lr, output / "find_lr.png")
+    if suggested_lr is None:
+        say("the loss never falls; try a lower lowest_lr or more steps")
+        return EXIT_FAILED
+    lr_of_lowest_loss = lrs[int(smoothed(losses).argmin())]
+    say(
+        f"suggested: {suggested_lr:.2g}, where the loss falls steepest "
+        f"but at most a tenth of {lr_of_lowest_loss:.2g}, the rate of the lowest loss"
+    )
+    # `lr_scaling` multiplies `optimizer.lr`.
+    factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
+    print(f"optimizer.lr={suggested_lr / factor:.2g}")
+    print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
+    return 0
+
+
+def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
+    """Train for `config.steps` steps; returns the rate and the loss of each."""
     # The test sets the rates itself, and leaves nothing behind but its result.
     config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
     torch.manual_seed(config.seed)
@@ -49,28 +78,12 @@ def find_lr(config: FindLrConfig) -> int:
     trainer = make_trainer(config, [lr_range])
     trainer.limit_val_batches = 0
     trainer.fit(make_module(config, network, {}), datamodule=make_data_module(config))
+    return lr_range
 
-    lrs, losses = lr_range.lrs, lr_range.losses
-    write_csv(
-        output / "find_lr.csv",
-        [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)],
-        ("lr", "loss"),
-    )
-    found = suggest_lr(lrs, losses)
-    if losses:
-        optimizer = str(config.optimizer["_target_"]).rpartition(".")[2]
-        title = (
-            f"{config.stage.name.value}, {optimizer}, stage.batch_size={config.stage.batch_size}"
-        )
-        draw_lr_range(lrs, losses, smoothed(losses).tolist(), found, title, output / "find_lr.png")
-    if found is None:
-        say("the loss never falls; try a lower lowest_lr or more steps")
-        return EXIT_FAILED
-    lowest = lrs[int(smoothed(losses).argmin())]
-    say(
-        f"suggested: {found:.2g}, where the loss falls steepest but at most a tenth of {lowest:.2g}, the rate of the lowest loss"
-    )
-    # `lr_scaling` multiplies the rate that is given.
-    print(f"optimizer.lr={found / find_lr_factor(config.lr_scaling, config.stage.batch_size):.2g}")
-    print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
-    return 0
+
+def _draw(config: FindLrConfig, lr_range: LrRange, suggested_lr: float | None, path: Path) -> None:
+    """Plot the losses over the rates, with the suggested rate."""
+    optimizer = str(config.optimizer[TARGET]).rpartition(".")[2]
+    title = f"{config.stage.name.value}, {optimizer}, stage.batch_size={config.stage.batch_size}"
+    smooth_losses = smoothed(lr_range.losses).tolist()
+    draw_lr_range(lr_range.lrs, lr_range.losses, smooth_losses, suggested_lr, title, path)

@@ -38,15 +38,19 @@ def predict(config: PredictConfig) -> int:
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
         cases = predict_scans(config, Display(progress))
-    if num_skipped := sum(case.is_skipped for case in cases):
+    num_skipped = sum(case.is_skipped for case in cases)
+    if num_skipped:
         say(
-            f"{num_skipped} of {len(cases)} cases were finished before and skipped; overwrite=true repeats them"
+            f"{num_skipped} of {len(cases)} cases were finished before and skipped; "
+            "overwrite=true repeats them"
         )
-    codes = [case.exit_code for case in cases if case.exit_code]
-    if codes:
-        say(f"{len(codes)} of {len(cases)} cases failed")
-        return codes[0] if len(cases) == 1 else EXIT_FAILED
-    return 0
+    failed = [case for case in cases if case.exit_code]
+    if not failed:
+        return 0
+    say(f"{len(failed)} of {len(cases)} cases failed")
+    if len(cases) == 1:
+        return failed[0].exit_code
+    return EXIT_FAILED
 
 
 class Display(Observer):
@@ -96,25 +100,29 @@ class Display(Observer):
 
     def case_ends(self, case: BatchCase) -> None:
         """Print the outcome."""
-        _show(case)
+        _print_outcome(case)
         self.progress.advance(self.cases)
-        shown = self.progress.tasks[self.steps]
-        if shown.fields["case"] == case.scan.name:  # of a batch, the next case may be shown already
-            self.progress.update(self.steps, completed=shown.total)
+        bar = self.progress.tasks[self.steps]
+        # Of a batch, the next case may be in the bar already.
+        if bar.fields["case"] == case.scan.name:
+            self.progress.update(self.steps, completed=bar.total)
 
 
 @contextmanager
 def sigterm_exits() -> Iterator[None]:
-    """Let SIGTERM end the command like Ctrl-C: the case that is being written is finished, the others are left out."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Let SIGTERM end the command like Ctrl-C.
+
+    The case that is being written is finished, the others are left out.
+    """
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _show(case: BatchCase) -> None:
-    """Print the outcome of a case: messages on the error stream, the result on the output stream."""
+def _print_outcome(case: BatchCase) -> None:
+    """Print the outcome of a case: messages on the error stream, the result on the output."""
     for message in case.messages:
         say(with_case_name(case.scan.name, message, [case.scan.path]))
     if case.is_skipped:
@@ -131,5 +139,5 @@ def _results_of(case: BatchCase) -> str:
     """Name the label map of a case; without one in `save` the other files, or else the report."""
     if case.output in case.result_paths:
         return str(case.output)
-    files = [str(path) for path in case.result_paths or [report_path(case.output)]]
-    return first_few(files, MAX_FILES)
+    paths = case.result_paths or [report_path(case.output)]
+    return first_few(paths, MAX_FILES)

@@ -1,4 +1,4 @@
-"""The `prepare` command: audits every case, fills the cache at the spacing of each stage, and prints the findings."""
+"""The `prepare` command: audits every case and fills the cache at the spacing of each stage."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import with_case_name
 from medseg.preprocess.intensity import normalise, percentile
 from medseg.report.audit_pictures import CaseView, Slice, audit_pictures, cut_slices
-from medseg.task import Channel, Task
+from medseg.task import Channel, LabelValues, Task
 from medseg.task_options import make_task
 
 
@@ -32,138 +32,157 @@ def prepare(config: PrepareConfig) -> int:
         0, or 1 if a case cannot be used.
     """
     task = make_task(config.task)
-    for spacing in config.spacings.values():
-        find_spacing(spacing, config.data, config.task)
-    targets = [
-        (spacing.target_spacing_mm, spacing.resampling.value)
-        for spacing in config.spacings.values()
-    ]
-    found = [
-        (case, label_values)
-        for group, label_values in find_cases(config.data, config.task)
-        for case in group
-    ]
-    cases = [
-        (case, label_values)
-        for case, label_values in found
-        if case.labels is not None or case.split != "test"
-    ]
-    if len(cases) < len(found):
-        say(
-            f"{count(len(found) - len(cases), 'test case')} without labels: only predict uses them, so they are not prepared"
-        )
+    spacings = []
+    for options in config.spacings.values():
+        find_spacing(options, config.data, config.task)
+        spacings.append((options.target_spacing_mm, options.resampling.value))
+    cases = _cases_to_prepare(config)
     output = Path(config.output)
     check_writable(output)
-    audited, slices = [], []
-    for one, scan in track(
-        prepare_cases(cases, Path(config.data.cache), task, targets), "prepare", total=len(cases)
-    ):
-        audited.append(one)
-        slices.append(
-            cut_slices(
-                shown_image(scan.image_hu, task.channels[0]), scan.labels, scan.grid.spacing_mm
-            )
-            if scan
-            else ()
-        )
-        print_case(one)
-    audited = compare_cases(audited)
-    for one in audited:
-        print_findings(one.case, one.compared)
-    replace_text(output / "audit.csv", audit_csv(audited))
-    pictures = draw(audited, slices, output / "audit.png", task)
-    print(summary(audited, [output / "audit.csv", *pictures]), flush=True)
-    unusable = [one.case.name for one in audited if one.status != READY]
+    audited_cases = []
+    slices = []
+    prepared = prepare_cases(cases, Path(config.data.cache), task, spacings)
+    for audited, scan in track(prepared, "prepare", total=len(cases)):
+        audited_cases.append(audited)
+        case_slices: Sequence[Slice] = ()
+        if scan is not None:
+            image = shown_image(scan.image_hu, task.channels[0])
+            case_slices = cut_slices(image, scan.labels, scan.grid.spacing_mm)
+        slices.append(case_slices)
+        print_case(audited)
+    audited_cases = compare_cases(audited_cases)
+    for audited in audited_cases:
+        print_findings(audited.case, audited.compared)
+    replace_text(output / "audit.csv", audit_csv(audited_cases))
+    pictures = draw(audited_cases, slices, output / "audit.png", task)
+    print(summary(audited_cases, [output / "audit.csv", *pictures]), flush=True)
+    unusable = [audited.case.name for audited in audited_cases if audited.status != READY]
     if unusable:
-        say(f"{len(unusable)} of {len(audited)} cases cannot be used: {', '.join(unusable)}")
-    return EXIT_FAILED if unusable else 0
+        say(f"{len(unusable)} of {len(audited_cases)} cases cannot be used: {', '.join(unusable)}")
+        return EXIT_FAILED
+    return 0
+
+
+def _cases_to_prepare(config: PrepareConfig) -> list[tuple[Case, LabelValues]]:
+    """List all cases with their label values, without test cases that have no labels."""
+    cases = []
+    num_left_out = 0
+    for group, label_values in find_cases(config.data, config.task):
+        for case in group:
+            if case.labels is None and case.split == "test":
+                num_left_out += 1
+                continue
+            cases.append((case, label_values))
+    if num_left_out:
+        say(
+            f"{count(num_left_out, 'test case')} without labels: only predict uses them, "
+            "so they are not prepared"
+        )
+    return cases
 
 
 def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:
     """Prepare an image for the picture: values without a window are mapped to [-1, 1]."""
-    return image if channel.window_hu else normalise(image, percentile(image, channel.modality))
+    if channel.window_hu:
+        return image
+    return normalise(image, percentile(image, channel.modality))
 
 
-def print_case(one: AuditedCase) -> None:
-    """Print the result of one case: its size and volumes on the standard output, its problems on the error stream."""
-    if one.failure:
-        say(with_case_name(one.case.name, one.failure, [one.case.image, one.case.labels]))
-    elif one.status == READY and one.audit is not None:
-        print(f"{one.case.name}: {audit_text(one.audit)}", flush=True)
-    if not one.failure:
-        print_findings(one.case, one.findings())
+def print_case(audited: AuditedCase) -> None:
+    """Print the result of one case.
+
+    Its size and volumes go to the standard output, its problems to the error stream.
+    """
+    case = audited.case
+    if audited.failure:
+        say(with_case_name(case.name, audited.failure, [case.image, case.labels]))
+        return
+    if audited.status == READY and audited.audit is not None:
+        print(f"{case.name}: {audit_text(audited.audit)}", flush=True)
+    print_findings(case, audited.findings())
 
 
 def print_findings(case: Case, findings: Sequence[Finding]) -> None:
-    """Print findings with the code by which they can be ignored; information is in the table only."""
+    """Print findings with the code by which they can be ignored.
+
+    Information is in the table only.
+    """
     for finding in findings:
-        if (
-            finding.severity is not Severity.information
-            and finding.code not in case.ignore_findings
-        ):
-            level = "refused" if finding.severity is Severity.error else "warning"
-            say(f"{case.name}: {level} ({finding.code}): {finding}")
+        is_information = finding.severity is Severity.information
+        if is_information or finding.code in case.ignore_findings:
+            continue
+        level = "refused" if finding.severity is Severity.error else "warning"
+        say(f"{case.name}: {level} ({finding.code}): {finding}")
 
 
 def audit_text(audit: CaseAudit) -> str:
     """Format size, spacing and volumes in one line."""
     shape = "×".join(map(str, audit.grid.shape))
     spacing = "×".join(f"{mm:.3g}" for mm in audit.grid.spacing_mm)
-    return ", ".join(
-        [
-            f"{shape} at {spacing} mm",
-            *(f"{name} {ml:.0f} ml" for name, ml in audit.volumes_ml.items()),
-        ]
-    )
+    volumes = [f"{name} {volume_ml:.0f} ml" for name, volume_ml in audit.volumes_ml.items()]
+    return ", ".join([f"{shape} at {spacing} mm", *volumes])
 
 
 def draw(
-    audited: Sequence[AuditedCase], slices: Sequence[Sequence[Slice]], path: Path, task: Task
+    audited_cases: Sequence[AuditedCase],
+    slices: Sequence[Sequence[Slice]],
+    path: Path,
+    task: Task,
 ) -> list[Path]:
     """Draw all cases, those with errors first, then those with warnings; returns the files."""
-    cases = []
-    for one, shown in zip(audited, slices, strict=True):
-        findings = [("error", one.failure)] if one.failure else []
-        findings += [
-            (finding.severity.value, f"{finding.code}: {finding.message}")
-            for finding in one.findings()
-        ]
-        cases.append(
-            CaseView(one.case.name, audit_text(one.audit) if one.audit else "", shown, findings)
-        )
-    ranks = ["error", "warning", "information", ""]
-    cases.sort(
-        key=lambda case: min(
-            (ranks.index(severity) for severity, _ in case.findings if severity != "information"),
-            default=3,
-        )
-    )
+    views = [
+        _view(audited, case_slices)
+        for audited, case_slices in zip(audited_cases, slices, strict=True)
+    ]
+    views.sort(key=_urgency)
     names = {value: name for name, value in task.labels.items()}
     return audit_pictures(
-        cases,
+        views,
         path,
-        count(len(cases), "case"),
+        count(len(views), "case"),
         label_names=names,
         window_hu=task.channels[0].window_hu,
     )
 
 
-def summary(audited: Sequence[AuditedCase], files: Sequence[Path]) -> str:
-    """Format the last line: the number of cases by status and of warnings by code, and the files to read."""
-    statuses = Counter(one.status for one in audited)
-    codes = Counter(
-        finding.code
-        for one in audited
-        for finding in one.findings()
-        if finding.severity is Severity.warning
-    )
+def _view(audited: AuditedCase, case_slices: Sequence[Slice]) -> CaseView:
+    """Collect what the picture of a case shows."""
+    findings = []
+    if audited.failure:
+        findings.append((Severity.error.value, audited.failure))
+    for finding in audited.findings():
+        findings.append((finding.severity.value, f"{finding.code}: {finding.message}"))
+    text = ""
+    if audited.audit is not None:
+        text = audit_text(audited.audit)
+    return CaseView(audited.case.name, text, case_slices, findings)
+
+
+def _urgency(view: CaseView) -> int:
+    """Sort key of a case: 0 with errors, 1 with warnings, else 2."""
+    severities = {severity for severity, _ in view.findings}
+    if Severity.error.value in severities:
+        return 0
+    if Severity.warning.value in severities:
+        return 1
+    return 2
+
+
+def summary(audited_cases: Sequence[AuditedCase], files: Sequence[Path]) -> str:
+    """Format the last line: numbers of cases by status, of warnings by code, and the files."""
+    statuses = Counter(audited.status for audited in audited_cases)
+    codes: Counter[str] = Counter()
+    for audited in audited_cases:
+        codes.update(
+            finding.code for finding in audited.findings() if finding.severity is Severity.warning
+        )
     states = ", ".join(f"{number} {status}" for status, number in statuses.items())
-    numbers = (
-        f" ({', '.join(f'{code} {number}' for code, number in codes.most_common())})"
-        if codes
-        else ""
-    )
-    return f"{count(len(audited), 'case')}: {states}; {count(codes.total(), 'warning')}{numbers}; see {', '.join(map(str, files))}"
+    warnings = count(codes.total(), "warning")
+    if codes:
+        numbers = ", ".join(f"{code} {number}" for code, number in codes.most_common())
+        warnings = f"{warnings} ({numbers})"
+    see = ", ".join(map(str, files))
+    return f"{count(len(audited_cases), 'case')}: {states}; {warnings}; see {see}"
 
 
 def count(number: int, noun: str) -> str:

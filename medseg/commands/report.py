@@ -3,18 +3,21 @@
 from pathlib import Path
 
 from medseg.config.schema import ReportConfig
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.runs.past_runs import write_report
 
 
 def report(config: ReportConfig) -> int:
-    """Write `report.html` and `report.csv` over the runs of a folder, and `differences.csv` where there is a baseline.
+    """Write `report.html` and `report.csv` over the runs of a folder.
+
+    Where there is a baseline, `differences.csv` compares the other runs with it.
 
     Raises:
         UserError: If there is no such folder, no run in it, or no such baseline.
     """
     folder = Path(config.runs).absolute()
-    require(folder.is_dir(), f"runs={config.runs}: there is no such folder")
+    if not folder.is_dir():
+        raise UserError(f"runs={config.runs}: there is no such folder")
     output = Path(config.output or folder).absolute()
     comparison = write_report(folder, output, config.num_pictures, config.baseline)
     print(f"{len(comparison.runs)} runs: {output / 'report.html'}, {output / 'report.csv'}")

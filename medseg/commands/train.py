@@ -1,4 +1,4 @@
-"""The `train` command: opens a run folder and trains in this process or on several ranks; a multirun runs many jobs."""
+"""The `train` command: opens a run folder and trains there; a multirun runs many jobs."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from medseg.commands import entry
 from medseg.console import say
-from medseg.errors import EXIT_OUT_OF_MEMORY, require
+from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.runs import sweeps
 from medseg.runs.advice import plan_command
 from medseg.runs.folder import find_run, is_finished, note_abandoned, open_run, remove_if_empty
@@ -29,33 +29,41 @@ def main() -> None:
     try:
         entry.run("train", train, sweeps.note_refusal, sweeps.exit_codes, read)
     finally:
-        for sweep_dir in filter(Path.is_dir, sweeps.SweepFolder.started):
-            print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
+        for sweep_dir in sweeps.SweepFolder.started:
+            if sweep_dir.is_dir():
+                print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
 
 
 def read(composed: DictConfig) -> TrainConfig:
-    """Check the composed configuration, or that of the run to resume with the keys that the command line changes."""
-    hydra_config = HydraConfig.get()
+    """Check the composed configuration, or that of the run to resume with the changed keys."""
     config = entry.read_resumed("train", TrainConfig, composed)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
-        from medseg.training.check import (
-            check_objects,
-        )  # loads torch, which takes seconds; the checks above do without it
-
-        has_tiles = hydra_config.runtime.choices.get("inference") == "tiles"
-        if has_tiles and config.inference.tile_size is None:
-            say(
-                "inference=tiles: stage.patch_size is null, so the tiles have no size and whole cases "
-                "are validated; give inference.tile_size=[D,H,W] for tiles"
-            )
-        for note in notes(config, has_batch_norm=check_objects(config)):
-            say(note)
+        _check_objects_and_tell(config)
     return config
 
 
+def _check_objects_and_tell(config: TrainConfig) -> None:
+    """Build what the configuration names once, and tell what may surprise the user."""
+    # Loads torch, which takes seconds; the checks before do without it.
+    from medseg.training.check import check_objects
+
+    has_tiles = HydraConfig.get().runtime.choices.get("inference") == "tiles"
+    if has_tiles and config.inference.tile_size is None:
+        say(
+            "inference=tiles: stage.patch_size is null, so the tiles have no size "
+            "and whole cases are validated; give inference.tile_size=[D,H,W] for tiles"
+        )
+    has_batch_norm = check_objects(config)
+    for note in notes(config, has_batch_norm=has_batch_norm):
+        say(note)
+
+
 def train(config: TrainConfig) -> int:
-    """Open the run folder and train; returns the exit code. Under torchrun the first rank opens it for all."""
+    """Open the run folder and train; returns the exit code.
+
+    When memory ran out, the command that finds a plan for this machine is told.
+    """
     overrides = HydraConfig.get().overrides
     code = _train(config)
     if code == EXIT_OUT_OF_MEMORY and rank() == 0:
@@ -68,15 +76,19 @@ def _train(config: TrainConfig) -> int:
     """Train one run, or one job of a multirun; returns the exit code."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is RunMode.MULTIRUN:
-        require(
-            not is_under_torchrun(),
-            "a multirun cannot run under torchrun, which starts the ranks of one run; start it with python, and each job starts its own ranks",
-        )
+        if is_under_torchrun():
+            raise UserError(
+                "a multirun cannot run under torchrun, which starts the ranks of one run; "
+                "start it with python, and each job starts its own ranks"
+            )
         return sweeps.run_job(config)
     check_start(config.trainer, config.resume)
     arguments = (*hydra_config.overrides.hydra, *hydra_config.overrides.task)
     is_named = any(argument.startswith(("hydra.run.dir=", "run_dir=")) for argument in arguments)
-    opened = open_or_leave(config, is_named) if rank() == 0 else None
+    # Under torchrun the first rank opens the folder for all.
+    opened = None
+    if rank() == 0:
+        opened = open_or_leave(config, is_named)
     if is_under_torchrun():
         opened = from_first_rank(opened)
     remove_if_empty(Path(hydra_config.runtime.output_dir))
@@ -97,23 +109,26 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         config: Checked configuration; changed in place to the one of the run.
         is_named: Whether the user chose the folder of a new run.
     """
-    if (
-        config.resume is None and num_restarts()
-    ):  # torchrun starts its ranks again after one has died
+    # Torchrun starts its ranks again after one has died.
+    if config.resume is None and num_restarts():
         config.resume = "auto"
     if config.resume == "auto":
-        run_dir, status = find_run(config) or (None, None)
-        if status is Status.finished:
-            say(f"already finished: {run_dir}")
-            return None
-        config.resume = str(run_dir) if run_dir is not None else None
+        config.resume = None
+        earlier_run = find_run(config)
+        if earlier_run is not None:
+            run_dir, status = earlier_run
+            if status is Status.finished:
+                say(f"already finished: {run_dir}")
+                return None
+            config.resume = str(run_dir)
     has_finished = config.resume is not None and is_finished(config)
     if config.resume is not None and not has_finished:
         say(f"resuming {config.resume}")
     open_run(config, is_named=is_named)
     if has_finished:
         say(
-            f"already finished: {config.run_dir} has made the {config.steps} steps that were asked for"
+            f"already finished: {config.run_dir} has made the {config.steps} steps "
+            "that were asked for"
         )
         return None
     return config

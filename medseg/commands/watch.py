@@ -1,17 +1,20 @@
 """The `watch` command: losses, scores, memory and utilisation of a run, live in the terminal."""
 
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import psutil
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
 from medseg.config.schema import WatchConfig
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.runs.folder import CONFIG_FILE, read_config, status_of_run
 from medseg.runs.past_runs import HISTORY_FILE, find_runs, read_history
 from medseg.runs.status import Status
@@ -31,30 +34,32 @@ CURVES = {
     "gpu_gib": ("GPU memory of the run", "{:.2f} GiB"),
     "gpu_percent": ("GPU utilisation", "{:.0f} %"),
 }
+# Headings of the table of a run, and how each column is set.
+HEADINGS: tuple[tuple[str, JustifyMethod], ...] = (
+    ("", "left"),
+    ("now", "right"),
+    ("least", "right"),
+    ("most", "right"),
+    ("so far", "left"),
+)
 
 
 def watch(config: WatchConfig) -> int:
-    """Show a run until it ends or the user leaves with Ctrl-C; without a terminal, print its present state once.
+    """Show a run until it ends or the user leaves with Ctrl-C.
+
+    Without a terminal, print its present state once.
 
     Raises:
         UserError: If the folder holds no run.
     """
-    folder = Path(config.run)
-    found = find_runs(folder) if folder.is_dir() else []
-    runs = sorted(
-        (one for one in found if (one / CONFIG_FILE).is_file()), key=lambda one: one.stat().st_mtime
-    )
-    require(
-        bool(runs),
-        f"run={config.run}: expected a run folder, with {CONFIG_FILE}, or a folder of runs; check the path",
-    )
-    run_dir = folder if (folder / CONFIG_FILE).is_file() else runs[-1]
+    run_dir = _find_run(config.run)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.print(view(run_dir))
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
+            # Asked before the view is made, so that the last view shows the end of the run.
             has_ended = status_of_run(run_dir) is not Status.running
             live.update(view(run_dir), refresh=True)
             if has_ended:
@@ -63,37 +68,64 @@ def watch(config: WatchConfig) -> int:
     return 0
 
 
+def _find_run(argument: str) -> Path:
+    """Find the run folder of the argument `run`, or the newest below that folder."""
+    folder = Path(argument)
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    run_dirs = []
+    if folder.is_dir():
+        run_dirs = [path for path in find_runs(folder) if (path / CONFIG_FILE).is_file()]
+    if not run_dirs:
+        raise UserError(
+            f"run={argument}: expected a run folder, with {CONFIG_FILE}, "
+            "or a folder of runs; check the path"
+        )
+    return max(run_dirs, key=lambda path: path.stat().st_mtime)
+
+
 def view(run_dir: Path) -> Group:
-    """Lay out the state of a run: one line per quantity of `history.csv`, and the machine as it is now."""
-    history, steps = read_history(run_dir / HISTORY_FILE), read_config(run_dir).get("steps")
-    step = max((line["step"] for line in history if "step" in line), default=0.0)
-    seconds = [line["seconds_per_step"] for line in history if "seconds_per_step" in line]
-    of_steps = ""
-    if isinstance(steps, int):  # the file may be damaged
-        of_steps = f" of {steps}"
-        if seconds and step < steps:
-            of_steps += f", about {(steps - step) * seconds[-1] / 60:.0f} minutes left"
+    """Lay out the state of a run.
+
+    One line per quantity of `history.csv`, and the machine as it is now.
+    """
+    history = read_history(run_dir / HISTORY_FILE)
     table = Table(box=None, pad_edge=False)
-    for heading, justify in (
-        ("", "left"),
-        ("now", "right"),
-        ("least", "right"),
-        ("most", "right"),
-        ("so far", "left"),
-    ):
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for heading, justify in HEADINGS:
+        table.add_column(heading, justify=justify, no_wrap=True)
     for column, (title, text) in CURVES.items():
-        if values := [line[column] for line in history if column in line]:
-            table.add_row(
-                title,
-                *(text.format(value) for value in (values[-1], min(values), max(values))),
-                curve(values),
-            )
+        values = _column(history, column)
+        if values:
+            numbers = [text.format(value) for value in (values[-1], min(values), max(values))]
+            table.add_row(title, *numbers, curve(values))
     for title, text in machine():
         table.add_row(title, text)
-    return Group(
-        escape(str(run_dir)), f"{status_of_run(run_dir).value}: step {step:.0f}{of_steps}", table
-    )
+    progress = _progress(history, read_config(run_dir).get("steps"))
+    return Group(escape(str(run_dir)), f"{status_of_run(run_dir).value}: {progress}", table)
+
+
+def _column(history: list[dict[str, float]], name: str) -> list[float]:
+    """Collect the values of a column of `history.csv`, without empty cells."""
+    return [line[name] for line in history if name in line]
+
+
+def _progress(history: list[dict[str, float]], steps: Any) -> str:
+    """Say at which step a run is, and how long the rest will take.
+
+    Args:
+        history: Lines of `history.csv`.
+        steps: Steps in all; anything but an integer, as in a damaged file, is left out.
+    """
+    step = max(_column(history, "step"), default=0.0)
+    progress = f"step {step:.0f}"
+    if not isinstance(steps, int):
+        return progress
+    progress += f" of {steps}"
+    seconds_per_step = _column(history, "seconds_per_step")
+    if seconds_per_step and step < steps:
+        rest_s = (steps - step) * seconds_per_step[-1]
+        progress += f", about {rest_s / 60:.0f} minutes left"
+    return progress
 
 
 def curve(values: list[float]) -> str:
@@ -103,39 +135,42 @@ def curve(values: list[float]) -> str:
         >>> curve([0.0, 1.0, 7.0])
         '▁▂█'
     """
-    size = -(-len(values) // WIDTH)
+    num_joined = math.ceil(len(values) / WIDTH)
     means = [
-        sum(part) / len(part)
-        for start in range(0, len(values), size)
-        if (part := values[start : start + size])
+        fmean(values[start : start + num_joined]) for start in range(0, len(values), num_joined)
     ]
-    low, high = min(means), max(means)
-    return "".join(
-        BARS[int((value - low) / (high - low or 1) * (len(BARS) - 1))] for value in means
-    )
+    low = min(means)
+    value_range = max(means) - low or 1.0
+    heights = [(mean - low) / value_range for mean in means]
+    return "".join(BARS[int(height * (len(BARS) - 1))] for height in heights)
 
 
 def machine() -> list[tuple[str, str]]:
-    """Read the memory and the utilisation of this machine, of all its processes; with `medseg[gpu]`, also of its GPUs."""
+    """Read the memory and the utilisation of this machine, of all its processes.
+
+    With `medseg[gpu]`, also of its GPUs.
+    """
     memory = psutil.virtual_memory()
-    found = [("machine: memory", f"{(memory.total - memory.available) / 2**30:.1f} of {memory.total / 2**30:.1f} GiB"),
-             ("machine: processor", f"{psutil.cpu_percent():.0f} %")]  # fmt: skip
+    rows = [
+        ("machine: memory", _part_of(memory.total - memory.available, memory.total)),
+        ("machine: processor", f"{psutil.cpu_percent():.0f} %"),
+    ]
     try:
         import pynvml
     except ModuleNotFoundError:
-        return found
-    with suppress(pynvml.NVMLError):  # no driver, or a slice of a GPU that does not answer
+        return rows
+    # No driver, or a slice of a GPU that does not answer.
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for number in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
-            used = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            found.append(
-                (
-                    f"GPU {number}: memory",
-                    f"{used.used / 2**30:.1f} of {used.total / 2**30:.1f} GiB",
-                )
-            )
-            found.append(
-                (f"GPU {number}: utilisation", f"{pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu} %")
-            )
-    return found
+            gpu_memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
+            rows.append((f"GPU {number}: memory", _part_of(gpu_memory.used, gpu_memory.total)))
+            utilisation = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+            rows.append((f"GPU {number}: utilisation", f"{utilisation} %"))
+    return rows
+
+
+def _part_of(used_bytes: int, total_bytes: int) -> str:
+    """Format used and total memory."""
+    return f"{used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB"

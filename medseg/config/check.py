@@ -1,4 +1,4 @@
-"""Check of a composed configuration: names, types, lengths, ranges and targets, then the rules between keys.
+"""Check of a composed configuration: each key by itself, then the rules between keys.
 
 Nothing here imports torch: a mistake is reported before anything heavy starts.
 """
@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.knob import Knob
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
@@ -36,34 +36,33 @@ OPEN_KEY = "label_values"
 # Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and
 # lightning-hydra-template.
 HABITS = {
-    name: keys.split()
-    for keys, names in {
-        "optimizer.lr": "lr learning_rate initial_lr base_lr",
-        "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
-        "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
-        "stage.patience": "early_stopping",
-        "stage.patch_size inference.tile_size": "roi_size crop_size spatial_size",
-        "resume init_from coarse fine": "ckpt ckpt_path resume_from_checkpoint checkpoint pretrained pretrained_weights model_path weights",
-        "trainer.devices": "num_gpus n_gpus ngpus world_size",
-        "memory.precision precision": "amp use_amp mixed_precision fp16 bf16",
-        "memory.accumulate": "accumulate_grad_batches gradient_accumulation accumulation_steps",
-        "memory.checkpointing": "use_checkpoint gradient_checkpointing activation_checkpointing",
-        "trainer.gradient_clip": "gradient_clip_val clip_grad max_norm",
-        "task.labels": "num_classes out_channels classes",
-        "task.channels": "in_channels num_channels modality",
-        "spacing.target_spacing_mm": "pixdim spacing_mm overwrite_target_spacing",
-        "data.cases cases input": "data_dir data_root data_path dataset datalist root_dir images",
-        "data.num_workers": "workers n_workers loader_workers num_processes",
-        "inference.tta": "mirror use_mirroring disable_tta flips",
-        "name": "project exp_name run_name experiment_name task_name",
-        "output": "output_dir out_dir save_dir",
-    }.items()
-    for name in names.split()
+    "optimizer.lr": "lr learning_rate initial_lr base_lr",
+    "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
+    "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
+    "stage.patience": "early_stopping",
+    "stage.patch_size inference.tile_size": "roi_size crop_size spatial_size",
+    "resume init_from coarse fine": (
+        "ckpt ckpt_path resume_from_checkpoint checkpoint "
+        "pretrained pretrained_weights model_path weights"
+    ),
+    "trainer.devices": "num_gpus n_gpus ngpus world_size",
+    "memory.precision precision": "amp use_amp mixed_precision fp16 bf16",
+    "memory.accumulate": "accumulate_grad_batches gradient_accumulation accumulation_steps",
+    "memory.checkpointing": "use_checkpoint gradient_checkpointing activation_checkpointing",
+    "trainer.gradient_clip": "gradient_clip_val clip_grad max_norm",
+    "task.labels": "num_classes out_channels classes",
+    "task.channels": "in_channels num_channels modality",
+    "spacing.target_spacing_mm": "pixdim spacing_mm overwrite_target_spacing",
+    "data.cases cases input": "data_dir data_root data_path dataset datalist root_dir images",
+    "data.num_workers": "workers n_workers loader_workers num_processes",
+    "inference.tta": "mirror use_mirroring disable_tta flips",
+    "name": "project exp_name run_name experiment_name task_name",
+    "output": "output_dir out_dir save_dir",
 }
 
 
 def to_config(composed: DictConfig, schema: type[T]) -> T:
-    """Merge a composed configuration into its schema, convert it to dataclasses and check the rules between keys.
+    """Check a composed configuration, and convert it to the dataclasses of its schema.
 
     Args:
         composed: What Hydra composed, or what a run folder holds.
@@ -94,29 +93,32 @@ def check_clashes(options: Any, key: str = "") -> None:
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
         field_key = f"{key}.{field.name}".lstrip(".")
-        groups = (
-            {f"{field_key}.{name}": item for name, item in value.items()}
-            if isinstance(value, dict)
-            else {field_key: value}
-        )
+        groups = {field_key: value}
+        if isinstance(value, dict):
+            groups = {f"{field_key}.{name}": item for name, item in value.items()}
         for group_key, group in groups.items():
             if dataclasses.is_dataclass(group):
                 check_clashes(group, group_key)
-    sentences = options.clashes(key) if hasattr(options, "clashes") else ()
-    for sentence in sentences:
-        raise UserError(sentence)
+    if hasattr(options, "clashes"):
+        for sentence in options.clashes(key):
+            raise UserError(sentence)
     if isinstance(options, TrainConfig):
         for sentence in train_clashes(options):
             raise UserError(sentence)
 
 
 def to_typed(composed: DictConfig, schema: type[T]) -> T:
-    """Check one key at a time: names, types, ranges, targets; the keys may still contradict each other."""
-    points = [field.name for field in dataclasses.fields(schema) if field.name in EXTENSION_KEYS]  # type: ignore[arg-type]
-    if points:  # before references are resolved: the key that they refer to may be an argument of another class
-        for point, key, node in list_nodes(
-            typing.cast(dict[str, Any], OmegaConf.to_container(composed))
-        ):
+    """Check one key at a time: names, types, ranges, targets.
+
+    The keys may still contradict each other.
+    """
+    schema_fields = dataclasses.fields(schema)  # type: ignore[arg-type]
+    points = [field.name for field in schema_fields if field.name in EXTENSION_KEYS]
+    if points:
+        # Before references are resolved: the key that they refer to may be an argument of another
+        # class.
+        unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
+        for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, composed.get("trusted_targets") or ())
     values = resolved(composed)
     _fill_label_values(values)
@@ -132,30 +134,35 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         for point, key, node in list_nodes(values):
             _check_arguments(point, key, node)
     for point in points:
-        node = (
-            values["logger"] if point == "logger" else getattr(config, point)
-        )  # with its references
-        setattr(
-            config, point, _checked_node(point, node, values.get("trusted_targets", ()), composed)
-        )
+        # The node of `logger` in `values` has its references to the environment.
+        node = values["logger"] if point == "logger" else getattr(config, point)
+        checked = _checked_node(point, node, values.get("trusted_targets", ()), composed)
+        setattr(config, point, checked)
     return typing.cast(T, config)
 
 
 def _split_devices(values: dict[str, Any]) -> None:
     """Turn a list in `trainer.devices` into its length and `trainer.gpus`, in place."""
     trainer = values.get("trainer") or {}
-    if isinstance(trainer.get("devices"), list):
-        trainer["gpus"], trainer["devices"] = trainer["devices"], len(trainer["devices"])
+    devices = trainer.get("devices")
+    if isinstance(devices, list):
+        trainer["gpus"] = devices
+        trainer["devices"] = len(devices)
 
 
 def _fill_label_values(values: dict[str, Any]) -> None:
-    """Fill in `data.label_values`, in place: the values of the task where none are given, and the ignore label of the task."""
-    task, data = values.get("task") or {}, values.get("data") or {}
-    if "labels_column" in data and isinstance(task.get("labels"), dict):
-        if not data.get("label_values"):
-            data["label_values"] = dict(task["labels"])
-        if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
-            data["label_values"].setdefault("ignore", task["ignore_label"])
+    """Fill in `data.label_values` from the task, in place.
+
+    Without values, those of the labels of the task; in any case, that of its ignore label.
+    """
+    task = values.get("task") or {}
+    data = values.get("data") or {}
+    if "labels_column" not in data or not isinstance(task.get("labels"), dict):
+        return
+    if not data.get("label_values"):
+        data["label_values"] = dict(task["labels"])
+    if task.get("ignore_label") is not None and isinstance(data["label_values"], dict):
+        data["label_values"].setdefault("ignore", task["ignore_label"])
 
 
 def resolved(composed: DictConfig) -> dict[str, Any]:
@@ -184,150 +191,222 @@ def _with_references(raw: Any, value: Any) -> Any:
         return {key: _with_references(raw.get(key), item) for key, item in value.items()}
     if isinstance(raw, list) and isinstance(value, list):
         return [_with_references(*pair) for pair in zip(raw, value, strict=True)]
-    return raw if isinstance(raw, str) and "${oc.env:" in raw else value
+    if isinstance(raw, str) and "${oc.env:" in raw:
+        return raw
+    return value
 
 
 def explain(error: Exception, composed: DictConfig | None = None) -> str:
-    """Turn an error of Hydra or OmegaConf into one sentence with the key and a guess at what was meant."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
-        type(error).__name__
-    ]
-    first = lines[0]
-    key = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), ""
-    )
+    """Turn an error of Hydra or OmegaConf into one sentence with the key and the likely cure."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first, *more_lines = lines or [type(error).__name__]
+    key = ""
+    for line in lines:
+        if line.startswith("full_key:"):
+            key = line.partition(":")[2].strip()
+            break
     overridden = re.match(r"Could not override '([^']+)'", first)
     if isinstance(error, MissingMandatoryValue):
         return f"{key or first}: a value is missing; give it as {key}=<value>"
-    if overridden or isinstance(error, ConfigKeyError):
-        key = overridden.group(1) if overridden else key
-        known = (
-            set(_keys(OmegaConf.to_container(composed, resolve=False)))
-            if composed is not None
-            else set[str]()
-        )
-        parent, _, last = key.rpartition(".")
-        if last == OPEN_KEY and key in known:
-            return f"{key}: it has no such name yet; +{key}={{…}} adds names"
-        if parent.rpartition(".")[2] == OPEN_KEY and parent in known:
-            siblings = sorted(name for name in known - {key} if name.startswith(f"{parent}."))
-            meant = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            return f"{key}: it has no such name yet; +{key}=… adds it{hint}"
-        near = _near_keys(key, sorted(known - {key, ""}))
-        return f"{key}: there is no such key; " + (
-            f"did you mean {' or '.join(near)}?" if near else "`--help` prints all keys"
-        )
-    if isinstance(error, InterpolationKeyError) and (
-        missing := re.search(r"'([^']+)' not found", first)
-    ):
-        return f"{key}: it refers to {missing[1]}, which has no value; give {missing[1]}=<value>, or another {key}"
-    if isinstance(error, ValidationError) and "is not a ListConfig" in first:
-        return f"{key}: expected a list; give it in brackets, {key}=[…]"
+    if overridden is not None:
+        return _explain_unknown_key(overridden.group(1), composed)
+    if isinstance(error, ConfigKeyError):
+        return _explain_unknown_key(key, composed)
+    if isinstance(error, InterpolationKeyError):
+        missing = re.search(r"'([^']+)' not found", first)
+        if missing is not None:
+            return (
+                f"{key}: it refers to {missing[1]}, which has no value; "
+                f"give {missing[1]}=<value>, or another {key}"
+            )
     if isinstance(error, ValidationError):
+        if "is not a ListConfig" in first:
+            return f"{key}: expected a list; give it in brackets, {key}=[…]"
         return f"{key}: {first}"
     if first.startswith("Ambiguous value"):
         return f"{first}; add -m to sweep over several values, or write a list in [brackets]"
     if "Could not find" in first or first.startswith("You must specify"):
-        skipped = (
-            "Config search path",
-            "provider=",
-            "object_type",
-            "full_key",
-            "Available options",
-        )
-        listed = ", ".join(line for line in lines[1:] if not line.startswith(skipped))
-        group = (re.search(r"'([^']+)/[^']+'", first) or [first, ""])[1]
-        is_open = group in ("model", "loss", "optimizer", "schedule")
-        classes = f"; or name a class: {group}._target_=package.Class" if is_open else ""
-        return f"{first}; there are: {listed}{classes}" if listed else first
+        return _explain_choice(first, more_lines)
     return first
 
 
-def _near_keys(key: str, known: Sequence[str]) -> list[str]:
-    """Find the keys that were probably meant: a habit of another framework, the same name in another group, or a similar name."""
-    last = key.rpartition(".")[2]
-    habits = [name for name in HABITS.get(last, ()) if name in known]
-    return (
-        habits
-        or [name for name in known if name.rpartition(".")[2] == last]
-        or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+def _explain_choice(sentence: str, lines: Sequence[str]) -> str:
+    """Add the files of a group to Hydra's sentence on a missing or unknown choice.
+
+    Args:
+        sentence: First line of Hydra's message.
+        lines: The others: remarks, and the names of the files.
+    """
+    remarks = (
+        "Config search path",
+        "provider=",
+        "object_type",
+        "full_key",
+        "Available options",
     )
+    files = ", ".join(line for line in lines if not line.startswith(remarks))
+    if not files:
+        return sentence
+    explanation = f"{sentence}; there are: {files}"
+    group = re.search(r"'([^']+)/[^']+'", sentence)
+    if group is not None and group[1] in ("model", "loss", "optimizer", "schedule"):
+        explanation += f"; or name a class: {group[1]}._target_=package.Class"
+    return explanation
+
+
+def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
+    """Say that there is no such key, and which one was probably meant."""
+    keys: set[str] = set()
+    if composed is not None:
+        keys.update(_keys(OmegaConf.to_container(composed, resolve=False)))
+    parent, _, last = key.rpartition(".")
+    if last == OPEN_KEY and key in keys:
+        return f"{key}: it has no such name yet; +{key}={{…}} adds names"
+    keys -= {key, ""}
+    if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
+        siblings = sorted(name for name in keys if name.startswith(f"{parent}."))
+        sentence = f"{key}: it has no such name yet; +{key}=… adds it"
+        for sibling in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
+            sentence += f"; did you mean {sibling}?"
+        return sentence
+    near = _near_keys(key, sorted(keys))
+    if not near:
+        return f"{key}: there is no such key; `--help` prints all keys"
+    return f"{key}: there is no such key; did you mean {' or '.join(near)}?"
+
+
+def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
+    """Find the keys that were probably meant.
+
+    Those of a habit from another framework, or of the same name in another group, or of a similar
+    name.
+    """
+    last = key.rpartition(".")[2]
+    near = []
+    for our_keys, names in HABITS.items():
+        if last in names.split():
+            near += [name for name in our_keys.split() if name in keys]
+    if not near:
+        near = [name for name in keys if name.rpartition(".")[2] == last]
+    return near or difflib.get_close_matches(key, keys, n=2, cutoff=0.6)
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:
     """List the dotted keys of nested mappings, groups included."""
     yield prefix
-    for name, value in node.items() if isinstance(node, dict) else ():
+    if not isinstance(node, dict):
+        return
+    for name, value in node.items():
         yield from _keys(value, f"{prefix}.{name}".lstrip("."))
 
 
 def _check_numbers(node: Any, path: str) -> None:
-    """Convert lists to the declared tuples, in place; refuse wrong lengths, numbers outside their range and swapped bounds."""
+    """Convert lists to the declared tuples, in place, and check all numbers.
+
+    Args:
+        node: A dataclass of options.
+        path: Its dotted key; empty for the root.
+
+    Raises:
+        UserError: On a wrong length, a number outside its range, or swapped bounds.
+    """
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
-        value, key = getattr(node, name), f"{path}.{name}".lstrip(".")
-        items = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, list)
-            else ()
-        )
-        kind, *knobs = (
-            typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else [hint]
-        )
-        kinds = (kind, *typing.get_args(kind))
-        # OmegaConf accepts a list or a dictionary where a single value is declared.
-        containers = (
-            [kind] if typing.get_origin(kind) in (dict, list) else kinds[1:]
-        )  # the items of a mapping may be lists
-        is_flat = any(
-            typing.get_origin(one) in (dict, list) and typing.get_args(one)[-1] in (int, float, str)
-            for one in containers
-        )
-        for child, child_key in [
-            (value, key),
-            *((item, f"{key}.{item_name}") for item_name, item in items),
-        ]:
-            if dataclasses.is_dataclass(child):
-                _check_numbers(child, child_key)
-            is_single = child is value or not is_flat or not isinstance(child, (dict, list))
-            require(is_single, f"{child_key}: one value is needed, but got {child}")
-        tuples = [one for one in kinds if typing.get_origin(one) is tuple]
-        if isinstance(value, list) and tuples:
-            length = len(typing.get_args(tuples[0]))
-            require(
-                len(value) == length,
-                f"{key}: {length} numbers are needed, one per axis or bound, but got {value}",
-            )
+        value = getattr(node, name)
+        key = f"{path}.{name}".lstrip(".")
+        kind, knob = _kind_and_knob(hint)
+        if dataclasses.is_dataclass(value):
+            _check_numbers(value, key)
+        for item_key, item in _items(value, key):
+            if dataclasses.is_dataclass(item):
+                _check_numbers(item, item_key)
+            # OmegaConf accepts a list or a dictionary where a single value is declared.
+            if isinstance(item, (dict, list)) and _has_single_items(kind):
+                raise UserError(f"{item_key}: one value is needed, but got {item}")
+        tuple_length = _tuple_length(kind)
+        if isinstance(value, list) and tuple_length is not None:
+            if len(value) != tuple_length:
+                raise UserError(
+                    f"{key}: {tuple_length} numbers are needed, one per axis or bound, "
+                    f"but got {value}"
+                )
             value = tuple(value)
             setattr(node, name, value)
-        _check_range(key, value, knobs[0] if knobs else Knob(""))
+        _check_range(key, value, knob.within)
 
 
-def _check_range(key: str, value: Any, knob: Knob) -> None:
-    """Refuse a number, or one of several, outside the interval of its key, such as `[0, 1)`."""
-    if not knob.within or value is None:
+def _kind_and_knob(hint: Any) -> tuple[Any, Knob]:
+    """Split the annotation of a key into its type and its documentation; groups have none."""
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint, Knob("")
+    kind, knob = typing.get_args(hint)
+    return kind, knob
+
+
+def _items(value: Any, key: str) -> list[tuple[str, Any]]:
+    """List the items of a mapping or a list with their keys; none of other values."""
+    if isinstance(value, dict):
+        return [(f"{key}.{name}", item) for name, item in value.items()]
+    if isinstance(value, list):
+        return [(f"{key}.{number}", item) for number, item in enumerate(value)]
+    return []
+
+
+def _has_single_items(kind: Any) -> bool:
+    """Whether a type is a mapping or list, or may be one, whose items are single values."""
+    containers = typing.get_args(kind)  # of a union with null
+    if typing.get_origin(kind) in (dict, list):
+        containers = (kind,)  # its items may be lists
+    for container in containers:
+        is_container = typing.get_origin(container) in (dict, list)
+        if is_container and typing.get_args(container)[-1] in (int, float, str):
+            return True
+    return False
+
+
+def _tuple_length(kind: Any) -> int | None:
+    """Length of a type that is a tuple, or may be one; None for other types."""
+    for part in (kind, *typing.get_args(kind)):
+        if typing.get_origin(part) is tuple:
+            return len(typing.get_args(part))
+    return None
+
+
+def _check_range(key: str, value: Any, interval: str) -> None:
+    """Refuse a number, or one of several, outside an interval such as `[0, 1)`.
+
+    Args:
+        key: Its dotted key.
+        value: A number, several, or None.
+        interval: The interval; empty where there is none.
+    """
+    if not interval or value is None:
         return
     values = value if isinstance(value, (list, tuple)) else [value]
     numbers = [number for number in values if number is not None]
-    low, high = (float(bound) for bound in knob.within[1:-1].split(","))
-    # An open end excludes its bound.
-    excluded = {
-        bound for bound, mark in ((low, knob.within[0]), (high, knob.within[-1])) if mark in "()"
-    }
     for number in numbers:
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not is_number or not low <= number <= high or number in excluded:
-            raise UserError(f"{key}: must lie in {knob.within}, but got {value}")
-    is_swapped = key.endswith("_range") and numbers[0] > numbers[1]
-    require(not is_swapped, f"{key}: the lower bound comes first, but got {list(numbers)}")
+        if not _lies_in(number, interval):
+            raise UserError(f"{key}: must lie in {interval}, but got {value}")
+    if key.endswith("_range") and numbers[0] > numbers[1]:
+        raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
+
+
+def _lies_in(number: Any, interval: str) -> bool:
+    """Whether a value is a number of an interval such as `[0, 1)`; True and False are none."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
+    low, high = map(float, interval[1:-1].split(","))
+    # An open end excludes its bound.
+    if interval.startswith("(") and number == low:
+        return False
+    if interval.endswith(")") and number == high:
+        return False
+    return low <= number <= high
 
 
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
     """Refuse numbers that make no sense for a class, whether or not it checks them itself."""
     for name, value in node.items():
-        _check_range(f"{key}.{name}", value, Knob("", range_of(point, str(node.get(TARGET)), name)))
+        _check_range(f"{key}.{name}", value, range_of(point, str(node.get(TARGET)), name))
 
 
 def _checked_node(
@@ -346,19 +425,19 @@ def _checked_node(
     schema = CLASS_SCHEMAS.get(str(target), shared)
     if schema is None:
         return node
-    known = {field.name for field in dataclasses.fields(schema)}
-    # The other arguments of a foreign class are bound to its signature, see `bind_target`.
-    own = {name: value for name, value in node.items() if name in known or target in CLASS_SCHEMAS}
+    arguments = node
+    if target not in CLASS_SCHEMAS:
+        # The other arguments of a foreign class are bound to its signature, see `bind_target`.
+        schema_names = {field.name for field in dataclasses.fields(schema)}
+        arguments = {name: value for name, value in node.items() if name in schema_names}
     try:
-        typed = OmegaConf.to_object(
-            OmegaConf.merge({point: OmegaConf.structured(schema)}, {point: own})
-        )
+        # Below its point, so that an error names the whole key.
+        merged = OmegaConf.merge({point: OmegaConf.structured(schema)}, {point: arguments})
+        typed = typing.cast(dict[str, Any], OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    checked = typing.cast(dict[str, Any], typed)[point]
-    _check_numbers(checked, point)
-    values = {
-        name: value.value if isinstance(value, Enum) else value
-        for name, value in vars(checked).items()
-    }
-    return {**node, **values}
+    _check_numbers(typed[point], point)
+    checked = dict(node)
+    for name, value in vars(typed[point]).items():
+        checked[name] = value.value if isinstance(value, Enum) else value
+    return checked

@@ -35,14 +35,19 @@ def is_completion(arguments: Sequence[str]) -> bool:
 
 
 def line_words() -> list[str]:
-    """Split the command line in `COMP_LINE` into its arguments; the last one, maybe empty, is to be completed."""
+    """Split the command line in `COMP_LINE` into its arguments.
+
+    The last one, maybe empty, is to be completed.
+    """
     line = os.environ.get("COMP_LINE", "")
     for closing in ("", "'", '"', "x"):  # an open quote, or a backslash at the end
         try:
-            words = shlex.split(line + closing)
+            _, *words = shlex.split(line + closing) or [""]
         except ValueError:
             continue
-        return words[1:] if not line.endswith(" ") or closing else [*words[1:], ""]
+        if line.endswith(" ") and not closing:
+            words.append("")
+        return words
     return [""]
 
 
@@ -62,19 +67,16 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
         return []
     composed, groups = _composed(compose, words[:-1])
     entries = list(list_keys(schema, composed, groups))
-    known = {entry.name for entry in entries}
+    names = {entry.name for entry in entries}
     # Arguments of classes that are not ours, which no schema lists.
-    values = OmegaConf.to_container(composed)
-    entries += [
-        Key(name, value, Any, Knob("")) for name, value in _leaves(values) if name not in known
-    ]
+    for name, value in _leaves(OmegaConf.to_container(composed)):
+        if name not in names:
+            entries.append(Key(name, value, Any, Knob("")))
     key, equals, begun = word.partition("=")
-    if equals:
-        values = _values(key, begun, entries, groups)
-        found = [f"{key}={value}" for value in values if value.startswith(begun)]
-    else:
-        found = list(_names(word, entries, groups))
-    return sorted(set(found))
+    if not equals:
+        return sorted(set(_names(word, entries, groups)))
+    values = _values(key, begun, entries, groups)
+    return sorted({f"{key}={value}" for value in values if value.startswith(begun)})
 
 
 def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -99,12 +101,15 @@ def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) 
     """Complete a name by one level: `stage` to `stage=` and `stage.`, which has keys below it."""
     names = [entry.name for entry in entries if isinstance(entry, Key) and "<" not in entry.name]
     names += [group for group in groups if group_files(group.partition("@")[0])]
-    depth = begun.count(".")
+    num_parts = begun.count(".") + 1
     for name in names:
-        if name.startswith(begun):
-            parts = name.split(".")
-            is_whole = len(parts) == depth + 1
-            yield name + "=" if is_whole else ".".join(parts[: depth + 1]) + "."
+        if not name.startswith(begun):
+            continue
+        parts = name.split(".")
+        if len(parts) == num_parts:
+            yield f"{name}="
+        else:
+            yield ".".join(parts[:num_parts]) + "."
 
 
 def _values(
@@ -115,34 +120,45 @@ def _values(
         return list(_paths(begun))
     if key in groups:
         return list(group_files(key.partition("@")[0]))
-    entry = next((entry for entry in entries if isinstance(entry, Key) and entry.name == key), None)
-    return _key_values(entry, begun) if entry is not None else []
+    for entry in entries:
+        if isinstance(entry, Key) and entry.name == key:
+            values = _key_values(entry, begun)
+            return [*values, "null"] if entry.can_be_null else values
+    return []
 
 
 def _key_values(key: Key, begun: str) -> list[str]:
-    """List the values of a key: all of a fixed set, else the current one and null."""
+    """List the values of a key without null: all of a fixed set, else the current one."""
     kind = get_args(key.kind)[0] if key.can_be_null else key.kind
-    null = ["null"] if key.can_be_null else []
-    if get_origin(kind) is list and _is_choice(get_args(kind)[0]):
-        return [*_lists(list(get_args(kind)[0]), begun), *null]
+    if get_origin(kind) is list:
+        (member_kind,) = get_args(kind)
+        if _is_choice(member_kind):
+            return _lists(list(member_kind), begun)
     if kind is bool:
-        return ["true", "false", *null]
+        return ["true", "false"]
     if _is_choice(kind):
-        return [*kind, *null]
+        return list(kind)
     # A class that is named on the command line replaces the preset with all of its arguments, also
     # the present class.
     is_class = key.name.rpartition(".")[2] == TARGET
-    is_current = key.value not in (None, "???") and not isinstance(key.value, dict) and not is_class
-    current = text_of(key.value) if is_current else ""
-    return [*([current] if current and PLAIN.issuperset(current) else []), *null]
+    if is_class or key.value in (None, "???") or isinstance(key.value, dict):
+        return []
+    current = text_of(key.value)
+    if current and PLAIN.issuperset(current):
+        return [current]
+    return []
 
 
 def _is_choice(kind: Any) -> bool:
+    """Whether a type is a fixed set of values."""
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
 def _lists(members: Iterable[str], begun: str) -> list[str]:
-    """Write lists with one more member than those that are typed already: `[labels,` gives `[labels,masks]`."""
+    """Write lists with one more member than those that are typed already.
+
+    `[labels,` gives `[labels,masks]`.
+    """
     before, comma, _ = begun.rpartition(",")
     taken = before.lstrip("[").split(",")
     return [f"{before}{comma or '['}{name}]" for name in members if name not in taken]
@@ -150,13 +166,15 @@ def _lists(members: Iterable[str], begun: str) -> list[str]:
 
 def _paths(begun: str) -> Iterator[str]:
     """Complete a path; folders end in `/`."""
-    folder, slash, _ = begun.rpartition("/")
-    place = Path(f"{folder}{slash}" or ".")
+    folder, slash, begun_name = begun.rpartition("/")
+    folder += slash
     try:
-        entries = sorted(place.iterdir())
+        paths = sorted(Path(folder or ".").iterdir())
     except OSError:
         return
-    for entry in entries:
-        is_hidden = entry.name.startswith(".") and not begun.rpartition("/")[2].startswith(".")
-        if not is_hidden:
-            yield f"{folder}{slash}{entry.name}" + ("/" if entry.is_dir() else "")
+    for path in paths:
+        # Hidden files are offered to who types their dot.
+        if path.name.startswith(".") and not begun_name.startswith("."):
+            continue
+        end = "/" if path.is_dir() else ""
+        yield f"{folder}{path.name}{end}"

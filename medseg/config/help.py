@@ -49,10 +49,15 @@ class Key(NamedTuple):
 
     def type_text(self) -> str:
         """Name its type, range and unit."""
-        has_range = self.knob.within not in ("", "(-inf, inf)")
-        kind = _type_name(self.kind) + (f" in {self.knob.within}" if has_range else "")
-        null = "or null" if self.can_be_null else ""
-        return ", ".join(filter(None, (kind, self.knob.unit, null)))
+        kind = _type_name(self.kind)
+        if self.knob.within not in ("", "(-inf, inf)"):
+            kind += f" in {self.knob.within}"
+        parts = [kind]
+        if self.knob.unit:
+            parts.append(self.knob.unit)
+        if self.can_be_null:
+            parts.append("or null")
+        return ", ".join(parts)
 
 
 class Group(NamedTuple):
@@ -73,7 +78,9 @@ def help_text(schema: type, composed: DictConfig, groups: Collection[str]) -> st
     """List all keys of a root schema, as `--help` prints them; arguments as for `list_keys`."""
     lines: list[str] = []
     for entry in list_keys(schema, composed, groups):
-        options = f" ({entry.name}={' | '.join(entry.choices)})" if entry.choices else ""
+        options = ""
+        if entry.choices:
+            options = f" ({entry.name}={' | '.join(entry.choices)})"
         if isinstance(entry, Group):
             lines.append(f"\n{entry.name}: {entry.sentence}{options}")
             continue
@@ -104,30 +111,28 @@ def _entries(
         # (`???`).
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
-        group: Any = _group_schema(name, value) or (
-            hint if dataclasses.is_dataclass(hint) else None
-        )
+        group = _group_schema(name, hint, value)
         if group is not None:
-            yield Group(name, group.__doc__, choices)
+            yield Group(name, group.__doc__ or "", choices)
             yield from _entries(group, value, name, groups)
             continue
         kind, knob = typing.get_args(hint)
         yield Key(name, value, kind, knob, choices)
-        for container in (
-            kind,
-            *typing.get_args(kind),
-        ):  # the second for a mapping or list that may be null
+        # The arguments of the type are for a mapping or list that may be null.
+        for container in (kind, *typing.get_args(kind)):
+            place = "<number>" if typing.get_origin(container) is list else "<name>"
             for item in typing.get_args(container):
                 if dataclasses.is_dataclass(item):
-                    place = "<number>" if typing.get_origin(container) is list else "<name>"
                     yield from _entries(typing.cast(type, item), {}, f"{name}.{place}", groups)
 
 
-def _group_schema(name: str, value: Any) -> type | None:
-    """Find the schema of an extension point by its class; None for other values."""
-    if not isinstance(value, dict):
-        return None
-    return CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
+def _group_schema(name: str, hint: Any, value: Any) -> type | None:
+    """Find the schema of a group, of an extension point by its class; None for other values."""
+    if isinstance(value, dict):
+        schema = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
+        if schema is not None:
+            return schema
+    return typing.cast(type, hint) if dataclasses.is_dataclass(hint) else None
 
 
 def group_files(group: str) -> tuple[str, ...]:
@@ -138,10 +143,13 @@ def group_files(group: str) -> tuple[str, ...]:
 def value_text(value: Any) -> str:
     """Write a value as on the command line; `???` is one that must be given."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
+        items = [f"{key}: {value_text(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(value_text, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
 
 
 def _type_name(kind: Any) -> str:

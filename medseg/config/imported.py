@@ -1,7 +1,10 @@
-"""Task of imported data: that of the data set or of the `task.yaml` beside a case table, unless the command line chooses a task."""
+"""Task of imported data: that of a data set, or of the `task.yaml` beside a case table.
+
+It is used unless the command line chooses a task.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from medseg.console import say
 from medseg.errors import UserError, first_line
 from medseg.io.text import read_yaml_text
 
-TASK_FILE, TABLE_FILE = "task.yaml", "cases.csv"
+TASK_FILE = "task.yaml"
+TABLE_FILE = "cases.csv"
 # Name of the task among those of `conf/task/`, and of a group of its own for the values of the
 # labels in the files.
 IMPORTED = "imported"
@@ -23,12 +27,14 @@ VALUES = f"+{IMPORTED}=values"
 TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
 # Where the task comes from, for the commands that a study starts.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"
+TASK_SUFFIXES = (".yaml", ".yml")
 
 
 def with_task(arguments: Sequence[str], schema: type) -> list[str]:
-    """Add the task of the data that the arguments of a command name; `task=<file>.yaml` names its file.
+    """Add the task of the data that the arguments of a command name.
 
-    Where `task` chooses another one, only the values of the labels in the files are added.
+    `task=<file>.yaml` names its file. Where `task` chooses another one, only the values of the
+    labels in the files are added.
 
     Args:
         arguments: Command line, before paths are quoted.
@@ -37,68 +43,103 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     Raises:
         UserError: If the data set or its task cannot be read.
     """
-    given = {
-        key.lstrip("+"): value.strip("'\"")
-        for key, _, value in (one.partition("=") for one in arguments)
-    }
     if "task" not in {field.name for field in fields(schema)}:
         return list(arguments)
-    task = given.get("task", "")
-    key = next((key for key in TABLE_KEYS if given.get(key) not in (None, "", "null")), None)
-    content: dict[str, Any] = {}
-    if task.endswith((".yaml", ".yml")):
-        source = Path(task)
-        content = _read_task(source)
-        arguments = [
-            f"task={IMPORTED}" if one.partition("=")[0] == "task" else one for one in arguments
-        ]
-    elif key is not None:
-        source = Path(given[key])
-        content = _find_task(source, may_import=TABLE_KEYS[key])
-    if not content and task == IMPORTED and SOURCE_VARIABLE in os.environ:
-        source = Path(os.environ[SOURCE_VARIABLE])
-        content = (
-            _read_task(source)
-            if source.suffix in (".yaml", ".yml")
-            else _find_task(source, may_import=True)
-        )
-    if not content:
+    values = _values_of(arguments)
+    task = values.get("task", "")
+    has_task_file = task.endswith(TASK_SUFFIXES)
+    source, content = _find_source(values)
+    if source is None or not content:
         return list(arguments)
+    # For the commands that this one starts, perhaps in another folder.
     os.environ[SOURCE_VARIABLE] = str(source.absolute())
     store = ConfigStore.instance().store
-    if task and task != IMPORTED and f"task={IMPORTED}" not in arguments:
-        store("values", OmegaConf.create({"data": content.get("data") or {}}), IMPORTED, "_global_")
-        return [*([] if VALUES in arguments else [VALUES]), *arguments]
+    if task and task != IMPORTED and not has_task_file:
+        label_values = {"data": content.get("data") or {}}
+        store("values", OmegaConf.create(label_values), IMPORTED, "_global_")
+        if VALUES in arguments:
+            return list(arguments)
+        return [VALUES, *arguments]
     store(IMPORTED, OmegaConf.create(content), "task", "_global_")
+    if has_task_file:
+        return [
+            f"task={IMPORTED}" if argument.partition("=")[0] == "task" else argument
+            for argument in arguments
+        ]
     if task:
         return list(arguments)
-    say(
-        f"task of {source}: {', '.join(content['task']['labels'])}; task=<name> chooses another one"
-    )
+    labels = ", ".join(content["task"]["labels"])
+    say(f"task of {source}: {labels}; task=<name> chooses another one")
     return [f"task={IMPORTED}", *arguments]
 
 
-def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
-    """Find the groups `task` and `data` that belong to a case table or a data set, in plain types; empty where there are none."""
-    file = (path if path.is_dir() else path.parent) / TASK_FILE
-    is_table = path.suffix.lower() == ".csv" or (path / TABLE_FILE).is_file()
-    if is_table and file.is_file():
-        return _read_task(file)
-    if may_import and not is_table and (path.is_dir() or path.suffix.lower() == ".json"):
-        # Here, so that other commands import no reader.
-        from medseg.data.importers.account import left_out_sentences
-        from medseg.data.importers.formats import import_dataset
+def _values_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Values of arguments by their key, without quotes."""
+    values = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        values[key.lstrip("+")] = value.strip("'\"")
+    return values
 
-        data = import_dataset(path)
-        data.require_structures()
-        for sentence in (*data.notes, *left_out_sentences(data.closing_items())):
-            say(sentence)
-        return data.task()
-    return {}
+
+def _find_source(values: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]]:
+    """Find the file or data set that a command takes its task from, and the task.
+
+    Args:
+        values: Values of the arguments by their key.
+
+    Returns:
+        The place, and the groups `task` and `data`; empty where no place has a task.
+    """
+    task = values.get("task", "")
+    if task.endswith(TASK_SUFFIXES):
+        return Path(task), _read_task(Path(task))
+    source = None
+    content: dict[str, Any] = {}
+    for key, may_import in TABLE_KEYS.items():
+        if values.get(key, "null") not in ("", "null"):
+            source = Path(values[key])
+            content = _find_task(source, may_import=may_import)
+            break
+    if not content and task == IMPORTED and SOURCE_VARIABLE in os.environ:
+        source = Path(os.environ[SOURCE_VARIABLE])
+        if source.suffix in TASK_SUFFIXES:
+            content = _read_task(source)
+        else:
+            content = _find_task(source, may_import=True)
+    return source, content
+
+
+def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
+    """Find the groups `task` and `data` of a case table or a data set; empty without a task.
+
+    Args:
+        path: The table, or the folder or file of the data set.
+        may_import: Whether it may be a data set in the layout of another program.
+    """
+    folder = path if path.is_dir() else path.parent
+    is_table = path.suffix.lower() == ".csv" or (path / TABLE_FILE).is_file()
+    if is_table:
+        file = folder / TASK_FILE
+        return _read_task(file) if file.is_file() else {}
+    is_dataset = path.is_dir() or path.suffix.lower() == ".json"
+    if not may_import or not is_dataset:
+        return {}
+    # Here, so that other commands import no reader.
+    from medseg.data.importers.account import left_out_sentences
+    from medseg.data.importers.formats import import_dataset
+
+    data = import_dataset(path)
+    data.require_structures()
+    for sentence in (*data.notes, *left_out_sentences(data.closing_items())):
+        say(sentence)
+    return data.task()
 
 
 def _read_task(file: Path) -> dict[str, Any]:
-    """Read the file of a task: the groups `task` and `data`, or the content of the group `task` alone.
+    """Read the file of a task.
+
+    It holds the groups `task` and `data`, or the content of the group `task` alone.
 
     Raises:
         UserError: If it is damaged, or names no labels.
@@ -109,12 +150,15 @@ def _read_task(file: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # any exception of YAML's and OmegaConf's constructors
         raise UserError(
-            f"{file}: expected a task, but the file is damaged ({first_line(error)}); import the data set again."
+            f"{file}: expected a task, but the file is damaged ({first_line(error)}); "
+            "import the data set again."
         ) from error
-    groups = content if isinstance(content, dict) and "task" in content else {"task": content}
+    has_groups = isinstance(content, dict) and "task" in content
+    groups = content if has_groups else {"task": content}
     task = groups["task"]
     if not isinstance(task, dict) or not isinstance(task.get("labels"), dict):
         raise UserError(
-            f"{file}: expected the labels of a task (task: {{labels: …}}), found none; correct or remove the file."
+            f"{file}: expected the labels of a task (task: {{labels: …}}), found none; "
+            "correct or remove the file."
         )
     return groups

@@ -3,12 +3,13 @@
 import csv
 import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from medseg.conf_folder import conf_dir
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.wording import first_few
 
 # Keys whose value is one path. Hydra's grammar fails on names such as `Doe, John`, `Thorax (1)` or
@@ -36,7 +37,8 @@ PATH_KEYS = frozenset(
     }
 )
 # Hydra's parser takes seconds for an argument of this length, and grows faster than it.
-MAX_LENGTH, MAX_ARGUMENTS = 20_000, 2_000
+MAX_LENGTH = 20_000
+MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
 # Command to the key of an argument that stands alone, and to its options with the key that they
@@ -62,6 +64,8 @@ HYDRA_OPTIONS = frozenset(
 )
 INFO_OPTIONS = frozenset({"-i", "--info"})
 INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
+# A value of these kinds is no name of a file.
+NUMBER = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
 HYDRA_SWITCHES = frozenset(
     {
         "-h",
@@ -80,9 +84,10 @@ HYDRA_SWITCHES = frozenset(
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
-    """Write options of a command and arguments that stand alone as `key=value`, the only form that Hydra reads.
+    """Write options of a command, and arguments that stand alone, as `key=value`.
 
-    For commands with an input, `-i` is no longer Hydra's option; its long form `--info` stays.
+    Hydra reads no other form. For commands with an input, `-i` is no longer Hydra's option; its
+    long form `--info` stays.
 
     Raises:
         UserError: If an option has no value, or a key has several.
@@ -91,62 +96,81 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         >>> expand_options("predict", ["ct (1).nii.gz", "-o", "labels.nii.gz", "overwrite=true"])
         ["input='ct (1).nii.gz'", "output='labels.nii.gz'", 'overwrite=true']
     """
-    options, positional = OPTIONS.get(command, {}), POSITIONAL_KEYS.get(command, "")
+    options = OPTIONS.get(command, {})
+    positional_key = POSITIONAL_KEYS.get(command, "")
     expanded: list[str] = []
-    given: dict[str, list[str]] = {}
-    before = ""
-    for argument in arguments:
+    # Keys that an option or a position stands for, to all their values.
+    paths_by_key: dict[str, list[str]] = defaultdict(list)
+    waiting = list(arguments)
+    previous = ""
+    while waiting:
+        argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
-        if before in options:
-            key, value = options[before], argument
-        elif name in options and equals:
+        is_value_of_hydra = previous in HYDRA_OPTIONS or previous == "--info"
+        is_alone = not equals and argument[:1] not in ("-", "~", "+", "")
+        if argument in options:
+            if not waiting or waiting[0] in options:
+                raise UserError(f"{argument}: expected a path after it; type {argument} <path>")
+            key = options[argument]
+            path = waiting.pop(0)
+            previous = ""
+        elif name in options:
             key = options[name]
-        elif (
-            positional
-            and not equals
-            and argument[:1] not in ("-", "~", "+", "")
-            and before not in HYDRA_OPTIONS | {"--info"}
-        ):
-            key, value = positional, argument
+            path = value
+            previous = argument
+        elif positional_key and is_alone and not is_value_of_hydra:
+            key = positional_key
+            path = argument
+            previous = argument
         else:
-            key = ""
-            if argument not in options:
-                expanded.append(argument)
-        if key:
-            given.setdefault(key, []).append(value)
-            is_list = (
-                key in LIST_KEYS
-                and value[:1] == "["
-                and value[-1:] == "]"
-                and not Path(value).exists()
+            expanded.append(argument)
+            previous = argument
+            continue
+        paths_by_key[key].append(path)
+        expanded.append(f"{key}={path if _is_list(key, path) else quote(path)}")
+    for key, paths in paths_by_key.items():
+        paths += _values_of_key(key, arguments)
+        if len(paths) > 1:
+            raise UserError(
+                f"{key}: expected one path, but got {first_few(paths, 3)}{_cure(command, key)}"
             )
-            expanded.append(f"{key}={value if is_list else quote(value)}")
-        require(
-            before not in options or argument not in options,
-            f"{before}: expected a path after it; type {before} <path>",
-        )
-        before = "" if before in options else argument
-    require(before not in options, f"{before}: expected a path after it; type {before} <path>")
-    for key, values in given.items():
-        values += [
-            argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")
-        ]
-        several = (
-            ", and several scans as their folder or a case table" if command == "predict" else ""
-        )
-        cure = f"; give the output as -o <path>{several}" if key == "input" else ""
-        require(len(values) == 1, f"{key}: expected one path, but got {first_few(values, 3)}{cure}")
     return expanded
 
 
+def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
+    """Values that a key has on the command line as `key=value`."""
+    begin = f"{key}="
+    return [argument.removeprefix(begin) for argument in arguments if argument.startswith(begin)]
+
+
+def _cure(command: str, key: str) -> str:
+    """Say how to type what several paths may have been meant for."""
+    if key != "input":
+        return ""
+    cure = "; give the output as -o <path>"
+    if command == "predict":
+        cure += ", and several scans as their folder or a case table"
+    return cure
+
+
+def _is_list(key: str, value: str) -> bool:
+    """Whether a value of a path key is a list of paths, and not the name of a file in brackets."""
+    if key not in LIST_KEYS or not (value.startswith("[") and value.endswith("]")):
+        return False
+    return not Path(value).exists()
+
+
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """Move the options of Hydra before the keys: its parser takes keys in one piece only, without an option among them.
+    """Move the options of Hydra before the keys.
+
+    Its parser takes keys in one piece only, without an option among them.
 
     Example:
-        >>> options_first(["task=imported", "-m", "seed=1,2", "--config-dir", "mine", "stage=coarse"])
-        ['-m', '--config-dir', 'mine', 'task=imported', 'seed=1,2', 'stage=coarse']
+        >>> options_first(["task=imported", "-m", "seed=1,2", "--config-dir", "mine", "stage=fine"])
+        ['-m', '--config-dir', 'mine', 'task=imported', 'seed=1,2', 'stage=fine']
     """
-    options, keys = list[str](), list[str]()
+    options = []
+    keys = []
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
@@ -158,8 +182,10 @@ def options_first(arguments: Sequence[str]) -> list[str]:
             options.append(waiting.pop(0))
         elif argument in INFO_OPTIONS:
             # Without a kind it would take the first key for one.
-            has_kind = bool(waiting) and waiting[0] in INFO_KINDS
-            options.append(waiting.pop(0) if has_kind else "all")
+            kind = "all"
+            if waiting and waiting[0] in INFO_KINDS:
+                kind = waiting.pop(0)
+            options.append(kind)
     return [*options, *keys]
 
 
@@ -169,58 +195,50 @@ def check_arguments(arguments: Sequence[str]) -> None:
     Raises:
         UserError: Naming the argument and the cure.
     """
-    require(
-        len(arguments) <= MAX_ARGUMENTS,
-        f"expected at most {MAX_ARGUMENTS} arguments, but got {len(arguments)}; write them in a file and give --config-dir",
-    )
-    is_sweep, shown = (
-        {"-m", "--multirun"} & set(arguments),
-        {"-c", "--cfg", "--info", "-i"} & set(arguments),
-    )
-    require(
-        not (is_sweep and shown), f"{' '.join(sorted(shown))} shows one configuration; leave out -m"
-    )
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        key, equals, value = argument.partition("=")
-        require(
-            len(argument) <= MAX_LENGTH,
-            f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; write the value in a file and give --config-dir",
+    if len(arguments) > MAX_ARGUMENTS:
+        raise UserError(
+            f"expected at most {MAX_ARGUMENTS} arguments, but got {len(arguments)}; "
+            "write them in a file and give --config-dir"
         )
-        is_info = before in INFO_OPTIONS and argument in INFO_KINDS
-        if (
-            is_info
-            or before in HYDRA_OPTIONS
-            or key in HYDRA_OPTIONS | HYDRA_SWITCHES | INFO_OPTIONS
-        ):
-            continue
-        path = next(
-            (
-                f", such as {name}=<path>"
-                for name in ("input", "output")
-                if key in (f"-{name[0]}", f"--{name}")
-            ),
-            "",
+    is_sweep = {"-m", "--multirun"} & set(arguments)
+    show_options = {"-c", "--cfg", "--info", "-i"} & set(arguments)
+    if is_sweep and show_options:
+        raise UserError(f"{' '.join(sorted(show_options))} shows one configuration; leave out -m")
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        if len(argument) > MAX_LENGTH:
+            key = argument.partition("=")[0]
+            raise UserError(
+                f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; "
+                "write the value in a file and give --config-dir"
+            )
+        is_info_kind = previous in INFO_OPTIONS and argument in INFO_KINDS
+        if previous not in HYDRA_OPTIONS and not is_info_kind:
+            _check_argument(argument)
+
+
+def _check_argument(argument: str) -> None:
+    """Refuse one argument that is neither an option of Hydra nor a key with a possible value."""
+    key, equals, value = argument.partition("=")
+    if key in HYDRA_OPTIONS | HYDRA_SWITCHES | INFO_OPTIONS:
+        return
+    if key.startswith("-"):
+        example = ""
+        for name in ("input", "output"):
+            if key in (f"-{name[0]}", f"--{name}"):
+                example = f", such as {name}=<path>"
+        raise UserError(
+            f"{argument}: there is no such option; give key=value{example}; --help prints all keys"
         )
-        require(
-            not key.startswith("-"),
-            f"{argument}: there is no such option; give key=value{path}; --help prints all keys",
+    if not equals and not key.startswith("~"):
+        raise UserError(f"{argument}: expected <key>={argument}; --help prints all keys")
+    name = key.lstrip("+~").partition("@")[0]
+    if not name:
+        raise UserError(
+            f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-        require(
-            bool(equals) or key.startswith("~"),
-            f"{argument}: expected <key>={argument}; --help prints all keys",
-        )
-        name = key.lstrip("+~").partition("@")[0]
-        require(
-            bool(name),
-            f"{argument}: expected key=value, but the key is missing; --help prints all keys",
-        )
-        number = r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false"
-        has_number = any(
-            re.fullmatch(number, part.strip(), re.IGNORECASE) for part in value.split(",")
-        )
-        if has_number and (
-            files := sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))
-        ):
+    if any(NUMBER.fullmatch(part.strip()) for part in value.split(",")):
+        files = sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))
+        if files:
             raise UserError(
                 f"{argument}: {name} is a group of files; choose one of {', '.join(files)}"
             )
@@ -237,26 +255,22 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
         ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
     """
-    quoted = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-        if not equals or key.lstrip("+") not in PATH_KEYS or value in ("", "null") or is_quoted:
-            quoted.append(argument)
-        elif (
-            key.lstrip("+") in LIST_KEYS
-            and value[0] == "["
-            and value[-1] == "]"
-            and not Path(value).exists()
-        ):
-            parts = [
-                part.strip()
-                for part in next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))
-            ]
-            quoted.append(f"{key}=[{','.join(map(quote, parts))}]")
-        else:
-            quoted.append(f"{key}={quote(value)}")
-    return quoted
+    return list(map(_quote_path, arguments))
+
+
+def _quote_path(argument: str) -> str:
+    """Quote the path, or each path of a list, of one argument."""
+    key, _, value = argument.partition("=")
+    name = key.lstrip("+")
+    if name not in PATH_KEYS or value in ("", "null"):
+        return argument
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if is_quoted:
+        return argument
+    if not _is_list(name, value):
+        return f"{key}={quote(value)}"
+    paths = next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))
+    return f"{key}=[{','.join(quote(path.strip()) for path in paths)}]"
 
 
 def quote(text: str) -> str:
@@ -264,18 +278,23 @@ def quote(text: str) -> str:
     # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a
     # quote.
     escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
-    return f"'{escaped}\\'" if escaped.endswith("\\") else f"'{escaped}'"
+    if escaped.endswith("\\"):
+        escaped += "\\"
+    return f"'{escaped}'"
 
 
 def text_of(value: Any) -> str:
     """Write a value as a command-line argument in Hydra's grammar.
 
     Example:
-        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2])]
-        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]']
+        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2], {"liver": 1})]
+        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else quote(value)
+        is_word = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
+        return value if is_word else quote(value)
     if isinstance(value, list):
-        return "[" + ",".join(text_of(one) for one in value) + "]"
+        return f"[{','.join(map(text_of, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{text_of(member)}" for key, member in value.items()) + "}"
     return json.dumps(value)

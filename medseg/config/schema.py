@@ -1,11 +1,11 @@
-"""Schema of the configuration: every key with its type, range, unit and description; the values are in `conf/`.
+"""Schema of the configuration: every key with its type, range, unit and description.
 
-`check.py` merges the values that Hydra composed into the dataclass of the command, such as
-`TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers outside their range,
-whatever their source. A tuple's length is part of its type. Extension points (`model`, `optimizer`,
-`loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see `medseg.targets`; classes of
-ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all this. The file is long
-because each key has its documentation beside it.
+The values are in `conf/`. `check.py` merges the values that Hydra composed into the dataclass of
+the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers
+outside their range, whatever their source. A tuple's length is part of its type. Extension points
+(`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
+`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all
+this. The file is long because each key has its documentation beside it.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import TaskOptions
 from medseg.training.options import Metric, TrainConfig
 
-Allow = StrEnum(
-    "Allow", ["same_result", "same_expectation", "other_run"]
-)  # see `medseg.planning.choose`
+# See `medseg.planning.choose`.
+Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])
+# See docs/import.md.
 ImportFormat = StrEnum(
     "ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"]
-)  # see docs/import.md
+)
 MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
 
 
@@ -87,7 +87,8 @@ class PlanConfig(TrainConfig):
     validation_shape: Annotated[
         Shape | None,
         Knob(
-            "Largest validation case; null: spacing.size, `shape` if stage.patch_size is null, or extent_mm.",
+            "Largest validation case; null: spacing.size, `shape` if stage.patch_size is null, or "
+            "extent_mm.",
             "[1, inf)",
             "voxels (D, H, W)",
         ),
@@ -95,7 +96,8 @@ class PlanConfig(TrainConfig):
     measure: Annotated[
         bool,
         Knob(
-            "Measure this machine, to predict peak memory and seconds of a run; false: only count tensors."
+            "Measure this machine, to predict peak memory and seconds of a run; false: only count "
+            "tensors."
         ),
     ]
     fit_gib: Annotated[
@@ -134,7 +136,8 @@ class LadderConfig(PlanConfig):
     peers: Annotated[
         bool,
         Knob(
-            "Also measure the networks of nnU-Net and MONAI, in fp32 and as they train, in an environment of their own."
+            "Also measure the networks of nnU-Net and MONAI, in fp32 and as they train, in an "
+            "environment of their own."
         ),
     ]
     peers_env: Annotated[str, Knob("Folder of the environment of `peers`; made on first use.")]
@@ -142,7 +145,8 @@ class LadderConfig(PlanConfig):
     networks: Annotated[
         dict[str, list[str]],
         Knob(
-            "Name of a network: its arguments. Each network is a row of its own, without the arguments of `rows`."
+            "Name of a network: its arguments. Each network is a row of its own, without the "
+            "arguments of `rows`."
         ),
     ]
     rows: Annotated[
@@ -182,7 +186,8 @@ class TimeToDiceConfig(TrainConfig):
     output: Annotated[
         str,
         Knob(
-            "Folder of time_to_dice.{csv,md} and of one folder per row; the same command with this folder resumes."
+            "Folder of time_to_dice.{csv,md} and of one folder per row; the same command with this "
+            "folder resumes."
         ),
     ]
     metric: Annotated[Metric, Knob("Column of history.csv that must reach the target.")]
@@ -218,13 +223,15 @@ class ImportConfig:
     labels: Annotated[
         Any,
         Knob(
-            "Labels to keep, [a,b], or new labels merged from them, {kidneys: [left_kidney,right_kidney]}; null: all."
+            "Labels to keep, [a,b], or new labels merged from them, {kidneys: "
+            "[left_kidney,right_kidney]}; null: all."
         ),
     ]
     missing: Annotated[
         MissingStructure,
         Knob(
-            "A structure that some cases lack: refuse stops, absent states that these patients do not have it."
+            "A structure that some cases lack: refuse stops, absent states that these patients do "
+            "not have it."
         ),
     ]
 
@@ -238,7 +245,8 @@ class ExportConfig:
     trusted_targets: Annotated[
         list[str],
         Knob(
-            "Prefixes of classes beyond the white list that the checkpoint may name ([my_package.])."
+            "Prefixes of classes beyond the white list that the checkpoint may name "
+            "([my_package.])."
         ),
     ]
 
@@ -263,7 +271,8 @@ class EvaluateConfig:
     num_viewers: Annotated[
         int,
         Knob(
-            "Viewers with the reference (viewers/), the worst cases first; report.html links to them.",
+            "Viewers with the reference (viewers/), the worst cases first; report.html links to "
+            "them.",
             "[0, inf)",
             "files of up to 12 MB",
         ),
@@ -271,13 +280,15 @@ class EvaluateConfig:
     baseline: Annotated[
         Text,
         Knob(
-            "Folder of scores of another evaluation: report.html has the differences on the same cases; null: none."
+            "Folder of scores of another evaluation: report.html has the differences on the same "
+            "cases; null: none."
         ),
     ]
     metrics: Annotated[
         dict[str, Any],
         Knob(
-            "Name: metric of monai.metrics or torchmetrics (_target_), scored for each region beside ours."
+            "Name: metric of monai.metrics or torchmetrics (_target_), scored for each region "
+            "beside ours."
         ),
     ]
     trusted_targets: Annotated[
@@ -321,7 +332,8 @@ class ReportConfig:
     baseline: Annotated[
         Text,
         Knob(
-            "Run whose Dice on the same validation cases the others are compared with: its name in report.csv; null: none."
+            "Run whose Dice on the same validation cases the others are compared with: its name in "
+            "report.csv; null: none."
         ),
     ] = None
 
@@ -333,7 +345,8 @@ class WatchConfig:
     run: Annotated[
         str,
         Knob(
-            "Run folder, or folder of runs (shows the newest); `medseg watch <folder>` is short for run=<folder>."
+            "Run folder, or folder of runs (shows the newest); `medseg watch <folder>` is short "
+            "for run=<folder>."
         ),
     ]
     every_s: Annotated[float, Knob("Interval of the readings.", "(0, inf)", "s")]
@@ -350,7 +363,8 @@ class RecipeConfig:
     coarse: Annotated[
         Any,
         Knob(
-            "Experiment of the coarse stage (conf/experiment), or a [list]: each starts from the weights of the one before."
+            "Experiment of the coarse stage (conf/experiment), or a [list]: each starts from the "
+            "weights of the one before."
         ),
     ]
     fine: Annotated[Any, Knob("Like coarse, for the fine stage.")]
@@ -361,7 +375,8 @@ class RecipeConfig:
 
     def __post_init__(self) -> None:
         """Bring a single experiment to a list of one."""
-        self.coarse, self.fine = as_texts(self.coarse), as_texts(self.fine)
+        self.coarse = as_texts(self.coarse)
+        self.fine = as_texts(self.fine)
 
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each stage without experiments."""
@@ -377,7 +392,8 @@ class CrossValidateConfig(RecipeConfig):
     pieces: Annotated[
         bool,
         Knob(
-            "Also score partial scans: apices, middle and bases of the organs, the slices above and below them, halves of the "
+            "Also score partial scans: apices, middle and bases of the organs, the slices above "
+            "and below them, halves of the "
             "chest with one side each."
         ),
     ]
@@ -395,7 +411,8 @@ class MakeWeightsConfig(RecipeConfig):
     runs: Annotated[
         str,
         Knob(
-            "Run folders; finished runs are reused, so cross_validate and make_weights share pretraining on synthetic scans."
+            "Run folders; finished runs are reused, so cross_validate and make_weights share "
+            "pretraining on synthetic scans."
         ),
     ]
 
@@ -438,7 +455,9 @@ def _plain(value: Any) -> Any:
     """Name choices by their values."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return value.value if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        return value.value
+    return value
 
 
 # Named in the defaults list of the file of each root: a key that the files do not contain can be

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.knob import Knob
 from medseg.training.options import TrainConfig
 
 ParameterType = StrEnum("ParameterType", ["float", "int", "choice"])
-Objective = StrEnum(
-    "Objective", ["val_dice", "peak_gib", "seconds_per_step"]
-)  # Dice is maximised, memory and time are minimised
+# Dice is maximised, memory and time are minimised.
+Objective = StrEnum("Objective", ["val_dice", "peak_gib", "seconds_per_step"])
 Sampler = StrEnum("Sampler", ["tpe", "random"])  # see `medseg.studies.search`
 Pruner = StrEnum("Pruner", ["median", "none"])
 
@@ -78,48 +77,54 @@ class SearchConfig(TrainConfig):
 
 def check_sweep(sweep: SweepConfig) -> None:
     """Refuse a search that cannot work."""
-    require(bool(sweep.space), "sweep.space: expected at least one key to search")
-    require(
-        1 <= len(sweep.objectives) <= 2 and len(set(sweep.objectives)) == len(sweep.objectives),
-        f"sweep.objectives: one, or two different ones, are needed, but got {[one.value for one in sweep.objectives]}",
-    )
-    require(
-        sweep.pruner is Pruner.none or sweep.objectives == [Objective.val_dice],
-        f"sweep.pruner={sweep.pruner.value} compares trials by their validation Dice; with other objectives choose sweep.pruner=none",
-    )
-    for key, parameter in sweep.space.items():
-        _check_parameter(f"sweep.space: {key}", parameter)
-
-
-def _check_parameter(name: str, parameter: ParameterConfig) -> None:
-    low, high, step = parameter.low, parameter.high, parameter.step
-    if parameter.type is ParameterType.choice:
-        require(bool(parameter.choices), f"{name}: type choice needs choices: [...]")
-        require(
-            low is None and high is None and step is None and not parameter.log,
-            f"{name}: type choice uses choices only; leave out low, high, step and log",
+    if not sweep.space:
+        raise UserError("sweep.space: expected at least one key to search")
+    num_different = len(set(sweep.objectives))
+    if num_different not in (1, 2) or num_different != len(sweep.objectives):
+        names = [objective.value for objective in sweep.objectives]
+        raise UserError(
+            f"sweep.objectives: one, or two different ones, are needed, but got {names}"
         )
-        return
-    require(
-        parameter.choices is None,
-        f"{name}: choices need type choice, but the type is {parameter.type.value}",
-    )
+    if sweep.pruner is not Pruner.none and sweep.objectives != [Objective.val_dice]:
+        raise UserError(
+            f"sweep.pruner={sweep.pruner.value} compares trials by their validation Dice; "
+            "with other objectives choose sweep.pruner=none"
+        )
+    for key, parameter in sweep.space.items():
+        name = f"sweep.space: {key}"
+        if parameter.type is ParameterType.choice:
+            _check_choice(name, parameter)
+        else:
+            _check_interval(name, parameter)
+
+
+def _check_choice(name: str, parameter: ParameterConfig) -> None:
+    """Refuse a list of choices that is empty, or has keys of an interval."""
+    if not parameter.choices:
+        raise UserError(f"{name}: type choice needs choices: [...]")
+    bounds = {parameter.low, parameter.high, parameter.step}
+    if bounds != {None} or parameter.log:
+        raise UserError(f"{name}: type choice uses choices only; leave out low, high, step and log")
+
+
+def _check_interval(name: str, parameter: ParameterConfig) -> None:
+    """Refuse an interval of numbers that is empty, or whose keys contradict each other."""
+    low, high, step = parameter.low, parameter.high, parameter.step
+    if parameter.choices is not None:
+        raise UserError(f"{name}: choices need type choice, but the type is {parameter.type.value}")
     if low is None or high is None or low >= high:
         raise UserError(
             f"{name}: low and high are needed, the lower first, but got {low} and {high}"
         )
-    require(not parameter.log or low > 0, f"{name}: log needs low above 0, but got {low}")
-    require(
-        not (parameter.log and step is not None),
-        f"{name}: log and step cannot be combined; give one of them",
-    )
-    require(
-        step is None or 0 < step <= high - low,
-        f"{name}: step must lie in (0, {high - low:g}], but got {step}",
-    )
-    whole = [number for number in (low, high, step) if number is not None]
-    require(
-        parameter.type is ParameterType.float
-        or all(float(number).is_integer() for number in whole),
-        f"{name}: type int needs whole numbers, but got {whole}",
-    )
+    if parameter.log and not low > 0:
+        raise UserError(f"{name}: log needs low above 0, but got {low}")
+    if parameter.log and step is not None:
+        raise UserError(f"{name}: log and step cannot be combined; give one of them")
+    numbers = [low, high]
+    if step is not None:
+        if not 0 < step <= high - low:
+            raise UserError(f"{name}: step must lie in (0, {high - low:g}], but got {step}")
+        numbers.append(step)
+    are_whole = all(float(number).is_integer() for number in numbers)
+    if parameter.type is ParameterType.int and not are_whole:
+        raise UserError(f"{name}: type int needs whole numbers, but got {numbers}")

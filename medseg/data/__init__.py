@@ -1,1 +1,1 @@
-"""Case tables, splits, the audit, the cache, training samples and augmentation."""
+"""From a case table to samples: splits, audit, cache, sampling and augmentation."""

@@ -7,7 +7,7 @@ can be an entry of the configuration key `augment.transforms`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -112,6 +112,7 @@ class Affine:
 class Flip(Effect):
     """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5; never of x for a task with sides."""
 
+    is_spatial: ClassVar[bool] = True
     axes: Sequence[int]
 
     def __call__(
@@ -236,6 +237,7 @@ class Gamma(Effect):
 class Truncate(Effect):
     """Partial scan: at most `max_fraction` of the slices, at the upper or lower end, become copies of the last remaining one."""
 
+    is_spatial: ClassVar[bool] = True
     probability: float
     max_fraction: float
 
@@ -259,6 +261,7 @@ class Truncate(Effect):
 class Narrow(Effect):
     """Narrow field of view: at most `max_fraction` of the rows or columns at the right, left, front or back become air."""
 
+    is_spatial: ClassVar[bool] = True
     probability: float
     max_fraction: float
 
@@ -279,6 +282,7 @@ class Narrow(Effect):
 class Circle(Effect):
     """Round field of view in the axial plane, with air outside; its radius is a share of half the longer in-plane side."""
 
+    is_spatial: ClassVar[bool] = True
     probability: float
     radius_range: tuple[float, float]
 

@@ -118,6 +118,87 @@ class CachedCase:
         return array
 
 
+@dataclass(frozen=True)
+class CoarseProbs:
+    """Probabilities that a coarse stage gives to the labels of a case.
+
+    Cheap to pickle: they are mapped on each access.
+
+    Attributes:
+        file: Probabilities of the background and all labels, (K, d, h, w) float16.
+        grid: Their grid.
+    """
+
+    file: Path
+    grid: VoxelGrid
+
+    @property
+    def probs(self) -> np.ndarray:
+        """The probabilities as a read-only memory map."""
+        array: np.ndarray = np.load(self.file, mmap_mode="r")
+        return array
+
+
+def coarse_probs(
+    case: CachedCase,
+    key: str,
+    predict: Callable[[], tuple[np.ndarray, VoxelGrid]],
+) -> CoarseProbs:
+    """Open the probabilities of a coarse stage for a case.
+
+    They are predicted once and kept inside the entry of the case.
+
+    Args:
+        case: The case. Where its entry is built anew, its probabilities go with it.
+        key: What they depend on beside the case, such as the checksum of the coarse checkpoint.
+        predict: Returns them, (K, d, h, w), and their grid.
+    """
+    folder = case.folder / f"coarse-{_digest({'key': key})}"
+    file, note = folder / "probs.npy", folder / "grid.json"
+    if not note.is_file():
+        probs, grid = predict()
+        try:
+            _write_probs(folder, {file.name: probs}, {note.name: asdict(grid)})
+        except OSError as error:
+            raise UserError(
+                f"The probabilities of the coarse stage for the case {case.name!r} could not be put into the cache "
+                f"{case.folder} ({error}); make sure that the folder can be written and has room (data.cache)."
+            ) from error
+    return CoarseProbs(file, VoxelGrid(**read_json(note)))
+
+
+def _write_probs(
+    folder: Path,
+    arrays: Mapping[str, np.ndarray],
+    notes: Mapping[str, dict[str, Any]],
+) -> None:
+    """Write a folder beside its place, then put it there, unless another process was first."""
+    temporary = folder.with_name(f".building-{folder.name}-{os.getpid()}")
+    _remove(temporary)
+    try:
+        temporary.mkdir()
+        for name, array in arrays.items():
+            np.save(temporary / name, np.ascontiguousarray(array))
+        for name, note in notes.items():
+            (temporary / name).write_text(json.dumps(note), encoding="utf-8")
+        _flush(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # A folder that another process has put there meanwhile is as good.
+            if not folder.is_dir():
+                raise
+    finally:
+        _remove(temporary)
+
+
+def _flush(folder: Path) -> None:
+    """Bring the files of a folder to the disk; a power cut may leave empty pages in a renamed folder."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def prepare_case(
     case: Case,
     cache_dir: Path,
@@ -499,11 +580,7 @@ def _build(
         record["crc32"] = {name: crc32_of(temporary / name) for name in files}
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / "case.json").write_text(text, encoding="utf-8")
-        # Otherwise a power cut may leave a renamed folder whose files have the right size and empty
-        # pages.
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        _flush(temporary)
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)

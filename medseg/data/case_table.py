@@ -147,10 +147,11 @@ def read_case_table(
         labels_column = None
     required = ["case", "image"] + ([labels_column] if labels_column else [])
     if missing := [column for column in required if column not in columns]:
-        separator = " (cells must be separated by commas)" if len(columns) == 1 else ""
+        cure = f"add {', '.join(missing)}"
+        if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
+            cure = "separate the cells by commas, not by semicolons or tabs"
         raise UserError(
-            f"{path}, line 1: expected the columns {', '.join(required)}, but found "
-            f"{', '.join(columns)[:200] or 'none'}{separator}; add {', '.join(missing)}."
+            f"{path}, line 1: expected the columns {', '.join(required)}, but found {', '.join(columns)[:200] or 'none'}; {cure}."
         )
     if doubled := sorted(
         column for column, count in Counter(columns).items() if column and count > 1
@@ -322,8 +323,8 @@ def check_case_name(name: str, where: str) -> None:
         and not any(sign in name for sign in "/\\")
         and not CONTROL_CHARACTERS.search(name)
         and len(name.encode()) <= MAX_NAME_BYTES,
-        f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters and "
-        f"at most {MAX_NAME_BYTES} bytes.",
+        f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no control characters, letters in "
+        f"UTF-8 alone and at most {MAX_NAME_BYTES} bytes.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.cache import CachedCase
+from medseg.data.cache import CachedCase, CoarseProbs
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.grid_rule import PLAIN, Crop, GridRule, clamp_spacing, region_crop
 from medseg.task import Region
@@ -108,6 +108,7 @@ class StageCrops:
             at least as large.
         tile_size: Tile of the validation, voxels (D, H, W).
         divisor: Required multiple of the input size, (z, y, x).
+        coarse_probs: Case name to what the coarse stage says, where the network sees it.
         coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the
             reference elsewhere.
     """
@@ -120,6 +121,7 @@ class StageCrops:
     tile_size: tuple[int, int, int] | None = None
     divisor: tuple[int, int, int] = (1, 1, 1)
     coarse_boxes: Mapping[str, Mapping[str, VoxelBox]] = field(default_factory=dict)
+    coarse_probs: Mapping[str, CoarseProbs] = field(default_factory=dict)
 
     def spacing_mm(
         self, case: CachedCase, rng: np.random.Generator | None = None

@@ -82,7 +82,17 @@ class StageOptions:
         Knob("Standard deviation of the shift of each box face in training.", "[0, inf)", "mm"),
     ] = None
     coarse: Annotated[
-        Text, Knob("Checkpoint of the coarse stage, with stage.region_from=coarse.")
+        Text, Knob("Checkpoint of the coarse stage, with region_from=coarse or coarse_channel.")
+    ] = None
+    coarse_channel: Annotated[
+        bool, Knob("Fine stage: the network also sees the region's probability by stage.coarse.")
+    ] = False
+    coarse_folds: Annotated[
+        list[str] | None,
+        Knob(
+            "With coarse_channel: checkpoints of the coarse stage for the folds 0, 1, … of data.num_folds; "
+            "a case sees the one that has not trained on its patient."
+        ),
     ] = None
     add_parts_mm: Annotated[
         float | None,
@@ -118,10 +128,14 @@ class StageOptions:
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each key of another stage, and for each one that this stage lacks."""
         yield from missing_file("stage.coarse", self.coarse)
+        for path in self.coarse_folds or ():
+            yield from missing_file("stage.coarse_folds", path)
         if self.sees_whole_scans:
-            for key in (*FINE_KEYS, "elsewhere_share", "coarse"):
+            for key in (*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"):
                 if getattr(self, key) is not None:
                     yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+            if self.coarse_channel:
+                yield f"stage.coarse_channel: only the fine stage uses it; leave it out with stage={self.name}"
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -129,8 +143,20 @@ class StageOptions:
         for key in FINE_KEYS:
             if getattr(self, key) is None:
                 yield f"stage.{key}: the fine stage needs a value"
-        if (self.region_from is RegionFrom.coarse) != (self.coarse is not None):
-            yield "stage.region_from=coarse and stage.coarse=<checkpoint> go together; give both or neither"
+        if self.coarse_folds is not None and (self.coarse is not None or not self.coarse_channel):
+            yield (
+                "stage.coarse_folds: it stands in place of stage.coarse, with stage.coarse_channel=true; "
+                "give one of the two"
+            )
+            return
+        uses_coarse = self.region_from is RegionFrom.coarse or self.coarse_channel
+        if uses_coarse and self.coarse is None and self.coarse_folds is None:
+            yield (
+                "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse stage; "
+                "add stage.coarse=<checkpoint>"
+            )
+        if self.coarse is not None and not uses_coarse:
+            yield "stage.coarse: nothing uses it; add stage.region_from=coarse or stage.coarse_channel=true"
 
 
 @dataclass(kw_only=True)

@@ -29,7 +29,13 @@ from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
 from medseg.geometry.sizes import network_size
-from medseg.preprocess.crop import body_box, crop_padded, erase_outside, pad_at_end
+from medseg.preprocess.crop import (
+    body_box,
+    crop_padded,
+    erase_outside,
+    pad_at_end,
+    probability_channel,
+)
 from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
@@ -47,7 +53,8 @@ Found = tuple[VoxelBox, tuple[int, ...]]
 Sample = dict[str, Any]
 """One training sample.
 
-* `image`: (C, D, H, W) float32; a channel with a window is in [-1, 1].
+* `image`: (C, D, H, W) float32; a channel with a window is in [-1, 1]. The coarse channel, where
+  there is one, is the last.
 * `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
 * `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any
   augmentation.
@@ -234,6 +241,11 @@ class Samples(Dataset[Sample]):
                 # comes in at the corners.
                 source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(source, intensities)
+            if region is not None and case.name in self.crops.coarse_probs:
+                coarse = self.crops.coarse_probs[case.name]
+                values = self.task.region_values(region)
+                channel = probability_channel(coarse.probs, coarse.grid, source, values)
+                image = torch.cat([image, channel[None]])
             if region is not None:
                 classes = np.zeros(256, dtype=np.uint8)
                 classes[list(self.task.region_values(region))] = np.arange(
@@ -253,7 +265,8 @@ class Samples(Dataset[Sample]):
             if warp is not None:
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
-                image, target = self.augmentation.alter(image, target, rng, spacing_mm)
+                num_scanned = len(self.task.channels)
+                image, target = self.augmentation.alter(image, target, rng, spacing_mm, num_scanned)
         named = {"region": number, "case": case.name, "spacing_mm": spacing_mm, "number": n}
         return {"image": image, "target": target, "inside": inside, **named}
 

@@ -63,15 +63,49 @@ class Transforms:
         return self.affines[0].draw(rng, spacing_mm) if self.affines else None
 
     def alter(
-        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
+        num_scanned: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Apply all transforms that follow the reading, see `Effect`."""
-        for one in self.transforms:
-            if isinstance(one, Effect):
-                image, labels = one(image, labels, rng, spacing_mm)
-            elif not isinstance(one, (WindowShift, Affine)):
-                image, labels = _apply_to_dictionary(one, image, labels, rng)
+        """Apply all transforms that follow the reading, see `Effect`.
+
+        Args:
+            image: See `Effect`.
+            labels: See `Effect`.
+            rng: See `Effect`.
+            spacing_mm: See `Effect`.
+            num_scanned: Channels that a scanner made; those after them only follow transforms that
+                move voxels or cut the field of view. None: all.
+        """
+        for transform in self.transforms:
+            if isinstance(transform, (WindowShift, Affine)):
+                continue
+            count = len(image) if num_scanned is None or _is_spatial(transform) else num_scanned
+            changed, labels = _apply(transform, image[:count], labels, rng, spacing_mm)
+            image = torch.cat([changed, image[count:]]) if count < len(image) else changed
         return image, labels
+
+
+def _is_spatial(transform: Any) -> bool:
+    """Whether a transform moves voxels, or cuts the field of view."""
+    if isinstance(transform, Effect):
+        return transform.is_spatial
+    return f"{type(transform).__module__}.".startswith(SPATIAL_MODULES)
+
+
+def _apply(
+    transform: Any,
+    image: Tensor,
+    labels: Tensor,
+    rng: np.random.Generator,
+    spacing_mm: Spacing,
+) -> tuple[Tensor, Tensor]:
+    if isinstance(transform, Effect):
+        return transform(image, labels, rng, spacing_mm)
+    return _apply_to_dictionary(transform, image, labels, rng)
 
 
 def _apply_to_dictionary(

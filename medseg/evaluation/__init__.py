@@ -1,1 +1,1 @@
-"""Matching predictions with references, scoring, tables."""
+"""Evaluation of a folder of predictions: references matched, scored, compared by patient."""

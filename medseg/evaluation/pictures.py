@@ -66,7 +66,9 @@ def write_viewers(
     folder: Path,
     num_viewers: int,
 ) -> dict[str, Path]:
-    """Write the viewers of the worst cases; these are read again, because they are known only after all cases have been scored.
+    """Write the viewers of the worst cases.
+
+    These are read again: they are known only after all cases have been scored.
 
     Args:
         rows: Scores.
@@ -80,22 +82,19 @@ def write_viewers(
     Returns:
         Case to its viewer.
     """
-    written = {}
-    for name in [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()][
-        :num_viewers
-    ]:
+    drawn = [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()]
+    viewers = {}
+    for name in drawn[:num_viewers]:
         pred_files, reference = pairs[name]
         scan = scan_of(reference, pred_files[0], task)
         assert scan is not None, "its overlay was drawn"
         pred, target, grid = read_pair(pred_files, reference, task, label_values)
         image, _ = _read_image(scan, grid, task)
-        statistics = label_statistics(image if task.is_ct else None, pred, grid, task.labels)
-        written[name] = folder / f"{name}{SUFFIX}"
-        write_case_viewer(
-            written[name],
-            pack_case(image, pred, grid, target, task),
-            statistics,
-            read_words(pred_files[0]),
-            task,
-        )
-    return written
+        # Statistics of HU are for CT only.
+        image_hu = image if task.is_ct else None
+        statistics = label_statistics(image_hu, pred, grid, task.labels)
+        volumes = pack_case(image, pred, grid, target, task)
+        viewer = folder / f"{name}{SUFFIX}"
+        write_case_viewer(viewer, volumes, statistics, read_words(pred_files[0]), task)
+        viewers[name] = viewer
+    return viewers

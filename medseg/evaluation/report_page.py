@@ -1,4 +1,4 @@
-"""Report of an evaluation: `report.html`, and `differences.csv` with the differences to a baseline on the same cases."""
+"""Report of an evaluation: `report.html`, and `differences.csv` with those to a baseline."""
 
 import math
 import os
@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv, write_csv
@@ -44,23 +44,22 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         UserError: If there is no `metrics.csv`, or `evaluate` did not write it.
     """
     path = folder / "metrics.csv"
-    require(
-        path.is_file(),
-        f"baseline={folder}: there is no metrics.csv; give the output folder of another evaluation.",
-    )
+    if not path.is_file():
+        raise UserError(
+            f"baseline={folder}: there is no metrics.csv; "
+            "give the output folder of another evaluation."
+        )
+    rows = []
     try:
-        return [
-            {
-                "case": row["case"],
-                "region": row["region"],
-                **{metric: float(row[metric]) for metric in RANKED},
-            }
-            for row in read_csv(path)
-        ]
+        for row in read_csv(path):
+            scores = {metric: float(row[metric]) for metric in RANKED}
+            rows.append({"case": row["case"], "region": row["region"], **scores})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: expected the table of an evaluation, but it is damaged ({error}); evaluate again."
+            f"{path}: expected the table of an evaluation, but it is damaged ({error}); "
+            "evaluate again."
         ) from error
+    return rows
 
 
 def compare_rows(
@@ -68,10 +67,10 @@ def compare_rows(
     baseline: Sequence[Row],
     patients: Mapping[str, str],
 ) -> list[tuple[str, str, Difference]]:
-    """Compute the paired differences of each region and metric, and of the means of each case over its regions (`ALL`).
+    """Compute the paired differences of each region and metric.
 
-    A region whose score is not finite on one side, such as the distance of one that was missed,
-    counts on neither.
+    Those of `ALL` are of the means of each case over its regions. A region whose score is not
+    finite on one side, such as the distance of one that was missed, counts on neither.
 
     Args:
         rows: `case`, `region` and the metrics of `RANKED`.
@@ -81,20 +80,29 @@ def compare_rows(
     Returns:
         Region, metric and difference; combinations without a pair of finite scores are left out.
     """
-    before = {(row["case"], row["region"]): row for row in baseline}
-    scored = {(row["case"], row["region"]): row for row in rows}
-    pairs = [(row, before[key]) for key, row in scored.items() if key in before]
+    baseline_rows = {(row["case"], row["region"]): row for row in baseline}
+    scored_rows = {(row["case"], row["region"]): row for row in rows}
+    pairs = [(row, baseline_rows[key]) for key, row in scored_rows.items() if key in baseline_rows]
     regions = list(dict.fromkeys(row["region"] for row, _ in pairs))
+    if len(regions) > 1:
+        regions.append(ALL)
     compared = []
-    for region in [*regions, ALL] if len(regions) > 1 else regions:
-        of_region = [(row, other) for row, other in pairs if region in (row["region"], ALL)]
+    for region in regions:
+        of_region = [pair for pair in pairs if region in (pair[0]["region"], ALL)]
         for metric, better in RANKED.items():
-            finite = [pair for pair in of_region if all(math.isfinite(row[metric]) for row in pair)]
+            finite = [pair for pair in of_region if _are_finite(pair, metric)]
             scores = _case_means([row for row, _ in finite], metric)
             baseline_scores = _case_means([row for _, row in finite], metric)
-            if difference := paired_difference(scores, baseline_scores, better, patients):
+            difference = paired_difference(scores, baseline_scores, better, patients)
+            if difference is not None:
                 compared.append((region, metric, difference))
     return compared
+
+
+def _are_finite(pair: tuple[Row, Row], metric: str) -> bool:
+    """Whether the scores of both sides are finite."""
+    row, baseline_row = pair
+    return math.isfinite(row[metric]) and math.isfinite(baseline_row[metric])
 
 
 def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:
@@ -110,22 +118,28 @@ def _describe_pairs(
     baseline: Sequence[Row],
     patients: Mapping[str, str],
 ) -> list[str]:
-    """Say how the patients of the differences count, and which cases have scores on one side only."""
-    scored, before = ({row["case"]: None for row in side} for side in (rows, baseline))
-    sentences = [describe_patients([case for case in scored if case in before], patients)]
+    """Say how the patients of the differences count, and which cases one side alone has."""
+    scored_cases = _cases_of(rows)
+    baseline_cases = _cases_of(baseline)
+    common_cases = [case for case in scored_cases if case in baseline_cases]
+    sentences = [describe_patients(common_cases, patients)]
     if not patients:
         sentences.append(
-            "a folder of references names no patients; ref=<case table> does, by its column patient",
+            "a folder of references names no patients; ref=<case table> does, by its column patient"
         )
-    for where, alone in (
-        ("the baseline", [case for case in before if case not in scored]),
-        ("this evaluation", [case for case in scored if case not in before]),
-    ):
-        if alone:
-            sentences.append(
-                f"not compared, as only {where} has scores of them: {first_few(alone)}"
-            )
+    cases_of_one_side = {
+        "the baseline": [case for case in baseline_cases if case not in scored_cases],
+        "this evaluation": [case for case in scored_cases if case not in baseline_cases],
+    }
+    for side, cases in cases_of_one_side.items():
+        if cases:
+            sentences.append(f"not compared, as only {side} has scores of them: {first_few(cases)}")
     return sentences
+
+
+def _cases_of(rows: Sequence[Row]) -> list[str]:
+    """Names of the cases of rows, in their order."""
+    return list(dict.fromkeys(row["case"] for row in rows))
 
 
 def write_page(
@@ -163,44 +177,31 @@ def write_page(
         baseline_rows: Its scores.
         patients: Case to its patient, where the references name patients.
     """
-    rows = [
-        {**row, **{metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}} for row in rows
-    ]
+    rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing: list[str] = []
     if baseline is not None:
-        require(
-            bool(compared),
-            f"baseline={baseline}: it has none of the scored cases; give scores of the same cases.",
-        )
-        table = [
-            {"region": region, "metric": metric, **one._asdict()}
-            for region, metric, one in compared
-        ]
-        write_csv(
-            output / "differences.csv", table, ("region", "metric", *Difference._fields), FORMATS
-        )
-        for region, metric, one in compared:
-            if metric == "dice":
-                pairs = f"{one.cases} cases of {one.patients} patients"
-                changes = f"{one.better} cases better, {one.worse} worse"
-                progress(
-                    f"{region}: Dice {write_difference(one)} to the baseline, {pairs} ({changes}), "
-                    f"p = {one.wilcoxon_p:.2g} (Wilcoxon)"
-                )
+        if not compared:
+            raise UserError(
+                f"baseline={baseline}: it has none of the scored cases; "
+                "give scores of the same cases."
+            )
+        _write_differences(compared, output, progress)
         pairing = _describe_pairs(rows, baseline_rows, patients)
         for sentence in pairing:
             progress(f"differences: {sentence}")
     files = {}
-    for case in {row["case"]: None for row in rows}:
-        picture = overlays / f"{case}.png" if overlays else None
-        picture = picture if picture and picture.is_file() else None
-        linked = picture, viewers.get(case), prediction_viewers.get(case)
-        picture_link, viewer_link, prediction_link = (
-            _link(path, output) if path else "" for path in linked
+    for case in _cases_of(rows):
+        picture = None
+        if overlays is not None and (overlays / f"{case}.png").is_file():
+            picture = overlays / f"{case}.png"
+        files[case] = Files(
+            picture,
+            _link(picture, output),
+            _link(viewers.get(case), output),
+            _link(prediction_viewers.get(case), output),
+            {region: str(bound) for region, bound in bounds.get(case, {}).items()},
         )
-        sentences = {region: str(bound) for region, bound in bounds.get(case, {}).items()}
-        files[case] = Files(picture, picture_link, viewer_link, prediction_link, sentences)
     page = render_cases(
         rows,
         statistics,
@@ -223,6 +224,34 @@ def write_page(
     replace_text(output / "report.html", page)
 
 
-def _link(path: Path, folder: Path) -> str:
-    """Address of a file relative to a page in a folder."""
+def _rounded_scores(row: Row) -> dict[str, float]:
+    """Scores as `metrics.csv` has them, so that equal results are compared as equal."""
+    return {metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}
+
+
+def _write_differences(
+    compared: Sequence[tuple[str, str, Difference]],
+    output: Path,
+    progress: Callable[[str], None],
+) -> None:
+    """Write `differences.csv`, and a line for the Dice of each region."""
+    table = []
+    for region, metric, difference in compared:
+        table.append({"region": region, "metric": metric, **difference._asdict()})
+    columns = ("region", "metric", *Difference._fields)
+    write_csv(output / "differences.csv", table, columns, FORMATS)
+    for region, metric, difference in compared:
+        if metric == "dice":
+            progress(
+                f"{region}: Dice {write_difference(difference)} to the baseline, "
+                f"{difference.cases} cases of {difference.patients} patients "
+                f"({difference.better} cases better, {difference.worse} worse), "
+                f"p = {difference.wilcoxon_p:.2g} (Wilcoxon)"
+            )
+
+
+def _link(path: Path | None, folder: Path) -> str:
+    """Address of a file relative to a page in a folder; empty without a file."""
+    if path is None:
+        return ""
     return quote(Path(os.path.relpath(path, folder)).as_posix())

@@ -1,4 +1,4 @@
-"""Reports of predictions: time and memory, warnings and the path of the scan, read from `<case>.json` beside a label map."""
+"""Reports of predictions, read from `<case>.json` beside a label map."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.case_table import Case
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
 from medseg.findings import Severity
 from medseg.inference.segmentation import StatedBound
@@ -24,7 +24,7 @@ _NO_REPORT = (UserError, ValueError, KeyError, TypeError, AttributeError, Overfl
 
 
 def read_cost(prediction: Path) -> dict[str, float]:
-    """Read the `COSTS` of a prediction from the report beside its label map; empty where there is no such report."""
+    """Read the `COSTS` of a prediction from its report; empty where there is no such report."""
     try:
         report = read_json(beside(prediction, ".json"))
         costs = [
@@ -34,43 +34,49 @@ def read_cost(prediction: Path) -> dict[str, float]:
         ]
     except _NO_REPORT:
         return {}
-    return dict(zip(COSTS, costs, strict=True)) if all(map(math.isfinite, costs)) else {}
+    if not all(map(math.isfinite, costs)):
+        return {}
+    return dict(zip(COSTS, costs, strict=True))
 
 
 def check_labels(prediction: Path, task: Task) -> None:
-    """Refuse a prediction of another task: its values would be scored under the names of other labels.
+    """Refuse a prediction of another task, whose values would be scored as other labels.
 
     Raises:
         UserError: If the report beside the label map gives a label of the task another value, or
             has none of its labels and another number of labels.
     """
     try:
-        names = list(
-            map(str, read_json(beside(prediction, ".json"))["volume_ml"])
-        )  # in the order of the values
+        report = read_json(beside(prediction, ".json"))
+        names = list(map(str, report["volume_ml"]))  # in the order of the values
     except _NO_REPORT:
         return
-    known = list(task.labels)
-    common = set(names) & set(known)
-    require(
-        all(names.index(name) == known.index(name) for name in common)
-        and (bool(common) or len(names) == len(known)),
-        f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task {task.name} has {', '.join(known)}; give the "
-        "task of the prediction (task=<name>), or import the data set with the labels of the prediction (labels=[…])",
-    )
+    task_names = list(task.labels)
+    common = set(names) & set(task_names)
+    have_same_values = all(names.index(name) == task_names.index(name) for name in common)
+    # Without a common name, an equal number of labels in other words may be meant.
+    may_be_same_labels = bool(common) or len(names) == len(task_names)
+    if not have_same_values or not may_be_same_labels:
+        raise UserError(
+            f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task "
+            f"{task.name} has {', '.join(task_names)}; give the task of the prediction "
+            "(task=<name>), or import the data set with the labels of the prediction (labels=[…])"
+        )
 
 
 def read_words(prediction: Path) -> CaseReport:
-    """Read what a viewer shows of the report beside a label map; empty where there is no such report."""
+    """Read what a viewer shows of the report of a prediction; empty without such a report."""
     try:
         report = read_json(beside(prediction, ".json"))
-        place = report["most_disputed_xyz_mm"]
+        place_xyz_mm = report["most_disputed_xyz_mm"]
+        if place_xyz_mm is not None:
+            place_xyz_mm = list(map(float, place_xyz_mm))
         return CaseReport(
             str(report["status"]),
-            [str(text) for text in report["warnings"]],
+            list(map(str, report["warnings"])),
             information_in_report(report),
             {str(name): float(dice) for name, dice in report["agreements"].items()},
-            None if place is None else [float(x) for x in place],
+            place_xyz_mm,
             read_bounds(report),
         )
     except _NO_REPORT:
@@ -101,7 +107,7 @@ def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
 
 
 def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
-    """Find the scan of a case: its row of the table, or with a folder of references what the report of the prediction names."""
+    """Find the scan of a case: its row of the table, or else what the prediction's report names."""
     if reference.case is not None or len(task.channels) > 1:
         return reference.case
     try:
@@ -116,6 +122,7 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         )
     except _NO_REPORT:
         return None
+    # It may have been moved since.
     return scan if scan.image.exists() else None
 
 

@@ -1,15 +1,15 @@
-"""Scoring of label maps against references: scores and their statistics, time and memory of the predictions, tables, pictures."""
+"""Scoring of label maps against references: scores, their statistics, tables, pictures, a page."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
@@ -26,24 +26,32 @@ from medseg.wording import first_few
 
 METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
-"""Function of two tensors (D, H, W) of 0 and 1, prediction and reference, and the voxel spacing in mm, such as a `CaseMetric`."""
-COLUMNS = (
-    "region",
-    "trust",
-    "metric",
-    "number",
-    "infinite",
-    "mean",
-    "std",
-    "median",
-    "min",
-    "max",
-    "worst_case",
-)
+"""Function of prediction, reference and voxel spacing in mm, such as a `CaseMetric`.
+
+Both label maps are tensors (D, H, W) of 0 and 1.
+"""
+# Column of `summary.csv` to the function of the finite scores.
+FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
+    "mean": np.mean,
+    "std": np.std,
+    "median": np.median,
+    "min": np.min,
+    "max": np.max,
+}
+COLUMNS = ("region", "trust", "metric", "number", "infinite", *FIGURES, "worst_case")
 _HEADINGS = {
-    "region": "region", "trust": "trust", "number": "n", "dice": "Dice", "std": "±", "min": "min", "nsd_1mm": "NSD 1mm",
-    "nsd_2mm": "NSD 2mm", "hd95_mm": "HD95 mm", "infinite": "inf", "worst_case": "worst case",
-}  # fmt: skip
+    "region": "region",
+    "trust": "trust",
+    "number": "n",
+    "dice": "Dice",
+    "std": "±",
+    "min": "min",
+    "nsd_1mm": "NSD 1mm",
+    "nsd_2mm": "NSD 2mm",
+    "hd95_mm": "HD95 mm",
+    "infinite": "inf",
+    "worst_case": "worst case",
+}
 MAX_FILE_VALUE = 65535
 Row = Mapping[str, Any]
 
@@ -88,10 +96,11 @@ def evaluate_folder(
     num_viewers: int = 10,
     baseline: Path | None = None,
 ) -> EvaluationSummary:
-    """Score the label maps of a folder; write `report.html`, `metrics.csv`, `summary.csv`, `costs.csv`, `summary.json`, pictures, viewers.
+    """Score the label maps of a folder, and write tables, pictures, viewers and a page.
 
-    A failing case is reported and does not affect the others. A region whose labels the references
-    do not name (`label_values`) is left out.
+    Written are `report.html`, `metrics.csv`, `summary.csv`, `costs.csv` and `summary.json`. A
+    failing case is reported and does not affect the others. A region whose labels the references do
+    not name (`label_values`) is left out.
 
     Args:
         pred_dir: Folder of predictions `<case>.nii.gz` (or another format of label maps), values as
@@ -119,45 +128,42 @@ def evaluate_folder(
     Raises:
         UserError: If an input is missing or no case has both a prediction and a reference.
     """
-    taken = sorted({"case", "region", "trust", *METRICS} & set(metrics or {}))
-    require(
-        not taken,
-        f"metrics.{', '.join(taken)}: a column of metrics.csv has this name already; choose another one",
-    )
+    metrics = metrics or {}
+    _check_metric_names(metrics)
     regions = _scored_regions(task, label_values)
     baseline_rows = read_baseline(baseline) if baseline else []
     predictions = find_predictions(pred_dir)
-    references, elsewhere = find_references(ref, labels_column, split)
+    references, other_split_keys = find_references(ref, labels_column, split)
     labelled = {
         key: reference for key, reference in references.items() if reference.labels is not None
     }
-    common = _common_keys(labelled, references, predictions, pred_dir, ref)
+    common = [key for key in labelled if key in predictions]
+    if not common:
+        raise UserError(
+            f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
+            f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
+            "name each prediction after its case."
+        )
     check_writable(output)
     refuse_table(
         output / "summary.csv",
         ("case", "status", "label"),
         f"the volumes of a prediction; give another output than {output}",
     )
-    summary = EvaluationSummary(
-        without_prediction=[
-            reference.name for key, reference in labelled.items() if key not in predictions
-        ],
-        without_reference=[
-            case_name(paths[0])
-            for key, paths in predictions.items()
-            if key not in {*common, *elsewhere}
-        ],
-        warnings=[
-            f"{region.name} is not scored: data.label_values does not name all its labels"
-            for region in scored_regions(task)
-            if region not in regions
-        ],
-    )
+    summary = EvaluationSummary()
+    for key, reference in labelled.items():
+        if key not in predictions:
+            summary.without_prediction.append(reference.name)
+    for key, paths in predictions.items():
+        if key not in labelled and key not in other_split_keys:
+            summary.without_reference.append(case_name(paths[0]))
+    for region in scored_regions(task):
+        if region not in regions:
+            summary.warnings.append(
+                f"{region.name} is not scored: data.label_values does not name all its labels"
+            )
     overlays = output / "overlays" if pictures else None
-    for name in (reference.name for reference in labelled.values()):  # of an earlier evaluation
-        (output / "viewers" / f"{name}{SUFFIX}").unlink(missing_ok=True)
-        if overlays:
-            (overlays / f"{name}.png").unlink(missing_ok=True)
+    _remove_old_pictures(output, overlays, labelled.values())
     for number, key in enumerate(common, start=1):
         line = _score_case(
             summary,
@@ -167,7 +173,7 @@ def evaluate_folder(
             task,
             label_values,
             overlays,
-            metrics or {},
+            metrics,
         )
         progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
     summary.statistics = summarise(summary.rows)
@@ -182,57 +188,84 @@ def evaluate_folder(
             viewers = write_viewers(
                 summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
             )
-        found = {
-            name: path
-            for name, (files, _) in pairs.items()
-            if (path := beside(files[0], SUFFIX)).is_file()
-        }
-        bounds = {name: read_words(files[0]).dice_at_least for name, (files, _) in pairs.items()}
-        patients = {
-            one.name: one.case.patient for one in references.values() if one.case is not None
-        }
-        _write_page(
-            summary,
+        prediction_viewers, bounds = _stated_by_predictions(pairs)
+        write_page(
+            summary.rows,
+            [row for row in summary.statistics if row["trust"] == ALL],
             viewers,
-            found,
+            prediction_viewers,
             bounds,
             output,
-            overlays,
             num_pictures,
-            baseline,
-            baseline_rows,
-            patients,
             progress,
+            overlays=overlays,
+            notes=_notes(summary),
+            costs=_mean_costs(summary),
+            baseline=baseline,
+            baseline_rows=baseline_rows,
+            patients=_patients_of(references.values()),
         )
     progress(f"written to {output}")
     if summary.without_prediction:
+        place = "folder" if ref.is_dir() else "table"
         progress(
-            f"{len(summary.without_prediction)} of {len(labelled)} cases of the {'folder' if ref.is_dir() else 'table'} "
+            f"{len(summary.without_prediction)} of {len(labelled)} cases of the {place} "
             f"have no prediction: {first_few(summary.without_prediction)}"
         )
     return summary
 
 
-def _common_keys(
-    labelled: Mapping[str, Reference],
-    references: Mapping[str, Reference],
-    predictions: Mapping[str, Any],
-    pred_dir: Path,
-    ref: Path,
-) -> list[str]:
-    """Keys of the references that have a prediction.
+def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
+    """Refuse further metrics whose name is a column of `metrics.csv` already."""
+    taken_names = sorted({"case", "region", "trust", *METRICS} & set(metrics))
+    if taken_names:
+        raise UserError(
+            f"metrics.{', '.join(taken_names)}: a column of metrics.csv has this name already; "
+            "choose another one"
+        )
 
-    Raises:
-        UserError: If there is none.
-    """
-    common = [key for key in labelled if key in predictions]
-    require(
-        bool(common),
-        f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
-        f"(predictions: {first_few(list(predictions))}; references: {first_few(list(references))}); "
-        "name each prediction after its case.",
-    )
-    return common
+
+def _stated_by_predictions(
+    pairs: Mapping[str, tuple[Sequence[Path], Reference]],
+) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
+    """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case."""
+    viewers = {}
+    bounds: dict[str, Mapping[str, StatedBound]] = {}
+    for name, (files, _) in pairs.items():
+        bounds[name] = read_words(files[0]).dice_at_least
+        viewer = beside(files[0], SUFFIX)
+        if viewer.is_file():
+            viewers[name] = viewer
+    return viewers, bounds
+
+
+def _notes(summary: EvaluationSummary) -> dict[str, list[str]]:
+    """Collect what the page says beside the scores, by heading."""
+    return {
+        "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
+        "Without a prediction": summary.without_prediction,
+        "Without a reference": summary.without_reference,
+        "Warnings": summary.warnings,
+    }
+
+
+def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
+    """Case to its patient, where a case table names it."""
+    patients = {}
+    for reference in references:
+        if reference.case is not None:
+            patients[reference.name] = reference.case.patient
+    return patients
+
+
+def _remove_old_pictures(
+    output: Path, overlays: Path | None, references: Iterable[Reference]
+) -> None:
+    """Remove the viewers and overlays that an earlier evaluation made of the cases."""
+    for reference in references:
+        (output / "viewers" / f"{reference.name}{SUFFIX}").unlink(missing_ok=True)
+        if overlays is not None:
+            (overlays / f"{reference.name}.png").unlink(missing_ok=True)
 
 
 def scored_regions(task: Task) -> tuple[Region, ...]:
@@ -241,27 +274,26 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
 
 
 def _scored_regions(task: Task, label_values: LabelValues) -> list[Region]:
-    """Regions of the task whose labels the reference files have; each label is one where the task has no regions.
+    """Regions of `scored_regions` whose labels the reference files have.
 
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.
     """
-    regions = [
-        region
-        for region in scored_regions(task)
-        if set(region.labels) <= set(label_values.values())
-    ]
-    require(
-        bool(regions),
-        f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected the labels of "
-        f"at least one region of the task {task.name} ({', '.join(task.labels)}); correct the names.",
-    )
-    values = [value for value in label_values if isinstance(value, int)] or [0]
-    require(
-        0 <= min(values) <= max(values) <= MAX_FILE_VALUE,
-        f"data.label_values has values from {min(values)} to {max(values)}, expected values of label "
-        f"maps from 0 to {MAX_FILE_VALUE}; correct them.",
-    )
+    names = set(label_values.values())
+    regions = [region for region in scored_regions(task) if names.issuperset(region.labels)]
+    if not regions:
+        raise UserError(
+            f"data.label_values names {', '.join(label_values.values()) or 'nothing'}, expected "
+            f"the labels of at least one region of the task {task.name} "
+            f"({', '.join(task.labels)}); correct the names."
+        )
+    # Other keys are names of structures, of DICOM or of binary masks.
+    values = [value for value in label_values if isinstance(value, int)]
+    if values and (min(values) < 0 or max(values) > MAX_FILE_VALUE):
+        raise UserError(
+            f"data.label_values has values from {min(values)} to {max(values)}, "
+            f"expected values of label maps from 0 to {MAX_FILE_VALUE}; correct them."
+        )
     return regions
 
 
@@ -275,37 +307,42 @@ def _score_case(
     overlays: Path | None,
     metrics: Mapping[str, RegionMetric],
 ) -> str:
-    """Add scores, cost, warnings or the failure of one case to the summary; draw it where its image is known.
+    """Add scores, cost, warnings or the failure of one case to the summary.
+
+    The case is drawn where its image is known.
 
     Returns:
         The result of the case in one line.
     """
-    case = reference.case
     try:
         check_labels(pred_files[0], task)
         pred, target, grid = read_pair(pred_files, reference, task, label_values)
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
+    trust = reference.case.trust if reference.case is not None else {}
     dices = []
     for region in regions:
         values = task.region_values(region)
-        masks = np.isin(pred, values), np.isin(target, values)
-        scores = score_region(*masks, grid.spacing_mm) | _further_scores(
-            metrics, masks, grid.spacing_mm
-        )
-        summary.rows.append(
-            {
-                "case": reference.name,
-                "region": region.name,
-                "trust": case.trust.get(region.name, "") if case else "",
-                **scores,
-            }
-        )
+        pred_mask = np.isin(pred, values)
+        target_mask = np.isin(target, values)
+        scores = score_region(pred_mask, target_mask, grid.spacing_mm)
+        scores |= _further_scores(metrics, pred_mask, target_mask, grid.spacing_mm)
+        row = {
+            "case": reference.name,
+            "region": region.name,
+            "trust": trust.get(region.name, ""),
+            **scores,
+        }
+        summary.rows.append(row)
         dices.append(f"{region.name} {scores['dice']:.4f}")
-    if cost := read_cost(pred_files[0]):
+    cost = read_cost(pred_files[0])
+    if cost:
         summary.costs[reference.name] = cost
-    if overlays is not None and (scan := scan_of(reference, pred_files[0], task)) is not None:
+    scan = None
+    if overlays is not None:
+        scan = scan_of(reference, pred_files[0], task)
+    if overlays is not None and scan is not None:
         try:
             warnings = draw_overlay(scan, pred, target, grid, task, overlays)
             summary.warnings += [f"{scan.name}: {warning}" for warning in warnings]
@@ -316,85 +353,46 @@ def _score_case(
 
 def _further_scores(
     metrics: Mapping[str, RegionMetric],
-    masks: Sequence[np.ndarray],
+    pred_mask: np.ndarray,
+    target_mask: np.ndarray,
     spacing_mm: tuple[float, float, float],
 ) -> dict[str, float]:
+    """Compute the further metrics of one region by their names."""
     if not metrics:
         return {}
-    import torch  # takes seconds, and the own scores do without it
+    import torch  # takes seconds, and our own scores do without it
 
-    maps = [torch.from_numpy(mask.astype(np.uint8)) for mask in masks]
-    return {name: metric(maps[0], maps[1], spacing_mm) for name, metric in metrics.items()}
+    pred = torch.from_numpy(pred_mask.astype(np.uint8))
+    target = torch.from_numpy(target_mask.astype(np.uint8))
+    return {name: metric(pred, target, spacing_mm) for name, metric in metrics.items()}
 
 
 def _write(summary: EvaluationSummary, output: Path) -> None:
     """Write the tables and the document."""
     names = _metrics_of(summary.rows)
-    write_csv(
-        output / "metrics.csv",
-        summary.rows,
-        ("case", "region", "trust", *names),
-        dict.fromkeys(names, f".{TABLE_DIGITS}f"),
-    )
-    write_csv(
-        output / "summary.csv",
-        summary.statistics,
-        COLUMNS,
-        dict.fromkeys(("mean", "std", "median", "min", "max"), ".6f"),
-    )
-    write_csv(
-        output / "costs.csv",
-        [{"case": case, **cost} for case, cost in summary.costs.items()],
-        ("case", *COSTS),
-        dict.fromkeys(COSTS, ".3f"),
-    )
+    metric_formats = dict.fromkeys(names, f".{TABLE_DIGITS}f")
+    columns = ("case", "region", "trust", *names)
+    write_csv(output / "metrics.csv", summary.rows, columns, metric_formats)
+    figure_formats = dict.fromkeys(FIGURES, ".6f")
+    write_csv(output / "summary.csv", summary.statistics, COLUMNS, figure_formats)
+    costs = [{"case": case, **cost} for case, cost in summary.costs.items()]
+    write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
     document = {"cases": len({row["case"] for row in summary.rows}), **asdict(summary)}
     del document["rows"]
-    replace_text(
-        output / "summary.json",
-        json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-    )
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    replace_text(output / "summary.json", f"{text}\n")
 
 
-def _write_page(
-    summary: EvaluationSummary,
-    viewers: Mapping[str, Path],
-    prediction_viewers: Mapping[str, Path],
-    bounds: Mapping[str, Mapping[str, StatedBound]],
-    output: Path,
-    overlays: Path | None,
-    num_pictures: int,
-    baseline: Path | None,
-    baseline_rows: Sequence[Row],
-    patients: Mapping[str, str],
-    progress: Callable[[str], None],
-) -> None:
-    """Write the page with all that the console says."""
-    write_page(
-        summary.rows,
-        [one for one in summary.statistics if one["trust"] == ALL],
-        viewers,
-        prediction_viewers,
-        bounds,
-        output,
-        num_pictures,
-        progress,
-        overlays=overlays,
-        notes={
-            "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
-            "Without a prediction": summary.without_prediction,
-            "Without a reference": summary.without_reference,
-            "Warnings": summary.warnings,
-        },
-        costs=[
-            (name, f"{np.mean([cost[key] for cost in summary.costs.values()]):.1f}")
-            for key, name in (("total_s", "seconds a case"), ("peak_gb", "GB at the peak"))
-            if summary.costs
-        ],
-        baseline=baseline,
-        baseline_rows=baseline_rows,
-        patients=patients,
-    )
+def _mean_costs(summary: EvaluationSummary) -> list[tuple[str, str]]:
+    """Name and format the mean costs of the predictions; none where no report has them."""
+    if not summary.costs:
+        return []
+    titles = {"total_s": "seconds a case", "peak_gb": "GB at the peak"}
+    costs = []
+    for name, title in titles.items():
+        mean = np.mean([cost[name] for cost in summary.costs.values()])
+        costs.append((title, f"{mean:.1f}"))
+    return costs
 
 
 def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None:
@@ -403,17 +401,21 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
         progress(f"warning: {text}")
     if summary.without_reference:
         progress(
-            f"warning: no reference for {len(summary.without_reference)}: {first_few(summary.without_reference)}"
+            f"warning: no reference for {len(summary.without_reference)}: "
+            f"{first_few(summary.without_reference)}"
         )
     for line in console_table(summary.statistics):
         progress(line)
     if summary.costs:
-        mean, most = (
-            {name: pick([cost[name] for cost in summary.costs.values()]) for name in COSTS}
-            for pick in (np.mean, max)
-        )
+        mean = {}
+        most = {}
+        for name in COSTS:
+            values = [cost[name] for cost in summary.costs.values()]
+            mean[name] = np.mean(values)
+            most[name] = max(values)
         progress(
-            f"a case took {mean['total_s']:.1f} s (at most {most['total_s']:.1f}), {mean['memory_gb_s']:.1f} GB·s of memory "
+            f"a case took {mean['total_s']:.1f} s (at most {most['total_s']:.1f}), "
+            f"{mean['memory_gb_s']:.1f} GB·s of memory "
             f"(at most {most['memory_gb_s']:.1f}), {most['peak_gb']:.2f} GB at the peak"
         )
     if summary.failed:
@@ -434,69 +436,61 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             score (an infinite distance counts); it is empty for volumes, which have no better or
             worse, and for further metrics, whose direction is not known.
     """
+    metrics = _metrics_of(rows)
+    regions = [*dict.fromkeys(row["region"] for row in rows), ALL]
+    trusts = [ALL, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
-    for region in [*dict.fromkeys(row["region"] for row in rows), ALL]:
-        for trust in [ALL, *sorted({row["trust"] for row in rows} - {""})]:
-            group = [
-                row
-                for row in rows
-                if region in (row["region"], ALL) and trust in (row["trust"], ALL)
-            ]
+    for region in regions:
+        of_region = [row for row in rows if region in (row["region"], ALL)]
+        for trust in trusts:
+            group = [row for row in of_region if trust in (row["trust"], ALL)]
             if group:
-                statistics += [
-                    _statistics(group, region, trust, metric) for metric in _metrics_of(rows)
-                ]
+                statistics += [_statistics(group, region, trust, metric) for metric in metrics]
     return statistics
 
 
 def _metrics_of(rows: Sequence[Row]) -> list[str]:
     """Names of the metrics in rows: `METRICS`, then further ones."""
-    return [
-        *METRICS,
-        *(
-            key
-            for key in (rows[0] if rows else {})
-            if key not in ("case", "region", "trust", *METRICS)
-        ),
-    ]
+    names = list(METRICS)
+    for key in rows[0] if rows else ():
+        if key not in ("case", "region", "trust", *METRICS):
+            names.append(key)
+    return names
 
 
 def console_table(statistics: Sequence[Row]) -> list[str]:
     """Lay the main figures of each group out in aligned columns; no statistics give no line."""
     groups: dict[tuple[str, str], dict[str, Row]] = {}
-    for one in statistics:
-        groups.setdefault((one["region"], one["trust"]), {})[one["metric"]] = one
+    for row in statistics:
+        groups.setdefault((row["region"], row["trust"]), {})[row["metric"]] = row
+    # With one trust, its figures are those of all.
     has_trusts = len({trust for _, trust in groups} - {ALL}) > 1
-    rows = [
-        {
-            **group["dice"],
-            **{metric: group[metric]["mean"] for metric in METRICS},
-            "infinite": group["hd95_mm"]["infinite"],
-        }
-        for (_, trust), group in groups.items()
-        if trust == ALL or has_trusts
-    ]
-    formats = {
-        "hd95_mm": ".2f",
-        **dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f"),
-    }
-    return table_lines(rows, _HEADINGS, formats, missing="-") if rows else []
+    rows = []
+    for (_, trust), group in groups.items():
+        if trust == ALL or has_trusts:
+            means = {metric: group[metric]["mean"] for metric in METRICS}
+            rows.append({**group["dice"], **means, "infinite": group["hd95_mm"]["infinite"]})
+    if not rows:
+        return []
+    formats = dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f")
+    formats["hd95_mm"] = ".2f"
+    return table_lines(rows, _HEADINGS, formats, missing="-")
 
 
 def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> dict[str, Any]:
     """Statistics of one metric over one group of at least one row."""
     values = [float(row[metric]) for row in group]
     finite = np.array([value for value in values if math.isfinite(value)])
-    figures = (
-        float(function(finite)) if len(finite) else None
-        for function in (np.mean, np.std, np.median, np.min, np.max)
-    )
+    statistics = {
+        "region": region,
+        "trust": trust,
+        "metric": metric,
+        "number": len(values),
+        "infinite": len(values) - len(finite),
+    }
+    for name, function in FIGURES.items():
+        statistics[name] = float(function(finite)) if len(finite) else None
+    # Of a distance, more is worse, and an infinite one is the worst.
     worst = max(values) if metric == "hd95_mm" else min(values)
-    worst_case = group[values.index(worst)]["case"] if metric in RANKED else ""
-    return dict(
-        zip(
-            COLUMNS,
-            (region, trust, metric, len(values), len(values) - len(finite), *figures, worst_case),
-            strict=True,
-        )
-    )
+    statistics["worst_case"] = group[values.index(worst)]["case"] if metric in RANKED else ""
+    return statistics

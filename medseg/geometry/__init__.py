@@ -1,1 +1,1 @@
-"""Geometry: voxel grids, boxes, axes and tiles, in numpy only."""
+"""Geometry in numpy only: voxel grids, boxes, and the sizes that a network takes."""

@@ -1,13 +1,15 @@
-"""Voxel grids and voxel boxes: position, spacing and direction of the voxels of an array in the patient, and ranges of voxels.
+"""Voxel grids and voxel boxes.
 
-Only this module converts between array indices (z, y, x) and world points (x, y, z) in LPS
-millimetres.
+A grid has the position, spacing and direction of an array's voxels in the patient, a box is a range
+of voxels. Only this module converts between array indices (z, y, x) and world points (x, y, z) in
+LPS millimetres.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,10 @@ from typing import Any
 import numpy as np
 
 DIRECTION_TOLERANCE = 1e-3
-"""Largest entry of |DᵀD − I| of a direction that still counts as orthonormal (headers store rounded decimals)."""
+"""Largest entry of |DᵀD − I| of a direction that still counts as orthonormal.
+
+Headers store rounded decimals.
+"""
 
 INDEX_TOLERANCE = 1e-6
 """Differences below this part of a voxel are rounding noise."""
@@ -50,7 +55,7 @@ class VoxelBox:
     def __post_init__(self) -> None:
         for name in ("start", "stop"):
             object.__setattr__(self, name, _triple(getattr(self, name), name, int))
-        if any(stop < start for start, stop in zip(self.start, self.stop, strict=True)):
+        if any(map(operator.lt, self.stop, self.start)):
             raise ValueError(
                 f"a box must not end before it starts: start {self.start}, stop {self.stop}"
             )
@@ -67,27 +72,32 @@ class VoxelBox:
 
     @classmethod
     def from_mask(cls, mask: np.ndarray) -> VoxelBox | None:
-        """Find the smallest box around all true voxels of a mask (D, H, W); None where there are none."""
+        """Find the smallest box around all true voxels of a mask (D, H, W).
+
+        Returns:
+            The box; None for a mask without true voxels.
+
+        Raises:
+            ValueError: If the mask has another number of axes.
+        """
         if mask.ndim != 3:
             raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
-        bounds: list[tuple[int, int]] = []
+        starts: list[int] = []
+        stops: list[int] = []
         for axis in range(3):
-            # Outside the bounds found so far the mask is empty: each further axis reads less.
-            inside = mask[tuple(itertools.starmap(slice, bounds))]
-            hits = np.flatnonzero(
-                inside.any(axis=tuple(other for other in range(3) if other != axis))
-            )
+            # Outside of the bounds so far the mask is empty: each further axis reads less.
+            inside = mask[tuple(map(slice, starts, stops))]
+            hits = np.flatnonzero(inside.any(axis=tuple({0, 1, 2} - {axis})))
             if hits.size == 0:
                 return None
-            bounds.append((int(hits[0]), int(hits[-1]) + 1))
-        return cls.of(*zip(*bounds, strict=True))
+            starts.append(int(hits[0]))
+            stops.append(int(hits[-1]) + 1)
+        return cls.of(starts, stops)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Voxels per axis, (D, H, W)."""
-        return _triple(
-            (stop - start for start, stop in zip(self.start, self.stop, strict=True)), "shape", int
-        )
+        return _triple(map(operator.sub, self.stop, self.start), "shape", int)
 
     @property
     def is_empty(self) -> bool:
@@ -114,22 +124,20 @@ class VoxelBox:
     def intersect(self, other: VoxelBox) -> VoxelBox:
         """Keep the voxels that both boxes contain; an empty box where they do not meet."""
         starts = list(map(max, self.start, other.start))
-        return VoxelBox.of(starts, map(max, starts, map(min, self.stop, other.stop)))
+        stops = map(min, self.stop, other.stop)
+        # Boxes that do not meet would end before they start.
+        return VoxelBox.of(starts, map(max, starts, stops))
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
         """Move the box by an offset in voxels, (z, y, x)."""
         return VoxelBox.of(
-            *(
-                [a + b for a, b in zip(ends, offset, strict=True)]
-                for ends in (self.start, self.stop)
-            )
+            map(operator.add, self.start, offset), map(operator.add, self.stop, offset)
         )
 
     def expanded(self, voxels: Sequence[int]) -> VoxelBox:
         """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
         return VoxelBox.of(
-            (start - step for start, step in zip(self.start, voxels, strict=True)),
-            (stop + step for stop, step in zip(self.stop, voxels, strict=True)),
+            map(operator.sub, self.start, voxels), map(operator.add, self.stop, voxels)
         )
 
     def clipped(self, shape: Sequence[int]) -> VoxelBox:
@@ -137,15 +145,17 @@ class VoxelBox:
         return self.intersect(VoxelBox.full(shape))
 
     def at_least(self, min_shape: Sequence[int]) -> VoxelBox:
-        """Grow about the centre to at least this shape (D, H, W); axes that are long enough stay as they are.
+        """Grow about the centre to at least this shape (D, H, W); longer axes stay.
 
         Example:
             >>> VoxelBox((0, 10, 0), (4, 13, 9)).at_least((6, 6, 6))
             VoxelBox(start=(-1, 9, 0), stop=(5, 15, 9))
         """
-        growth = [max(0, want - have) for want, have in zip(min_shape, self.shape, strict=True)]
-        starts = [start - step // 2 for start, step in zip(self.start, growth, strict=True)]
-        return VoxelBox.of(starts, map(sum, zip(starts, self.shape, growth, strict=True)))
+        starts: list[int] = []
+        for start, length, min_length in zip(self.start, self.shape, min_shape, strict=True):
+            starts.append(start - max(0, min_length - length) // 2)
+        shape = map(max, self.shape, min_shape)
+        return VoxelBox.of(starts, map(operator.add, starts, shape))
 
 
 def resampled_shape(
@@ -175,11 +185,10 @@ def resampled_shape(
     """
     if min(*spacing_mm, *target_spacing_mm) <= 0:
         raise ValueError(f"spacings must be positive, got {spacing_mm} and {target_spacing_mm}")
+    lengths = np.array(shape) * spacing_mm / np.array(target_spacing_mm)
     # A half is rounded up, also where rounding noise lies just below it.
-    sizes = np.floor(
-        np.array(shape) * spacing_mm / np.array(target_spacing_mm) + 0.5 + INDEX_TOLERANCE
-    )
-    return _triple(np.maximum(1, sizes), "shape", int)
+    rounded = np.floor(lengths + 0.5 + INDEX_TOLERANCE)
+    return _triple(np.maximum(1, rounded), "shape", int)
 
 
 @dataclass(frozen=True)
@@ -204,17 +213,19 @@ class VoxelGrid:
     direction: Matrix = IDENTITY
 
     def __post_init__(self) -> None:
+        # Frozen: the plain numbers replace what was passed.
         for name, kind in (("shape", int), ("spacing_mm", float), ("origin_xyz_mm", float)):
             object.__setattr__(self, name, _triple(getattr(self, name), name, kind))
-        object.__setattr__(
-            self, "direction", tuple(_triple(row, "a row of direction") for row in self.direction)
-        )
+        rows = tuple(_triple(row, "a row of direction") for row in self.direction)
+        object.__setattr__(self, "direction", rows)
         if min(self.shape) < 1 or min(self.spacing_mm) <= 0:
             raise ValueError(
-                f"shape must be at least 1 and spacing_mm positive, got {self.shape} and {self.spacing_mm}"
+                "shape must be at least 1 and spacing_mm positive, got "
+                f"{self.shape} and {self.spacing_mm}"
             )
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
+        # DᵀD is the identity for orthonormal columns.
         matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
@@ -224,7 +235,9 @@ class VoxelGrid:
 
     def _steps_mm(self) -> np.ndarray:
         """World step per index step: 3×3, columns in the order (z, y, x) of array indices."""
-        return np.array(self.direction)[:, ::-1] * np.array(self.spacing_mm)
+        # The columns of the direction are in the order (x, y, z) of ITK.
+        columns_zyx = np.array(self.direction)[:, ::-1]
+        return columns_zyx * np.array(self.spacing_mm)
 
     def index_to_world_xyz_mm(self, index_zyx: np.ndarray | Sequence[Any]) -> np.ndarray:
         """Find the world points of (continuous) indices.
@@ -235,9 +248,8 @@ class VoxelGrid:
         Returns:
             LPS points in mm, (..., 3) in (x, y, z), float64.
         """
-        return np.asarray(index_zyx, dtype=np.float64) @ self._steps_mm().T + np.array(
-            self.origin_xyz_mm
-        )
+        offset_mm = np.asarray(index_zyx, dtype=np.float64) @ self._steps_mm().T
+        return offset_mm + np.array(self.origin_xyz_mm)
 
     def world_to_index_zyx(self, points_xyz_mm: np.ndarray | Sequence[Any]) -> np.ndarray:
         """Find the continuous indices of world points; the inverse of `index_to_world_xyz_mm`.
@@ -252,10 +264,10 @@ class VoxelGrid:
         return offset_mm @ np.linalg.inv(self._steps_mm()).T
 
     def corners_xyz_mm(self) -> np.ndarray:
-        """World points (8, 3) of the centres of the eight corner voxels, the first being voxel (0, 0, 0)."""
-        return self.index_to_world_xyz_mm(
-            list(itertools.product(*((0, size - 1) for size in self.shape)))
-        )
+        """World points (8, 3) of the centres of the corner voxels, voxel (0, 0, 0) first."""
+        depth, height, width = self.shape
+        corners = itertools.product((0, depth - 1), (0, height - 1), (0, width - 1))
+        return self.index_to_world_xyz_mm(list(corners))
 
     def _moved(
         self,
@@ -264,7 +276,12 @@ class VoxelGrid:
         origin_xyz_mm: np.ndarray,
         direction: Any,
     ) -> VoxelGrid:
-        return VoxelGrid(tuple(shape), tuple(spacing_mm), tuple(origin_xyz_mm), direction)  # type: ignore[arg-type]
+        """Make a grid of sequences and arrays."""
+        depth, height, width = shape
+        z_mm, y_mm, x_mm = spacing_mm
+        return VoxelGrid(
+            (depth, height, width), (z_mm, y_mm, x_mm), origin_xyz_mm.tolist(), direction
+        )
 
     def crop(self, box: VoxelBox) -> VoxelGrid:
         """Cut to a box, which may reach outside; every voxel keeps its world point.
@@ -272,40 +289,38 @@ class VoxelGrid:
         Raises:
             ValueError: If the box is empty.
         """
-        return self._moved(
-            box.shape, self.spacing_mm, self.index_to_world_xyz_mm(box.start), self.direction
-        )
+        origin_xyz_mm = self.index_to_world_xyz_mm(box.start)
+        return self._moved(box.shape, self.spacing_mm, origin_xyz_mm, self.direction)
 
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
-        """Make the grid of another spacing (z, y, x) over the same field of view: same direction, same centre.
+        """Make the grid of another spacing (z, y, x) over the same field of view.
 
-        The size follows `resampled_shape`, so the extent may change by half a target voxel per
-        axis. None: the grid itself.
+        Direction and centre stay. The size follows `resampled_shape`, so the extent may change by
+        half a target voxel per axis. None: the grid itself.
         """
         if target_spacing_mm is None:
             return self
         shape = resampled_shape(self.shape, self.spacing_mm, target_spacing_mm)
         centre = (np.array(self.shape) - 1) / 2
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
+        # Index of the new first voxel on the old grid: half the new extent from the centre.
         first = centre - (np.array(shape) - 1) / 2 * ratio
-        return self._moved(
-            shape, target_spacing_mm, self.index_to_world_xyz_mm(first), self.direction
-        )
+        origin_xyz_mm = self.index_to_world_xyz_mm(first)
+        return self._moved(shape, target_spacing_mm, origin_xyz_mm, self.direction)
 
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
-        """Make the grid of another shape (D, H, W) over exactly the same field of view; its spacing follows."""
+        """Make the grid of another shape (D, H, W) over exactly the same field of view.
+
+        Its spacing follows.
+        """
         ratio = np.array(self.shape) / np.array(shape)
+        spacing_mm = ratio * np.array(self.spacing_mm)
         # The outer face of the first voxel stays where it is.
-        first = ratio / 2 - 0.5
-        return self._moved(
-            shape,
-            ratio * np.array(self.spacing_mm),
-            self.index_to_world_xyz_mm(first),
-            self.direction,
-        )
+        origin_xyz_mm = self.index_to_world_xyz_mm(ratio / 2 - 0.5)
+        return self._moved(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
 
     def reoriented(self, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> VoxelGrid:
-        """Follow an array through `array.transpose(order)` and then a flip of each new axis where `flips` says so.
+        """Follow an array through `array.transpose(order)` and then a flip of some new axes.
 
         Args:
             order: Old axis of each new axis, a permutation of (0, 1, 2).
@@ -314,24 +329,27 @@ class VoxelGrid:
         Raises:
             ValueError: If `order` is no permutation: the new axes would not be orthonormal.
         """
-        first = [
-            (self.shape[old] - 1) * flip for old, flip in sorted(zip(order, flips, strict=True))
-        ]
+        # Index of the new first voxel on the old grid: at the far end of each flipped axis.
+        first = [0, 0, 0]
+        for axis, is_flipped in zip(order, flips, strict=True):
+            if is_flipped:
+                first[axis] = self.shape[axis] - 1
         # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its
         # column.
         columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)
         return self._moved(
-            [self.shape[old] for old in order],
-            [self.spacing_mm[old] for old in order],
+            [self.shape[axis] for axis in order],
+            [self.spacing_mm[axis] for axis in order],
             self.index_to_world_xyz_mm(first),
             columns_zyx[:, ::-1].tolist(),
         )
 
     def is_close(self, other: VoxelGrid, tolerance_mm: float = 1e-3) -> bool:
         """Whether both grids have the same shape and all corners agree."""
-        return self.shape == other.shape and np.allclose(
-            self.corners_xyz_mm(), other.corners_xyz_mm(), rtol=0, atol=tolerance_mm
-        )
+        if self.shape != other.shape:
+            return False
+        corners = (self.corners_xyz_mm(), other.corners_xyz_mm())
+        return np.allclose(*corners, rtol=0, atol=tolerance_mm)
 
     def axis_map_to(self, other: VoxelGrid) -> tuple[tuple[float, float], ...]:
         """Express this grid's indices as indices of another grid with the same axes.
@@ -345,11 +363,10 @@ class VoxelGrid:
         """
         if not np.allclose(self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE):
             raise ValueError("the two grids do not have the same axes")
+        # Where this grid's voxel (0, 0, 0) lies on the other one.
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)
         scales = np.array(self.spacing_mm) / np.array(other.spacing_mm)
-        return tuple(
-            (float(scale), float(offset)) for scale, offset in zip(scales, offsets, strict=True)
-        )
+        return tuple(zip(scales.tolist(), offsets.tolist(), strict=True))
 
     def box_from(self, other: VoxelGrid, box: VoxelBox) -> VoxelBox:
         """Cover a box of another grid with the smallest box of this grid's voxels.
@@ -364,17 +381,18 @@ class VoxelGrid:
         Returns:
             Box in voxels of this grid; it may reach outside.
         """
+        scale, offset = np.transpose(other.axis_map_to(self))
         # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding
         # 0.5.
-        scale, offset = np.transpose(other.axis_map_to(self))
         starts = np.floor(scale * (np.array(box.start) - 0.5) + offset + 0.5 + INDEX_TOLERANCE)
         stops = np.ceil(scale * (np.array(box.stop) - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
-        return VoxelBox.of(
-            starts, np.where(np.equal(box.start, box.stop), starts, np.maximum(stops, starts + 1))
-        )
+        # An axis with voxels keeps at least one, an empty one none.
+        stops = np.maximum(stops, starts + 1)
+        is_empty = np.equal(box.start, box.stop)
+        return VoxelBox.of(starts, np.where(is_empty, starts, stops))
 
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
-        """Find the voxels of this grid's lattice whose centres are in the field of view of another grid.
+        """Find the voxels of this grid's lattice whose centres are in another grid's field of view.
 
         Args:
             other: Grid with the same axes.
@@ -383,6 +401,8 @@ class VoxelGrid:
             Box in voxels of this grid, which may reach outside it; empty where there is none.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
+        # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid; centres
+        # of this lattice are whole numbers.
         starts = np.ceil(offset - 0.5 * scale - INDEX_TOLERANCE)
         stops = np.floor(offset + (np.array(other.shape) - 0.5) * scale + INDEX_TOLERANCE) + 1
         return VoxelBox.of(starts, np.maximum(starts, stops))

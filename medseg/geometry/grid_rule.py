@@ -55,7 +55,9 @@ class GridRule:
     def spacing_mm(
         self, scan_spacing_mm: tuple[float, float, float]
     ) -> tuple[float, float, float] | None:
-        """Choose the spacing of a crop: the value of the range that is nearest to the scan's own spacing, axis by axis.
+        """Choose the spacing of a crop.
+
+        Axis by axis it is the value of the range that is nearest to the scan's own spacing.
 
         Args:
             scan_spacing_mm: Spacing of the original scan, (z, y, x).
@@ -63,7 +65,9 @@ class GridRule:
         Returns:
             Spacing of the crop's lattice; None: that of the stage's lattice.
         """
-        return None if self.range_mm is None else clamp_spacing(self.range_mm, scan_spacing_mm)
+        if self.range_mm is None:
+            return None
+        return clamp_spacing(self.range_mm, scan_spacing_mm)
 
     def crop(
         self,
@@ -86,8 +90,10 @@ class GridRule:
         Returns:
             Crop that contains the box; a crop of fixed size has the extent of the box.
         """
+        # A grid of its own over the box: no growth, and nothing outside.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
+        # Beyond the box as it was asked for, a padded crop shows air.
         content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
@@ -149,7 +155,9 @@ def region_crop(
 
 
 def distortion(spacing_mm: tuple[float, float, float]) -> float:
-    """Compute the distortion of the anatomy on a grid: its largest spacing by its smallest; 1 keeps every shape.
+    """Compute the distortion of the anatomy on a grid: its largest spacing by its smallest.
+
+    A distortion of 1 keeps every shape.
 
     Example:
         >>> distortion((3.0, 1.5, 2.0))

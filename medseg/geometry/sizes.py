@@ -7,10 +7,11 @@ Shape = tuple[int, int, int]
 
 
 def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
-    """Raise a size to one that a network takes: multiples of its divisor, more than one of them on some axis.
+    """Raise a size to one that a network takes.
 
-    With one multiple on every axis the deepest level of a network has a single voxel, and the norm
-    of one sample has no variance: such a size is raised to two multiples on every axis.
+    It has multiples of the divisor, and more than one of them on some axis. With one multiple on
+    every axis the deepest level of a network has a single voxel, and the norm of one sample has no
+    variance: such a size is raised to two multiples on every axis.
 
     Args:
         shape: Size in voxels, (D, H, W).
@@ -25,7 +26,8 @@ def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     """
     if min(divisor) < 1:
         raise ValueError(f"divisors must be 1 or more, got {tuple(divisor)}")
-    z, y, x = (-(-size // step) * step for size, step in zip(shape, divisor, strict=True))
+    # -(-a // b) rounds up.
+    z, y, x = (-(-length // step) * step for length, step in zip(shape, divisor, strict=True))
     if (z, y, x) == tuple(divisor):
         return 2 * z, 2 * y, 2 * x
     return z, y, x

@@ -1,6 +1,7 @@
 """Strides of a network: downsampling factor per level and axis, for anisotropic voxels."""
 
 import math
+import operator
 
 Strides = tuple[tuple[int, int, int], ...]
 
@@ -25,10 +26,11 @@ def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int
     current_mm = list(spacing_mm or (1.0, 1.0, 1.0))
     strides = []
     for _ in range(num_levels):
-        least_mm = min(current_mm)
-        z, y, x = (2 if mm < 2 * least_mm else 1 for mm in current_mm)
+        finest_mm = min(current_mm)
+        z, y, x = (2 if axis_mm < 2 * finest_mm else 1 for axis_mm in current_mm)
         strides.append((z, y, x))
-        current_mm = [mm * stride for mm, stride in zip(current_mm, strides[-1], strict=True)]
+        # An axis that was divided is now twice as coarse.
+        current_mm = list(map(operator.mul, current_mm, (z, y, x)))
     return tuple(strides)
 
 

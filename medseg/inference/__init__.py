@@ -1,1 +1,1 @@
-"""Inference: from a normalised image to probabilities, and from labels to clean labels."""
+"""One network over one image: tiles, slabs, backends and export, and the clean-up of its labels."""

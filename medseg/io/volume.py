@@ -118,7 +118,7 @@ def size_text(sizes: Sequence[int]) -> str:
 
 
 def grid_from_columns(
-    path: Path, shape: Sequence[int], columns: np.ndarray, origin: Sequence[float]
+    path: Path, shape: tuple[int, int, int], columns: np.ndarray, origin: Sequence[float]
 ) -> VoxelGrid:
     """Make the grid of a file from its world steps.
 
@@ -157,10 +157,10 @@ def grid_from_columns(
         f"header makes it {' x '.join(f'{extent / 1e3:.4g}' for extent in extents)} m; check its sizes, and whether its spacing is in "
         "mm.",
     )
+    z_mm, y_mm, x_mm = spacing[::-1]
+    x0, y0, z0 = origin
     try:
-        return VoxelGrid(
-            tuple(shape), tuple(spacing[::-1]), tuple(origin), (columns / spacing).tolist()
-        )  # type: ignore[arg-type]
+        return VoxelGrid(shape, (z_mm, y_mm, x_mm), (x0, y0, z0), (columns / spacing).tolist())
     except ValueError as error:
         raise UserError(
             f"{path}: expected axes at right angles, but {error}; resample the scan to a regular grid first."
@@ -437,7 +437,9 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
         UserError: If a value misses every whole number by more than rounding.
     """
     whole = np.rint(values)
-    sizes = np.abs(values - volume.intercept) + abs(volume.intercept)
+    # Not below the rounding of a label 1: a resampler weighs labels against the background, and
+    # leaves 1e-08 of one.
+    sizes = np.maximum(np.abs(values - volume.intercept) + abs(volume.intercept), 1.0)
     step = abs(volume.slope)
     # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds
     # them.

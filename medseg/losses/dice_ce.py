@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy loss with an explicit gradient, the only full-size tensor that it allocates."""
+"""Dice plus cross-entropy loss; its explicit gradient is its only full-size tensor."""
 
 import math
 from collections.abc import Iterator
@@ -81,30 +81,36 @@ class DiceCrossEntropyLoss(nn.Module):
         """
         if logits.ndim != 5 or target.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(
-                f"target must be (N, D, H, W) for logits (N, K, D, H, W), got {tuple(target.shape)} for {tuple(logits.shape)}"
+                f"target must be (N, D, H, W) for logits (N, K, D, H, W), got "
+                f"{tuple(target.shape)} for {tuple(logits.shape)}"
             )
         if target.is_floating_point():
             raise ValueError(f"target must hold integers, got {target.dtype}")
-        if logits.shape[1] < (1 if self.include_background else 2):
-            raise ValueError(f"logits need a foreground class, got {logits.shape[1]} classes")
+        num_classes = logits.shape[1]
+        least_classes = 1 if self.include_background else 2
+        if num_classes < least_classes:
+            raise ValueError(f"logits need a foreground class, got {num_classes} classes")
         # One pass over the volume gives the sums of the loss; autograd differentiates the
         # arithmetic between them.
-        overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)
-        counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(logits.shape[1])], dim=1)
-        voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
+        overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)  # (N, K)
+        counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(num_classes)], dim=1)
+        num_voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
-            overlaps, predicted, counts = (
-                sums.sum(0, keepdim=True) for sums in (overlaps, predicted, counts)
-            )
+            overlaps = overlaps.sum(0, keepdim=True)
+            predicted = predicted.sum(0, keepdim=True)
+            counts = counts.sum(0, keepdim=True)
         dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
         if not self.include_background:
             dice = dice[:, 1:]
-        loss = self.dice_weight * (1 - dice.mean()) + self.ce_weight * entropy.sum() / voxels
-        return loss.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        loss = self.dice_weight * (1 - dice.mean()) + self.ce_weight * entropy.sum() / num_voxels
+        return loss.to(_sum_dtype(logits))
 
 
 class _Moments(torch.autograd.Function):
-    """Sums of each sample in fp64: sum(p t) and sum(p) per class (N, K), and -log p of the reference (N,)."""
+    """Sums of each sample in fp64.
+
+    They are sum(p t) and sum(p) of each class, (N, K), and -log p of the reference, (N,).
+    """
 
     @staticmethod
     def forward(
@@ -117,11 +123,16 @@ class _Moments(torch.autograd.Function):
         for sample, slab in _slabs(logits):
             log_probs = _log_softmax(logits[sample, :, slab])
             labels = target[sample, slab]
-            kept = None if ignore_value is None else labels != ignore_value
             indices = labels.unsqueeze(0).long()
-            reference = log_probs.gather(0, indices if kept is None else indices * kept).squeeze(0)
-            entropy[sample] -= (reference if kept is None else reference * kept).sum()
-            probs = log_probs.exp_() if kept is None else log_probs.exp_().mul_(kept)
+            if ignore_value is None:
+                reference = log_probs.gather(0, indices).squeeze(0)
+                probs = log_probs.exp_()
+            else:
+                # An ignored value need not be an index, so these voxels look up class 0.
+                is_counted = labels != ignore_value
+                reference = log_probs.gather(0, indices * is_counted).squeeze(0) * is_counted
+                probs = log_probs.exp_().mul_(is_counted)
+            entropy[sample] -= reference.sum()
             predicted[sample] += probs.sum((1, 2, 3))
             for k in range(num_classes):
                 overlaps[sample, k] += (probs[k] * (labels == k)).sum()
@@ -150,9 +161,9 @@ class _Moments(torch.autograd.Function):
             reference -= by_entropy
             for k in range(len(probs)):
                 grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
-                grad_logits[sample, k, slab] = (
-                    grad if ctx.ignore_value is None else grad * (labels != ctx.ignore_value)
-                )
+                if ctx.ignore_value is not None:
+                    grad = grad * (labels != ctx.ignore_value)
+                grad_logits[sample, k, slab] = grad
         return grad_logits, None, None
 
 
@@ -167,6 +178,10 @@ def _slabs(logits: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities over the first axis, in fp32 or, for fp64 logits, in fp64."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return torch.log_softmax(logits.to(dtype).contiguous(), dim=0)
+    """Log-probabilities over the first axis, in the precision of the sums."""
+    return torch.log_softmax(logits.to(_sum_dtype(logits)).contiguous(), dim=0)
+
+
+def _sum_dtype(logits: Tensor) -> torch.dtype:
+    """Precision of the sums over a slab: fp32, or fp64 for fp64 logits."""
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -19,7 +19,8 @@ class LossOptions:
     output_weights: Annotated[
         list[float] | None,
         Knob(
-            "Weights of the outputs of a network with deep supervision; null: 1, 1/2, 1/4, … from full resolution on.",
+            "Weights of the outputs of a network with deep supervision; "
+            "null: 1, 1/2, 1/4, … from full resolution on.",
             "[0, inf)",
         ),
     ] = None
@@ -27,7 +28,10 @@ class LossOptions:
 
 @dataclass(kw_only=True)
 class DiceCeOptions(LossOptions):
-    """Dice and cross-entropy, see `medseg.losses.dice_ce`; another `_target_` replaces these keys by the arguments of its class."""
+    """Dice and cross-entropy, see `medseg.losses.dice_ce`.
+
+    Another `_target_` replaces these keys by the arguments of its class.
+    """
 
     dice_weight: Annotated[float, Knob("Weight of the Dice term.", "[0, inf)")]
     ce_weight: Annotated[float, Knob("Weight of the cross-entropy.", "[0, inf)")]

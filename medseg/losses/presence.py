@@ -42,13 +42,13 @@ class PresenceLoss(nn.Module):
             The mean over samples and classes, a scalar.
         """
         most = min(self.voxels, target[0].numel())
-        scores = (logits[:, 1:] - logits[:, :1]).flatten(2).topk(most, dim=2).values
-        sizes = torch.stack(
-            [(target == value).flatten(1).sum(1) for value in range(1, logits.shape[1])], dim=1
-        )
-        is_there = sizes > 0
-        pooled = torch.where(is_there, sizes.clamp(max=most), most)[..., None]
-        presence = (scores * (torch.arange(most, device=scores.device) < pooled)).sum(2) / pooled[
-            ..., 0
-        ]
-        return F.binary_cross_entropy_with_logits(presence, is_there.to(presence.dtype))
+        differences = (logits[:, 1:] - logits[:, :1]).flatten(2)  # (N, K-1, D*H*W)
+        scores = differences.topk(most, dim=2).values  # (N, K-1, most), descending
+        classes = range(1, logits.shape[1])
+        sizes = torch.stack([(target == value).flatten(1).sum(1) for value in classes], dim=1)
+        is_present = sizes > 0
+        # A present class is averaged over as many voxels as it has, (N, K-1).
+        num_pooled = torch.where(is_present, sizes.clamp(max=most), most)
+        is_pooled = torch.arange(most, device=scores.device) < num_pooled[..., None]
+        presence = (scores * is_pooled).sum(2) / num_pooled
+        return F.binary_cross_entropy_with_logits(presence, is_present.to(presence.dtype))

@@ -1,4 +1,7 @@
-"""Adapter from the training step to any loss: weighted terms, form of the target, deep supervision and ignored voxels."""
+"""Adapter from the training step to any loss.
+
+It has weighted terms, forms of the target, deep supervision and ignored voxels.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +21,8 @@ INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 # Losses that are sums over voxels and therefore do not change when the ignored voxels are left out.
 # A class may say so by the attribute `is_voxelwise`; others read the neighbours of a voxel.
 VOXELWISE_LOSSES = (
-    "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss", "GeneralizedDiceFocalLoss",
-    "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
+    "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss",
+    "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
 # Logit of a class that a network is sure of.
@@ -41,10 +44,11 @@ class Term(NamedTuple):
 
 
 class TrainingLoss(nn.Module):
-    """Weighted sum of losses of logits (N, K, D, H, W), or of several outputs of a network (deep supervision), and integers (N, D, H, W).
+    """Weighted sum of losses of logits (N, K, D, H, W) and integers (N, D, H, W).
 
-    Half-precision logits are converted to fp32 for all losses but ours, which converts slab by
-    slab. A smaller output is compared with the target at the nearest voxels.
+    With deep supervision, it is that of several outputs of a network. Half-precision logits are
+    converted to fp32 for all losses but ours, which converts slab by slab. A smaller output is
+    compared with the target at the nearest voxels.
 
     Args:
         terms: Terms, one at least.
@@ -67,23 +71,24 @@ class TrainingLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.losses = nn.ModuleList(term.loss for term in terms)
-        self.terms, self.output_weights, self.ignore_value = terms, output_weights, ignore_value
-        if output_weights is not None and not (
-            min(output_weights, default=-1) >= 0 and sum(output_weights) > 0
-        ):
-            raise ValueError(
-                f"output_weights={list(output_weights)}: expected numbers from 0 on, one of them above 0"
-            )
-        for loss in self.losses if ignore_value is not None else ():
-            is_known = isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)) or (
-                type(loss).__module__.startswith("monai.losses.")
-                and type(loss).__name__ in VOXELWISE_LOSSES
-            )
-            if not getattr(
-                loss, "is_voxelwise", is_known or type(loss).__module__.startswith("torch.nn.")
-            ):
+        self.terms = terms
+        self.output_weights = output_weights
+        self.ignore_value = ignore_value
+        if output_weights is not None:
+            # A weight that is not a number is refused too.
+            is_valid = min(output_weights, default=-1) >= 0 and sum(output_weights) > 0
+            if not is_valid:
                 raise ValueError(
-                    f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the voxels of task.ignore_label; choose another loss"
+                    f"output_weights={list(output_weights)}: expected numbers from 0 on, "
+                    "one of them above 0"
+                )
+        if ignore_value is None:
+            return
+        for loss in self.losses:
+            if not _is_voxelwise(loss):
+                raise ValueError(
+                    f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the "
+                    "voxels of task.ignore_label; choose another loss"
                 )
 
     def forward(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> Tensor:
@@ -98,10 +103,11 @@ class TrainingLoss(nn.Module):
         """
         if isinstance(logits, Tensor):
             return self._sum_of_terms(logits, target)
-        weights = self.output_weights or [0.5**n for n in range(len(logits))]
+        weights = self.output_weights or [0.5**number for number in range(len(logits))]
         if len(weights) != len(logits):
             raise ValueError(
-                f"loss.output_weights: expected {len(logits)} numbers, one for each output of the network, got {list(weights)}"
+                f"loss.output_weights: expected {len(logits)} numbers, one for each output of the "
+                f"network, got {list(weights)}"
             )
         shares = [weight / sum(weights) for weight in weights]
         return sum_all(
@@ -111,44 +117,63 @@ class TrainingLoss(nn.Module):
         )
 
     def _sum_of_terms(self, logits: Tensor, target: Tensor) -> Tensor:
-        return sum_all(term.weight * self._one(term, logits, target) for term in self.terms)
+        return sum_all(term.weight * self._value(term, logits, target) for term in self.terms)
 
-    def _one(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
+    def _value(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
+        """Compute one term of the loss."""
         if isinstance(term.loss, DiceCrossEntropyLoss):
             return term.loss(logits, target, self.ignore_value)
-        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        num_classes = logits.shape[1]
         if self.ignore_value is None:
-            return term.loss(logits, in_form(target, term.form, logits.shape[1]))
+            return term.loss(logits, in_form(target, term.form, num_classes))
         # The remaining voxels of a sample form a line; a sum over voxels does not depend on their
         # order. Their number is read from the device, once for each sample: other libraries take no
         # mask.
-        lines = []
-        for sample, labels in zip(logits, target.flatten(1), strict=True):
-            kept = (labels != self.ignore_value).nonzero().squeeze(1)
-            lines.append((sample.flatten(1)[:, kept], labels[kept]))
+        lines = []  # (K, L)
+        labels = []  # (L,)
+        for sample, sample_labels in zip(logits, target.flatten(1), strict=True):
+            indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
+            lines.append(sample.flatten(1)[:, indices])
+            labels.append(sample_labels[indices])
         if getattr(term.loss, "batch", False):  # a sum over the voxels of all samples
-            lines = [
-                (
-                    torch.cat([line for line, _ in lines], dim=1),
-                    torch.cat([voxels for _, voxels in lines]),
-                )
-            ]
-        parts = [
-            term.loss(
-                line[None, :, :, None, None],
-                in_form(voxels[None, :, None, None], term.form, logits.shape[1]),
-            )
-            if len(voxels)
-            else 0.0 * logits.sum()
-            for line, voxels in lines
-        ]
-        return torch.stack(parts).mean()
+            lines = [torch.cat(lines, dim=1)]
+            labels = [torch.cat(labels)]
+        values = []
+        for line, line_labels in zip(lines, labels, strict=True):
+            # A sample without voxels adds nothing, and has a gradient of zero.
+            if len(line_labels) == 0:
+                values.append(0.0 * logits.sum())
+            else:
+                values.append(_value_of_line(term, line, line_labels))
+        return torch.stack(values).mean()
+
+
+def _value_of_line(term: Term, line: Tensor, labels: Tensor) -> Tensor:
+    """Compute a term of logits (K, L) and labels (L,), as a volume of one voxel by one."""
+    target = in_form(labels[None, :, None, None], term.form, len(line))
+    return term.loss(line[None, :, :, None, None], target)
+
+
+def _is_voxelwise(loss: nn.Module) -> bool:
+    """Whether a loss is a sum over voxels, so that voxels can be left out."""
+    if hasattr(loss, "is_voxelwise"):
+        return bool(loss.is_voxelwise)
+    if isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)):
+        return True
+    module = type(loss).__module__
+    if module.startswith("monai.losses."):
+        return type(loss).__name__ in VOXELWISE_LOSSES
+    return module.startswith("torch.nn.")
 
 
 def sample_losses(
     loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: Tensor
 ) -> list[tuple[Tensor, int]]:
-    """Compute the loss of each sample of a stack by itself; a loss of a whole batch (batch Dice) is computed once for the stack.
+    """Compute the loss of each sample of a stack by itself.
+
+    A loss of a whole batch (batch Dice) is computed once for the stack.
 
     Args:
         loss: Called as `loss(outputs, target)`.
@@ -160,18 +185,21 @@ def sample_losses(
     """
     if len(target) == 1 or is_batch_loss(loss):
         return [(loss(outputs, target), len(target))]
-    parts = (
-        outputs.split(1)
-        if isinstance(outputs, Tensor)
-        else zip(*(output.split(1) for output in outputs), strict=True)
-    )
-    return [(loss(*part), 1) for part in zip(parts, target.split(1), strict=True)]
+    samples: Iterable[Any]
+    if isinstance(outputs, Tensor):
+        samples = outputs.split(1)
+    else:
+        # All outputs of the first sample, then those of the second one, and so on.
+        samples = zip(*(output.split(1) for output in outputs), strict=True)
+    pairs = zip(samples, target.split(1), strict=True)
+    return [(loss(sample, labels), 1) for sample, labels in pairs]
 
 
 def is_batch_loss(loss: nn.Module) -> bool:
     """Whether a loss, or a part of it, is computed over all samples of a batch together."""
     return any(
-        getattr(one, "batch_dice", False) or getattr(one, "batch", False) for one in loss.modules()
+        getattr(part, "batch_dice", False) or getattr(part, "batch", False)
+        for part in loss.modules()
     )
 
 
@@ -183,8 +211,8 @@ def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 def sum_all(values: Iterable[Tensor]) -> Tensor:
     """Add tensors; a single one is returned unchanged."""
-    first, *others = values
-    return sum(others, start=first)
+    first, *rest = values
+    return sum(rest, start=first)
 
 
 def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
@@ -210,17 +238,26 @@ def find_target_form(target: Any, arguments: dict[str, Any]) -> str:
     if "to_onehot_y" in arguments:
         return "channel" if arguments["to_onehot_y"] else "one_hot"
     is_torch_or_monai = target.__module__.startswith(("torch.nn.", "monai."))
-    return "indices" if issubclass(target, INDEX_LOSSES) or not is_torch_or_monai else "one_hot"
+    if is_torch_or_monai and not issubclass(target, INDEX_LOSSES):
+        return "one_hot"
+    return "indices"
 
 
-def default_arguments(_: type, known: Iterable[str], given: Iterable[str]) -> dict[str, Any]:
-    """Choose what a loss of MONAI needs for logits and integers, where it knows the arguments and the user says nothing else."""
-    says_activation = bool({"sigmoid", "softmax", "use_softmax", "other_act"} & set(given))
-    names = [name for name in ("softmax", "use_softmax") if name in known and not says_activation]
-    added = dict.fromkeys(names, True)
-    return added | (
-        {"to_onehot_y": True} if "to_onehot_y" in known and "to_onehot_y" not in given else {}
-    )
+def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
+    """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
+
+    Args:
+        parameters: Names of the arguments that the class takes.
+        stated: Names of those that the user states.
+    """
+    added: dict[str, Any] = {}
+    if not {"sigmoid", "softmax", "use_softmax", "other_act"} & set(stated):
+        for name in ("softmax", "use_softmax"):
+            if name in parameters:
+                added[name] = True
+    if "to_onehot_y" in parameters and "to_onehot_y" not in stated:
+        added["to_onehot_y"] = True
+    return added
 
 
 def check_loss(loss: nn.Module, num_classes: int) -> None:
@@ -237,20 +274,22 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         value.backward()
     except Exception as error:
         raise ValueError(
-            f"it cannot be computed from logits (N, K, D, H, W) and labels ({type(error).__name__}: {error})"
+            "it cannot be computed from logits (N, K, D, H, W) and labels "
+            f"({type(error).__name__}: {error})"
         ) from error
     if value.ndim or not bool(torch.isfinite(value)) or logits.grad is None:
         raise ValueError(
             f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
         )
+    right_logits = SURE_LOGIT * in_form(target, "one_hot", num_classes)
+    wrong_logits = SURE_LOGIT * in_form((target + 1) % num_classes, "one_hot", num_classes)
     with torch.no_grad():
-        right, wrong = (
-            float(loss(SURE_LOGIT * in_form(labels, "one_hot", num_classes), target))
-            for labels in (target, (target + 1) % num_classes)
-        )
+        right = float(loss(right_logits, target))
+        wrong = float(loss(wrong_logits, target))
     if right > wrong:
         raise ValueError(
-            f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); change its weights"
+            f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); "
+            "change its weights"
         )
 
 
@@ -258,6 +297,6 @@ def _nearest(target: Tensor, shape: Sequence[int]) -> Tensor:
     """Take the labels (N, D, H, W) at the nearest voxels of a smaller grid."""
     if tuple(target.shape[1:]) == tuple(shape):
         return target
-    return F.interpolate(target[:, None].float(), size=tuple(shape), mode="nearest")[:, 0].to(
-        target.dtype
-    )
+    floats = target[:, None].float()  # torch resizes no integers
+    resized = F.interpolate(floats, size=tuple(shape), mode="nearest")
+    return resized[:, 0].to(target.dtype)

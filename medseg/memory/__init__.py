@@ -1,1 +1,1 @@
-"""Switches that save memory or time, applied to a network from outside."""
+"""Switches that save memory or time in any network, and the count of what a training step holds."""

@@ -1,4 +1,7 @@
-"""Memory accounting: live tensor bytes of a training step by owner, counted without computing it; peak of a forward pass."""
+"""Memory accounting: live tensor bytes of a training step, counted without computing it.
+
+Also the peak of a forward pass.
+"""
 
 import contextlib
 import functools
@@ -20,13 +23,12 @@ from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.traits import build_on_meta
 
-PARAMETERS, GRADIENTS, OPTIMIZER, INPUT, TARGET = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "input",
-    "target",
-)
+# Kinds of owners: what lasts longer than a pass, and the phase in which the rest was made.
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer state"
+INPUT = "input"
+TARGET = "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
@@ -136,17 +138,51 @@ def count_step(
         tracker,
         order,
     ):
-        return _count(
-            network.train(),
-            image_shape,
-            tracker,
-            loss,
-            make_optimizer,
-            precision,
-            accumulate,
-            averages,
-            order,
-            timeline,
+        network.train()
+        _assign_weights(network, tracker)
+        tracker.now = Owner(OPTIMIZER)
+        optimizer = make_optimizer(network.parameters())
+        _make_state(optimizer)
+        # The copies count as long as this name holds them.
+        _averages = _copy_weights(network) if averages else []
+        optimizer_state = tracker.live_bytes(OPTIMIZER)
+        for parameter in network.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: tracker.assign(parameter.grad, GRADIENTS)
+            )
+        image = torch.zeros(image_shape)
+        target = torch.zeros((image_shape[0], *image_shape[2:]), dtype=torch.uint8)
+        tracker.assign(image, INPUT)
+        tracker.assign(target, TARGET)
+        saved: dict[str, int] = {}
+        offloaded = 0
+        tracker.restart_peak()
+        # The second micro-batch is the first one that finds gradients; all later ones are like it.
+        for _ in range(min(accumulate, 2)):
+            value = _forward(network, image, target, loss, precision, tracker, timeline)
+            offloaded = tracker.live_bytes(HOST)
+            saved = tracker.live_by_part(FORWARD)
+            # Until the gradient of the first part arrives, the backward pass is that of the loss.
+            tracker.now = Owner(BACKWARD, LOSS)
+            value.backward()
+            del value
+        gradients = tracker.live_bytes(GRADIENTS)
+        tracker.now = Owner(UPDATE)
+        optimizer.step(_no_loss)
+        parts = [*named_parts(network), BETWEEN, LOSS]
+        return StepMemory(
+            voxels=image_shape[0] * math.prod(image_shape[2:]),
+            parameters=tracker.live_bytes(PARAMETERS),
+            gradients=gradients,
+            optimizer_state=optimizer_state,
+            input=tracker.live_bytes(INPUT),
+            target=tracker.live_bytes(TARGET),
+            saved={part: saved[part] for part in parts if part in saved},
+            offloaded=offloaded,
+            peak=tracker.peak_bytes,
+            peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
+            peak_live=_peak_by_kind(tracker),
+            order=tuple(order),
         )
 
 
@@ -158,7 +194,7 @@ def count_forward(
     precision: str = "fp32",
     is_gpu: bool = False,
 ) -> Timeline:
-    """Record the operations of a network's evaluation, as `count_step` does those of a training step.
+    """Record the operations of a network's evaluation, as `count_step` does those of a step.
 
     Args:
         make_network: See `count_step`.
@@ -175,8 +211,7 @@ def count_forward(
     """
     timeline = Timeline()
     with _fake_network(make_network, is_gpu=is_gpu, timeline=timeline) as (network, tracker, _):
-        for tensor in (*network.parameters(), *network.buffers()):
-            tracker.assign(tensor, PARAMETERS)
+        _assign_weights(network, tracker)
         image = torch.zeros(image_shape)
         tracker.assign(image, INPUT)
         timeline.segments.clear()
@@ -194,7 +229,7 @@ def _fake_network(
     is_gpu: bool,
     timeline: Timeline | None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
-    """Make a network of fake tensors; yield it with a tracker that is on, and the parts that have run.
+    """Make a network of fake tensors; yield it with a running tracker and the parts that have run.
 
     Raises:
         ValueError: If the network decides by computed values.
@@ -208,20 +243,17 @@ def _fake_network(
 
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = MemoryTracker(
-        None if compute else _correct_norm_dtypes, _copied_bytes if is_gpu else None, timeline
-    )
+    correct = None if compute else _correct_norm_dtypes
+    workspace = _copied_bytes if is_gpu else None
+    tracker = MemoryTracker(correct, workspace, timeline)
+    cuda_precision = _CudaPrecision() if is_gpu else contextlib.nullcontext()
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
     network = make_network() if compute else build_on_meta(make_network)
     try:
         with mode:
             if not compute:
                 _make_fake(network)
-            with (
-                tracker,
-                _watch_parts(network, tracker) as order,
-                _CudaPrecision() if is_gpu else contextlib.nullcontext(),
-            ):
+            with tracker, _watch_parts(network, tracker) as order, cuda_precision:
                 yield network, tracker, order
     except (
         DataDependentOutputException,
@@ -233,113 +265,79 @@ def _fake_network(
         ) from error
 
 
-def _count(
-    network: nn.Module,
-    image_shape: tuple[int, int, int, int, int],
-    tracker: MemoryTracker,
-    loss: nn.Module,
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
-    precision: str,
-    accumulate: int,
-    averages: bool,
-    order: dict[str, None],
-    timeline: Timeline | None,
-) -> StepMemory:
+def _assign_weights(network: nn.Module, tracker: MemoryTracker) -> None:
     for tensor in (*network.parameters(), *network.buffers()):
         tracker.assign(tensor, PARAMETERS)
-    tracker.now = Owner(OPTIMIZER)
-    optimizer = make_optimizer(network.parameters())
-    _make_state(optimizer)
-    _average = [
-        tensor.clone()
-        for tensor in network.state_dict().values()
-        if averages and torch.is_floating_point(tensor)
-    ]
-    optimizer_state = tracker.live_bytes(OPTIMIZER)
-    for parameter in network.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: tracker.assign(p.grad, GRADIENTS))
-    image = torch.zeros(image_shape)
-    target = torch.zeros((image_shape[0], *image_shape[2:]), dtype=torch.uint8)
-    tracker.assign(image, INPUT)
-    tracker.assign(target, TARGET)
-    saved: dict[str, int] = {}
-    offloaded = 0
-    tracker.restart_peak()
-    # The second micro-batch is the first one that finds gradients; all later ones are like it.
-    for _ in range(min(accumulate, 2)):
-        if timeline is not None:
-            timeline.segments.clear()
-        tracker.now = Owner(FORWARD, LOSS)
-        hooks = (
-            saved_tensors_hooks(tracker.save, _unchanged)
-            if timeline is not None
-            else contextlib.nullcontext()
-        )
-        with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
-            logits = network(image)
-            with _RealRanges():
-                value = mean_of_samples(sample_losses(loss, logits, target))
-            del logits
-        if timeline is not None:
-            timeline.held = tracker.held(FORWARD)
-        offloaded = tracker.live_bytes(HOST)
-        saved = {
-            owner.part: size
-            for owner, size in tracker.live.items()
-            if owner.kind == FORWARD and size
-        }
-        tracker.now = Owner(BACKWARD, LOSS)
-        value.backward()
-        del value
-    gradients = tracker.live_bytes(GRADIENTS)
-    tracker.now = Owner(UPDATE)
-    optimizer.step(_no_loss)
+
+
+def _copy_weights(network: nn.Module) -> list[Tensor]:
+    """Make what a moving average of the weights keeps."""
+    tensors = network.state_dict().values()
+    return [tensor.clone() for tensor in tensors if torch.is_floating_point(tensor)]
+
+
+def _forward(
+    network: nn.Module,
+    image: Tensor,
+    target: Tensor,
+    loss: nn.Module,
+    precision: str,
+    tracker: MemoryTracker,
+    timeline: Timeline | None,
+) -> Tensor:
+    """Run the forward pass of a micro-batch and its loss; what it leaves goes to the timeline."""
+    tracker.now = Owner(FORWARD, LOSS)
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if timeline is not None:
+        timeline.segments.clear()
+        hooks = saved_tensors_hooks(tracker.save, _unchanged)
+    with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
+        logits = network(image)
+        with _RealRanges():
+            value = mean_of_samples(sample_losses(loss, logits, target))
+    # Only what the graph saves counts from here on.
+    del logits
+    if timeline is not None:
+        timeline.held_storages = tracker.held_storages(FORWARD)
+    return value
+
+
+def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:
+    """Sum the bytes at the peak by kind, without what waits in host memory."""
     peak_live: Counter[str] = Counter()
-    for owner, size in tracker.peak_live.items():
-        peak_live[owner.kind] += size
-    return StepMemory(
-        voxels=image_shape[0] * math.prod(image_shape[2:]),
-        parameters=tracker.live_bytes(PARAMETERS),
-        gradients=gradients,
-        optimizer_state=optimizer_state,
-        input=tracker.live_bytes(INPUT),
-        target=tracker.live_bytes(TARGET),
-        saved={
-            part: saved[part] for part in [*named_parts(network), BETWEEN, LOSS] if part in saved
-        },
-        offloaded=offloaded,
-        peak=tracker.peak_bytes,
-        peak_at=f"{tracker.peak_now.kind} {tracker.peak_now.part}".strip(),
-        peak_live={kind: size for kind, size in peak_live.items() if size and kind != HOST},
-        order=tuple(order),
-    )
+    for owner, num_bytes in tracker.peak_live.items():
+        if owner.kind != HOST:
+            peak_live[owner.kind] += num_bytes
+    return {kind: num_bytes for kind, num_bytes in peak_live.items() if num_bytes}
 
 
 class _CudaPrecision(TorchFunctionMode):
-    """Compute what CUDA's autocast computes in fp32 from fp32 copies of half-precision features, on tensors of the CPU."""
+    """Make the fp32 copies of half-precision features that CUDA's autocast makes, on a CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if (
-            func in FP32_ON_CUDA
-            and torch.is_autocast_enabled("cpu")
-            and args[0].dtype in HALF.values()
-        ):
+        is_autocast = func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu")
+        if is_autocast and args[0].dtype in HALF.values():
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 class _RealRanges(TorchFunctionMode):
-    """Lets `torch.arange` make real tensors: MONAI's losses read the axes that they sum over from one, and a fake tensor has no values."""
+    """Lets `torch.arange` make real tensors.
+
+    MONAI's losses read the axes that they sum over from one, and a fake tensor has no values.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        is_range = func is torch.arange and all(isinstance(one, int) for one in args)
-        with unset_fake_temporarily() if is_range else contextlib.nullcontext():
+        is_range = func is torch.arange and all(isinstance(value, int) for value in args)
+        if not is_range:
+            return func(*args, **(kwargs or {}))
+        with unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
 
 
@@ -365,64 +363,93 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
+class _PartWatch:
+    """Hooks that set the tracker's owner to the part of the network that runs.
+
+    Attributes:
+        order: The parts that have run, in their order.
+    """
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.order: dict[str, None] = {}
+        self._tracker = tracker
+        self._callers: list[Owner] = []
+        self._running: list[str] = []
+
+    def enter(self, name: str, _: nn.Module, args: Any) -> None:
+        """Note that a part begins its forward pass."""
+        self._callers.append(self._tracker.now)
+        self._running.append(name)
+        kind = self._tracker.now.kind
+        if kind == BACKWARD or self._is_nested():
+            return
+        if name != BETWEEN:
+            self.order.setdefault(name)
+            self._tracker.take(args, name)
+        self._tracker.now = Owner(kind, name)
+
+    def leave(self, name: str, _: nn.Module, __: Any, result: Any) -> None:
+        """Go back to the caller of a part, and wait for the part's backward pass."""
+        self._tracker.now = self._callers.pop()
+        was_nested = self._is_nested()
+        self._running.pop()
+        if was_nested or not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        # What the network returns is, as a rule, the result of a part, which has its hook.
+        if name == BETWEEN and result._backward_hooks:
+            return
+        # Once the gradient of the part's result is computed, the part's backward pass begins.
+        result.register_hook(functools.partial(self._begin_backward, name))
+
+    def _begin_backward(self, name: str, _: Tensor) -> None:
+        self._tracker.now = Owner(BACKWARD, name)
+
+    def _is_nested(self) -> bool:
+        """Whether the part runs within another, to which it then belongs."""
+        return len(self._running) - (self._running[0] == BETWEEN) > 1
+
+
 @contextlib.contextmanager
 def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[str, None]]:
-    """Set the tracker's owner to the part of the network that runs, in forward and in backward; yields the parts that have run."""
-    callers: list[Owner] = []
-    running: list[str] = []
-    order: dict[str, None] = {}
+    """Set the tracker's owner to the part of the network that runs, in forward and in backward.
 
-    def enter(name: str, _: nn.Module, args: Any) -> None:
-        callers.append(tracker.now)
-        running.append(name)
-        if tracker.now.kind == BACKWARD or len(running) - (running[0] == BETWEEN) > 1:
-            return  # a part that others share belongs to the one that calls it, and that recomputes it
-        if name != BETWEEN:
-            order.setdefault(name)
-            tracker.take(args, name)
-        tracker.now = Owner(tracker.now.kind, name)
-
-    def leave(name: str, _: nn.Module, __: Any, result: Any) -> None:
-        tracker.now = callers.pop()
-        is_shared = len(running) - (running[0] == BETWEEN) > 1
-        running.pop()
-        # What the network returns is, as a rule, the result of a part, which has its hook.
-        is_known = name == BETWEEN and isinstance(result, Tensor) and bool(result._backward_hooks)
-        if isinstance(result, Tensor) and result.requires_grad and not is_known and not is_shared:
-            # The gradient of the part's result is known: the backward pass of the part begins.
-            result.register_hook(functools.partial(begin_backward, name))
-
-    def begin_backward(name: str, _: Tensor) -> None:
-        tracker.now = Owner(BACKWARD, name)
-
+    Yields:
+        The parts that have run, in their order.
+    """
+    watch = _PartWatch(tracker)
+    enter = functools.partial(watch.enter, BETWEEN)
+    leave = functools.partial(watch.leave, BETWEEN)
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(network.register_forward_pre_hook(functools.partial(enter, BETWEEN)))
+        # Hooks run in the order of their registration: the network enters first and leaves last.
+        hooks.enter_context(network.register_forward_pre_hook(enter))
         for name, modules in named_parts(network).items():
+            enter_part = functools.partial(watch.enter, name)
+            leave_part = functools.partial(watch.leave, name)
             for module in modules:
-                hooks.enter_context(
-                    module.register_forward_pre_hook(functools.partial(enter, name))
-                )
-                hooks.enter_context(module.register_forward_hook(functools.partial(leave, name)))
-        hooks.enter_context(network.register_forward_hook(functools.partial(leave, BETWEEN)))
-        yield order
+                hooks.enter_context(module.register_forward_pre_hook(enter_part))
+                hooks.enter_context(module.register_forward_hook(leave_part))
+        hooks.enter_context(network.register_forward_hook(leave))
+        yield watch.order
 
 
 def _make_fake(network: nn.Module) -> None:
-    """Replace the parameters and buffers of a network on the meta device by fake CPU tensors, within torch's fake mode."""
-    made: dict[Tensor, Tensor] = {}  # a tensor that two modules share stays shared
+    """Replace weights on the meta device by fake CPU tensors, within torch's fake mode."""
+    replacements: dict[Tensor, Tensor] = {}  # a tensor that two modules share stays shared
     for module in network.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if tensor not in made:
-                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-                    made[tensor] = (
-                        nn.Parameter(fake, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else fake
-                    )
-                table[name] = made[tensor]  # type: ignore[assignment]
+                if tensor not in replacements:
+                    replacements[tensor] = _fake_copy(tensor)
+                table[name] = replacements[tensor]  # type: ignore[assignment]
+
+
+def _fake_copy(tensor: Tensor) -> Tensor:
+    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake
 
 
 def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -442,7 +469,7 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that nearest upsampling copies on a GPU: its kernel takes and gives contiguous tensors only."""
+    """Bytes that nearest upsampling copies on a GPU, whose kernel needs contiguous tensors."""
     if func not in (
         aten.upsample_nearest3d.default,
         aten.upsample_nearest3d.vec,
@@ -478,9 +505,8 @@ def forward_bytes_per_voxel(
     """
     image = torch.zeros(image_shape, device=device)
     with torch.inference_mode(), MemoryTracker() as tracker:
-        for tensor in (image, *network.parameters(), *network.buffers()):
-            tracker.assign(tensor, "given")
+        tracker.assign(image, INPUT)
+        _assign_weights(network, tracker)
         call(image)
-    return (
-        WORKSPACE * (tracker.peak_bytes - tracker.live_bytes("given")) / math.prod(image_shape[2:])
-    )
+    not_counted = tracker.live_bytes(INPUT) + tracker.live_bytes(PARAMETERS)
+    return WORKSPACE * (tracker.peak_bytes - not_counted) / math.prod(image_shape[2:])

@@ -16,13 +16,18 @@ def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> t
     Raises:
         UserError: If a GPU is asked for and torch finds none.
     """
-    if accelerator is Accelerator.gpu and not torch.cuda.is_available():
+    if accelerator is Accelerator.cpu:
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if accelerator is Accelerator.gpu:
         raise UserError(f"{key}=gpu: torch sees no GPU here; choose {key}=cpu")
-    return torch.device(
-        "cuda" if accelerator is not Accelerator.cpu and torch.cuda.is_available() else "cpu"
-    )
+    return torch.device("cpu")
 
 
 def pick_device_type(accelerator: Accelerator) -> str:
-    """Kind of device that a run is planned for: `cuda` where it asks for a GPU, even if this machine has none."""
+    """Kind of device that a run is planned for.
+
+    It is `cuda` where the run asks for a GPU, even if this machine has none.
+    """
     return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type

@@ -14,17 +14,23 @@ from medseg.memory.switches import names_below
 
 
 def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
-    """Name the parts of a network: its blocks, and the layers outside of all blocks; its children where it has no `blocks()`."""
+    """Name the parts of a network: its blocks, and the layers outside of all blocks.
+
+    Where it has no `blocks()`, its children are the parts.
+    """
     if not hasattr(network, "blocks"):
         return {name: [child] for name, child in network.named_children()}
-    parts: dict[str, list[nn.Module]] = {name: [block] for name, block in network.blocks().items()}  # type: ignore[operator]
-    blocks = {id(block) for (block,) in parts.values()}
+    parts: dict[str, list[nn.Module]] = {}
+    for name, block in network.blocks().items():  # type: ignore[operator]
+        parts[name] = [block]
+    block_ids = {id(block) for (block,) in parts.values()}
 
     def outside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Walk down to the largest modules that contain no block."""
         for name, child in module.named_children():
-            if id(child) in blocks:
+            if id(child) in block_ids:
                 continue
-            if any(id(inner) in blocks for inner in child.modules()):
+            if any(id(inner) in block_ids for inner in child.modules()):
                 yield from outside(child)
             else:
                 yield name, child
@@ -35,7 +41,9 @@ def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: torch.device) -> None:
-    """Move each part of a network to its device; inputs follow, and the logits return to `home`. Names and values stay.
+    """Move each part of a network to its device; inputs follow, the logits return to `home`.
+
+    Names and values stay.
 
     Args:
         network: Network with a method `blocks()`, all of it on `home`.
@@ -66,11 +74,11 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
 
 
 class _JoinDevices(TorchFunctionMode):
-    """Bring the operands of an operation between parts, such as the sum of a skip and deeper features, to one device.
+    """Bring the operands of an operation between parts to one device.
 
-    The device of a weight is used, else that of the first tensor. Inside a part all tensors are on
-    one device already, so that recomputation in the backward pass, which this mode does not reach,
-    needs no copies.
+    Such an operation is the sum of a skip and deeper features. The device of a weight is used, else
+    that of the first tensor. Inside a part all tensors are on one device already, so that
+    recomputation in the backward pass, which this mode does not reach, needs no copies.
     """
 
     def __torch_function__(
@@ -81,13 +89,17 @@ class _JoinDevices(TorchFunctionMode):
         tensors = [
             leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim
         ]
-        if len({tensor.device for tensor in tensors}) > 1 and func not in (Tensor.to, Tensor.copy_):
-            device = next(
-                (tensor for tensor in tensors if isinstance(tensor, nn.Parameter)), tensors[0]
-            ).device
-            args, kwargs = tree_map_only(
-                Tensor, lambda tensor: tensor.to(device) if tensor.ndim else tensor, (args, kwargs)
-            )
+        is_copy = func in (Tensor.to, Tensor.copy_)
+        if is_copy or len({tensor.device for tensor in tensors}) < 2:
+            return func(*args, **kwargs)
+        weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        # A weight stays where it is, and the other operands come to it.
+        device = (weights or tensors)[0].device
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device) if tensor.ndim else tensor
+
+        args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -102,22 +114,25 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
         ValueError: If a name matches no part.
 
     Example:
-        >>> resolve_device_map(["stem", "encoder.0.block0", "encoder.1.down"], {"encoder": "cuda:0", "encoder.1": "cpu"})
+        >>> names = ["stem", "encoder.0.block0", "encoder.1.down"]
+        >>> resolve_device_map(names, {"encoder": "cuda:0", "encoder.1": "cpu"})
         {'encoder.0.block0': 'cuda:0', 'encoder.1.down': 'cpu'}
     """
-    found: dict[str, str] = {}
-    for wanted in sorted(device_map, key=len):
-        matches = names_below(names, wanted)
+    devices: dict[str, str] = {}
+    # Longer names replace what shorter ones said.
+    for pattern in sorted(device_map, key=len):
+        matches = names_below(names, pattern)
         if not matches:
             raise ValueError(
-                f"device_map names {wanted!r}, which is no part of the network; the parts are {', '.join(names)}"
+                f"device_map names {pattern!r}, which is no part of the network; "
+                f"the parts are {', '.join(names)}"
             )
-        found |= dict.fromkeys(matches, device_map[wanted])
-    return {name: found[name] for name in names if name in found}
+        devices |= dict.fromkeys(matches, device_map[pattern])
+    return {name: devices[name] for name in names if name in devices}
 
 
 def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> dict[str, str]:
-    """Divide parts among devices so that the largest share of a device's memory is as small as possible.
+    """Divide parts among devices so that the largest share of a device's memory is smallest.
 
     Each device gets neighbouring parts in the order of the forward pass, so that little data passes
     between devices.
@@ -130,34 +145,38 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
         Device of each part.
 
     Example:
-        >>> plan_device_map({"stem": 4, "encoder": 2, "decoder": 2, "head": 4}, {"cuda:0": 100, "cuda:1": 100})
+        >>> sizes = {"stem": 4, "encoder": 2, "decoder": 2, "head": 4}
+        >>> plan_device_map(sizes, {"cuda:0": 100, "cuda:1": 100})
         {'stem': 'cuda:0', 'encoder': 'cuda:0', 'decoder': 'cuda:1', 'head': 'cuda:1'}
     """
-    names, devices = list(sizes), list(capacities)
+    names = list(sizes)
+    devices = list(capacities)
     sums = [0, *itertools.accumulate(sizes.values())]
 
     @functools.cache
     def best(start: int, device: int) -> tuple[float, tuple[int, ...]]:
-        """Smallest possible maximum share of the devices from `device` on, and the end of each one's parts."""
+        """Divide the parts from `start` on among the devices from `device` on.
+
+        Returns:
+            The smallest possible maximum share, and the end of each device's parts.
+        """
+        capacity = capacities[devices[device]]
         if device == len(devices) - 1:
-            return (sums[-1] - sums[start]) / capacities[devices[device]], (len(names),)
+            return (sums[-1] - sums[start]) / capacity, (len(names),)
         choices = []
+        # Dynamic programming over the end of this device's parts.
         for stop in range(start, len(names) + 1):
             rest, stops = best(stop, device + 1)
-            choices.append(
-                (
-                    max((sums[stop] - sums[start]) / capacities[devices[device]], rest),
-                    (stop, *stops),
-                )
-            )
+            share = (sums[stop] - sums[start]) / capacity
+            choices.append((max(share, rest), (stop, *stops)))
         return min(choices)
 
-    ends = itertools.pairwise((0, *best(0, 0)[1]))
-    return {
-        name: device
-        for device, (start, stop) in zip(devices, ends, strict=True)
-        for name in names[start:stop]
-    }
+    # The ends of all devices' parts, the last of which is that of all parts.
+    _, stops = best(0, 0)
+    device_map: dict[str, str] = {}
+    for device, (start, stop) in zip(devices, itertools.pairwise((0, *stops)), strict=True):
+        device_map |= dict.fromkeys(names[start:stop], device)
+    return device_map
 
 
 def _move_inputs(

@@ -1,4 +1,6 @@
-"""Instruction set of oneDNN in processes that train: without AMX, because a backward pass with AMX writes beyond its buffers.
+"""Instruction set of oneDNN in processes that train: without AMX.
+
+A backward pass with AMX writes beyond its buffers.
 
 Choice of 2026-11-24. On processors with AMX, oneDNN 3.12 (of torch 2.13.0) computes the gradient of
 a convolution's weights in bf16 by `brgemm_convolution_bwd_weights_t`. For flat images, such as
@@ -22,11 +24,17 @@ WITHOUT_AMX = "AVX512_CORE_FP16"  # the largest set without AMX; processors with
 
 
 def train_without_amx() -> None:
-    """Limit oneDNN in this process and those that it starts; must come before the first convolution. A limit of the user stays."""
-    if not set(VARIABLES) & set(os.environ):
+    """Limit oneDNN in this process and those that it starts; a limit of the user stays.
+
+    Must come before the first convolution.
+    """
+    if not any(name in os.environ for name in VARIABLES):
         os.environ[VARIABLES[0]] = WITHOUT_AMX
 
 
 def instruction_limit() -> str:
     """The limit of oneDNN's instruction set in this process; empty without one."""
-    return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+    for name in VARIABLES:
+        if name in os.environ:
+            return os.environ[name]
+    return ""

@@ -1,4 +1,4 @@
-"""Kernel costs: workspace and seconds of single operations, measured once per machine and kept in a file."""
+"""Kernel costs: workspace and seconds of single operations, measured once a machine and kept."""
 
 import contextlib
 import itertools
@@ -70,7 +70,7 @@ NOTHING = Cost(0, 0, 0, 0.0)
 
 
 class KernelCosts:
-    """Costs of operations on this machine with the present versions of the libraries and number of threads.
+    """Costs of operations on this machine, with its libraries and number of threads.
 
     Attributes:
         unmeasured: Names of operations that could not be run alone, whose costs count as zero.
@@ -85,10 +85,12 @@ class KernelCosts:
         """
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        heap = (
-            " mapped" if device.type == "cpu" and maps_large_blocks() else ""
-        )  # page faults are a part of the seconds
-        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}{heap} {instruction_limit()}".rstrip()
+        name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
+        # Page faults are a part of the seconds.
+        if device.type == "cpu" and maps_large_blocks():
+            name += " mapped"
+        if instruction_limit():
+            name += f" {instruction_limit()}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.unmeasured: set[str] = set()
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
@@ -105,8 +107,8 @@ class KernelCosts:
         missing = {key: call for key, call in calls.items() if key not in self.costs}
         if not missing:
             return
-        number = f"{len(missing)} operation{'s' * (len(missing) != 1)}"
-        say(f"plan: measuring {number} on this machine; kept for later plans")
+        noun = "operation" if len(missing) == 1 else "operations"
+        say(f"plan: measuring {len(missing)} {noun} on this machine; kept for later plans")
         with LoadMeter() as meter:
             measured = self._measure(missing)
         self.costs |= measured
@@ -114,34 +116,35 @@ class KernelCosts:
         self._write(measured)
 
     def _measure(self, missing: Mapping[str, Call]) -> dict[str, Cost]:
-        """Measure operations."""
+        """Measure operations, large ones by one or two parts of them."""
         parts = {key: parts_of(call) for key, call in missing.items()}
         with torch.no_grad():
-            largest = {key: some[-1][1] for key, some in parts.items() if some}
-            lasting = self._lasting(largest)
-            workspaces = self._workspaces(largest)
+            larger = {key: calls[-1][1] for key, calls in parts.items() if calls}
+            lasting = self._lasting(larger)
+            workspaces = self._workspaces(larger)
             # An operation without a workspace on its larger part has none on the whole.
-            smaller = self._workspaces(
-                {
-                    key: some[0][1]
-                    for key, some in parts.items()
-                    if len(some) > 1 and workspaces.get(key)
-                }
-            )
-            written = {
-                key: self._written_share(largest[key], size) for key, size in workspaces.items()
+            smaller = {
+                key: parts[key][0][1]
+                for key, workspace in workspaces.items()
+                if workspace and len(parts[key]) > 1
             }
-            durations_s = self._durations({key: largest[key] for key in workspaces})
+            smaller_workspaces = self._workspaces(smaller)
+            written = {
+                key: self._written_share(larger[key], size) for key, size in workspaces.items()
+            }
+            durations_s = self._durations({key: larger[key] for key in workspaces})
         self._buffers.clear()
         costs = {}
-        for key, some in parts.items():
+        for key, call in missing.items():
             if key not in workspaces:
-                self.unmeasured.add(str(missing[key].operation))
+                self.unmeasured.add(str(call.operation))
                 costs[key] = NOTHING
                 continue
-            points = [(some[0][0], smaller[key])] if key in smaller else []
-            share = some[-1][0]
-            workspace = continued([*points, (share, workspaces[key])])
+            share = parts[key][-1][0]
+            points = [(share, workspaces[key])]
+            if key in smaller_workspaces:
+                points.insert(0, (parts[key][0][0], smaller_workspaces[key]))
+            workspace = continued(points)
             seconds = median(durations_s[key]) / share
             costs[key] = Cost(workspace, round(written[key] * workspace), lasting[key], seconds)
         return costs
@@ -161,13 +164,15 @@ class KernelCosts:
         """Read the costs that still count, see `medseg.io.calibration`."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-            for key, (workspace, written, kept, seconds, load, time_s) in content.items():
+            for key, (workspace, written, lasting, seconds, load, time_s) in content.items():
                 circumstances = Circumstances(float(load), float(time_s))
-                if circumstances.is_valid(present_load):
-                    self.costs[key] = Cost(int(workspace), int(written), int(kept), float(seconds))
-                    self._circumstances[key] = circumstances
+                if not circumstances.is_valid(present_load):
+                    continue
+                self.costs[key] = Cost(int(workspace), int(written), int(lasting), float(seconds))
+                self._circumstances[key] = circumstances
         except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
-            self.costs, self._circumstances = {}, {}
+            self.costs = {}
+            self._circumstances = {}
 
     def _write(self, measured: Mapping[str, Cost]) -> None:
         """Add costs to the file; another process may have added some since it was read."""
@@ -175,42 +180,44 @@ class KernelCosts:
         file.costs |= measured
         file._circumstances |= {key: self._circumstances[key] for key in measured}
         rows = {key: [*cost, *file._circumstances[key]] for key, cost in file.costs.items()}
-        with contextlib.suppress(
-            UserError
-        ):  # a folder that cannot be written: measured again the next time
+        # In a folder that cannot be written nothing is kept: measured again the next time.
+        with contextlib.suppress(UserError):
             replace_text(self.path, json.dumps(rows))
 
     def _lasting(self, calls: Mapping[str, Call]) -> dict[str, int]:
-        """Run each operation for the first time; return the bytes that stay taken when its result is gone."""
-        found: dict[str, int] = {}
+        """Run each operation for the first time.
+
+        Returns:
+            Bytes that stay taken when its result is gone; 0 for an operation that fails.
+        """
+        lasting = dict.fromkeys(calls, 0)
         self._start_libraries()
         for key, call in calls.items():
-            found[key] = 0
             with contextlib.suppress(Exception):  # of any operation
                 run = self._prepared(call)
                 before = used_bytes()
                 run()
-                found[key] = max(0, used_bytes() - before)
-        return found
+                lasting[key] = max(0, used_bytes() - before)
+        return lasting
 
     def _start_libraries(self) -> None:
         """Run a convolution in each format, whose libraries keep memory once."""
         for dtype in (torch.float32, torch.bfloat16):
             image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=self.device, requires_grad=True)
             weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=self.device, requires_grad=True)
-            with (
-                torch.enable_grad(),
-                contextlib.suppress(RuntimeError),
-            ):  # a format that is missing here
+            # A processor may lack a format.
+            with torch.enable_grad(), contextlib.suppress(RuntimeError):
                 torch.nn.functional.conv3d(image, weight).sum().backward()
 
     def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
-        """Run each operation once and measure the bytes of its workspace; those that fail are missing in the result."""
+        """Run each operation once and measure the bytes of its workspace.
+
+        Operations that fail are missing in the result.
+        """
         if self.device.type == "cuda":
             return self._workspaces_on_gpu(calls)
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", "99"
-        )  # of the profiler's library, which prints lines otherwise
+        # The profiler's library prints lines otherwise.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         numbers: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for number, (key, call) in enumerate(calls.items()):
@@ -220,25 +227,27 @@ class KernelCosts:
                         _result = run()  # live at the end of the mark
                     del _result
                     numbers[key] = number
-        found = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
-        return {key: found.get(number, 0) for key, number in numbers.items()}
+        peaks = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
+        return {key: peaks.get(number, 0) for key, number in numbers.items()}
 
     def _workspaces_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, int]:
-        found = {}
+        workspaces = {}
         for key, call in calls.items():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of any operation
                 run = self._prepared(call)
                 torch.cuda.reset_peak_memory_stats()
-                _result = run()
+                _result = run()  # live when the bytes are read, so that it does not count
                 torch.cuda.synchronize()
-                found[key] = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+                peak = torch.cuda.max_memory_allocated()
+                workspaces[key] = peak - torch.cuda.memory_allocated()
                 del _result
-        return found
+        return workspaces
 
     def _written_share(self, call: Call, workspace: int) -> float:
-        """Share of the workspace of an operation that it writes, by the largest resident memory of the process; 1 where it is not known.
+        """Share of the workspace of an operation that it writes; 1 where it is not known.
 
-        Where large blocks are not mapped, what the heap keeps decides what is resident.
+        It is read from the largest resident memory of the process. Where large blocks are not
+        mapped, what the heap keeps decides what is resident.
         """
         if self.device.type == "cuda" or workspace < MAPPED_BYTES or not maps_large_blocks():
             return 1.0
@@ -251,13 +260,16 @@ class KernelCosts:
             return 1.0
         before = resident_bytes()
         result = run()
-        peak, after = peak_resident_bytes(), resident_bytes()
-        kept = sum(
-            one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)
-        )
+        peak = peak_resident_bytes()
+        after = resident_bytes()
+        result_bytes = 0
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                result_bytes += leaf.untyped_storage().nbytes()
         # A result from the heap adds nothing to what is resident, and a workspace from the heap may
         # stay there.
-        return min(1.0, max(peak - after, peak - before - kept, 0) / workspace)
+        written_bytes = max(peak - after, peak - before - result_bytes, 0)
+        return min(1.0, written_bytes / workspace)
 
     def _clock(self) -> Callable[[], float]:
         """Clock of the device.
@@ -277,7 +289,8 @@ class KernelCosts:
         processor's caches. A repetition would find them there; steps took 10 to 25 % longer than
         the sum of repeated operations.
         """
-        clock, run = self._clock(), self._prepared(call)
+        clock = self._clock()
+        run = self._prepared(call)
         start_s = clock()
         run()
         if self.device.type == "cuda":
@@ -285,16 +298,17 @@ class KernelCosts:
         return clock() - start_s
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
-        """Make tensors for the arguments of an operation; return it as a function without arguments."""
+        """Make tensors for an operation's arguments; return it as a function without arguments."""
+        # An operation that writes into its arguments gets new ones.
         buffers = {} if call.operation._schema.is_mutable else self._buffers
         count = itertools.count()
 
         def as_value(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return self.device
-            return (
-                self._as_tensor(leaf, buffers, next(count)) if isinstance(leaf, Operand) else leaf
-            )
+            if isinstance(leaf, Operand):
+                return self._as_tensor(leaf, buffers, next(count))
+            return leaf
 
         arguments, options = tree_map(as_value, (call.arguments, call.options), is_leaf=_is_operand)
         return lambda: call.operation(*arguments, **options)
@@ -302,18 +316,21 @@ class KernelCosts:
     def _as_tensor(
         self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int
     ) -> Tensor:
-        """Take a tensor from the buffer of its place among the arguments: new memory would cost more than many operations."""
-        size = 0 if 0 in operand.shape else 1
-        size += size and sum(
-            (length - 1) * step for length, step in zip(operand.shape, operand.stride, strict=True)
-        )
+        """Take a tensor from the buffer of its place among the arguments.
+
+        New memory would cost more than many operations.
+        """
+        size = 0
+        if 0 not in operand.shape:
+            lengths = zip(operand.shape, operand.stride, strict=True)
+            # Place of the last element, by the strides.
+            size = 1 + sum((length - 1) * step for length, step in lengths)
         buffer = buffers.get((place, operand.dtype))
         if buffer is None or len(buffer) < size:
             # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
             value = 0.5 if operand.dtype.is_floating_point else 0
-            buffer = buffers[place, operand.dtype] = torch.full(
-                (size,), value, dtype=operand.dtype, device=self.device
-            )
+            buffer = torch.full((size,), value, dtype=operand.dtype, device=self.device)
+            buffers[place, operand.dtype] = buffer
         return buffer.as_strided(operand.shape, operand.stride)
 
 
@@ -327,69 +344,94 @@ def processor_name() -> str:
 
 
 def continued(points: Sequence[tuple[float, int]]) -> int:
-    """Extrapolate bytes measured on one or two shares of an operation to the whole: linearly, or in proportion to a single share."""
-    (share, num_bytes), *others = reversed(points)
-    smaller, fewer_bytes = others[0] if others else (0.0, 0)
-    return max(0, round(num_bytes + (num_bytes - fewer_bytes) / (share - smaller) * (1 - share)))
+    """Extrapolate bytes measured on shares of an operation to the whole.
+
+    Two shares are continued linearly, a single one in proportion.
+
+    Args:
+        points: Share and bytes, the larger share last.
+    """
+    share, num_bytes = points[-1]
+    smaller_share, fewer_bytes = points[0] if len(points) > 1 else (0.0, 0)
+    slope = (num_bytes - fewer_bytes) / (share - smaller_share)
+    return max(0, round(num_bytes + slope * (1 - share)))
 
 
 def parts_of(call: Call) -> list[tuple[float, Call]]:
-    """Divide a large operation: parts of its slices with their shares of the whole, the largest last.
+    """Divide a large operation into parts of its slices.
 
-    A small operation is its only part; one that is too large and cannot be divided has none.
+    Each part comes with its share of the whole, the largest last. A small operation is its only
+    part; one that is too large and cannot be divided has none.
     """
-    operands = [
-        leaf
-        for leaf in tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
-        if _is_operand(leaf)
-    ]
-    sizes = [math.prod(one.shape) * one.dtype.itemsize for one in operands]
+    leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
+    operands = [leaf for leaf in leaves if _is_operand(leaf)]
+    sizes = [math.prod(operand.shape) * operand.dtype.itemsize for operand in operands]
     if max(sizes, default=0) <= MEASURED_BYTES:
         return [(1.0, call)]
-    weight = call.arguments[WEIGHTS[call.operation]] if call.operation in WEIGHTS else None
-    depths = [one.shape[-3] for one in operands if len(one.shape) == 5 and one is not weight]
-    divisor = math.gcd(*depths)
-    if not depths or divisor < LEAST_DIVISOR:
+    weight = None
+    if call.operation in WEIGHTS:
+        weight = call.arguments[WEIGHTS[call.operation]]
+    depths = [operand.shape[-3] for operand in operands if _has_slices(operand, weight)]
+    divisor = math.gcd(*depths)  # 0 without depths
+    if divisor < LEAST_DIVISOR:
         return [(1.0, call)] if sum(sizes) <= MAX_BYTES else []
     num_slices = max(1, divisor * MEASURED_BYTES // max(sizes))
-    shares = dict.fromkeys(max(1, number) for number in (num_slices // 2, num_slices))
-    return [(number / divisor, _part(call, weight, number, divisor)) for number in shares]
+    fewer_slices = max(1, num_slices // 2)
+    return [
+        (number / divisor, _part(call, weight, number, divisor))
+        for number in sorted({fewer_slices, num_slices})
+    ]
+
+
+def _has_slices(leaf: Any, weight: Operand | None) -> bool:
+    """Whether an argument is a tensor (N, C, D, H, W), and not the weight."""
+    return _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight
 
 
 def _part(call: Call, weight: Operand | None, numerator: int, denominator: int) -> Call:
-    """Take a share of the slices of all tensors (N, C, D, H, W) but the weight, and of sizes among the other arguments."""
+    """Take a share of the slices of an operation.
+
+    All tensors (N, C, D, H, W) but the weight are cut, and sizes among the other arguments.
+    """
 
     def cut(leaf: Any) -> Any:
-        if _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight:
-            shape = (*leaf.shape[:2], leaf.shape[2] * numerator // denominator, *leaf.shape[3:])
+        if _has_slices(leaf, weight):
+            depth = leaf.shape[2] * numerator // denominator
+            shape = (*leaf.shape[:2], depth, *leaf.shape[3:])
             return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
-        is_size = (
-            isinstance(leaf, (list, tuple))
-            and len(leaf) in (3, 5)
-            and all(isinstance(one, int) for one in leaf)
-        )
-        if is_size and weight is None and leaf[-3] and leaf[-3] % denominator == 0:
-            return [*leaf[:-3], leaf[-3] * numerator // denominator, *leaf[-2:]]
-        return leaf
+        # A convolution has no sizes: its lists are strides, padding and the like.
+        if weight is not None or not _is_sizes(leaf) or len(leaf) not in (3, 5):
+            return leaf
+        depth = leaf[-3]
+        if depth == 0 or depth % denominator:
+            return leaf
+        return [*leaf[:-3], depth * numerator // denominator, *leaf[-2:]]
 
-    return Call(
-        call.operation, *tree_map(cut, (call.arguments, call.options), is_leaf=_is_operand_or_sizes)
-    )
+    def is_leaf(leaf: Any) -> bool:
+        return _is_operand(leaf) or _is_sizes(leaf)
+
+    arguments, options = tree_map(cut, (call.arguments, call.options), is_leaf=is_leaf)
+    return Call(call.operation, arguments, options)
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose axes lie in memory in the order of other strides; repeated axes (0) stay."""
-    found, step = [0] * len(shape), 1
+    """Strides of a tensor without gaps whose axes lie in memory in the order of other strides.
+
+    Repeated axes (0) stay.
+    """
+    dense = [0] * len(shape)
+    step = 1
     for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
         if stride[axis]:
-            found[axis], step = step, step * shape[axis]
-    return tuple(found)
+            dense[axis] = step
+            step *= shape[axis]
+    return tuple(dense)
 
 
-def _is_operand_or_sizes(leaf: Any) -> bool:
-    return _is_operand(leaf) or (
-        isinstance(leaf, (list, tuple)) and bool(leaf) and all(isinstance(one, int) for one in leaf)
-    )
+def _is_sizes(leaf: Any) -> bool:
+    if not isinstance(leaf, (list, tuple)) or not leaf:
+        return False
+    return all(isinstance(value, int) for value in leaf)
 
 
 def _is_operand(leaf: Any) -> bool:
@@ -397,21 +439,33 @@ def _is_operand(leaf: Any) -> bool:
 
 
 def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
-    """Find the bytes by which memory exceeded, within each marked operation, what it left at its end; by its number."""
-    found: dict[int, int] = {}
+    """Find the bytes by which memory exceeded, within each marked operation, what it left.
+
+    Args:
+        roots: Events of the profiler, each with its children.
+
+    Returns:
+        Bytes by the number of the operation.
+    """
+    peaks: dict[int, int] = {}
     for root in roots:
         if not root.name.startswith(MARK):
-            found |= _allocated_peaks(root.children)
+            peaks |= _allocated_peaks(root.children)
             continue
-        sizes = [size for _, size in sorted(_allocations(root))]
-        totals = [sum(sizes[: count + 1]) for count in range(len(sizes))]
-        found[int(root.name.removeprefix(MARK))] = max(0, *totals, 0) - (
-            totals[-1] if totals else 0
-        )
-    return found
+        total = 0
+        peak = 0
+        for _, size in sorted(_allocations(root)):
+            total += size
+            peak = max(peak, total)
+        peaks[int(root.name.removeprefix(MARK))] = peak - total
+    return peaks
 
 
 def _allocations(event: Any) -> list[tuple[int, int]]:
-    """Times and sizes of all allocations (releases are negative) below an event of the profiler."""
-    own = [(event.start_time_ns, event.extra_fields.alloc_size)] if event.name == "[memory]" else []
-    return own + [one for child in event.children for one in _allocations(child)]
+    """Times and sizes of all allocations below an event of the profiler; releases are negative."""
+    allocations = []
+    if event.name == "[memory]":
+        allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    for child in event.children:
+        allocations += _allocations(child)
+    return allocations

@@ -40,7 +40,8 @@ class MemoryOptions:
     compile: Annotated[
         bool,
         Knob(
-            "Compile the network with torch.compile, for variable sizes where crops differ in size.",
+            "Compile the network with torch.compile, "
+            "for variable sizes where crops differ in size.",
             neutral=True,
         ),
     ]
@@ -59,7 +60,8 @@ class MemoryOptions:
     compile_mode: Annotated[
         CompileMode,
         Knob(
-            "Mode of torch.compile: reduce_overhead uses CUDA graphs, max_autotune searches kernels.",
+            "Mode of torch.compile: reduce_overhead uses CUDA graphs, "
+            "max_autotune searches kernels.",
             neutral=True,
         ),
     ] = CompileMode.default
@@ -69,4 +71,7 @@ class MemoryOptions:
         policy = self.checkpointing
         are_names = isinstance(policy, list) and all(isinstance(name, str) for name in policy)
         if policy not in ("none", "sqrt", "all") and not are_names:
-            yield f"memory.checkpointing: expected none, sqrt, all or a [list] of block names, but got {policy}"
+            yield (
+                "memory.checkpointing: expected none, sqrt, all or a [list] of block names, "
+                f"but got {policy}"
+            )

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# Each precision in the words of Lightning's trainer.
+PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 # Number formats of autocast; the other precisions store fp32.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +20,7 @@ def check_precision(precision: str, device_type: str) -> None:
         ValueError: If the precision is unknown, or needs a GPU and the device is none.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+        raise ValueError(f"precision must be one of {tuple(PRECISIONS)}, got {precision!r}")
     if device_type == "cpu" and precision == "fp16":
         raise ValueError(
             "precision fp16 needs a GPU and its loss scaling, but the device is cpu: use bf16"
@@ -40,11 +41,9 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return (
-        torch.autocast(device_type, HALF[precision])
-        if precision in HALF
-        else contextlib.nullcontext()
-    )
+    if precision not in HALF:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, HALF[precision])
 
 
 def inference_precision(trained: str, device_type: str) -> str:
@@ -66,40 +65,48 @@ def inference_precision(trained: str, device_type: str) -> str:
 
 
 def has_fast_bf16() -> bool:
-    """Whether torch's convolution kernels support bf16 on this processor; torch itself decides by the same call."""
-    return (
-        bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        if torch.backends.mkldnn.is_available()
-        else False
-    )
+    """Whether torch's convolution kernels support bf16 on this processor.
+
+    Torch itself decides by the same call.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def lightning_precision(precision: str, device_type: str) -> str:
-    """Name a precision in the words of Lightning's trainer, whose `16-mixed` would silently mean bf16 on a CPU.
+    """Name a precision in the words of Lightning's trainer.
+
+    Its `16-mixed` would silently mean bf16 on a CPU, so the device is checked.
 
     Raises:
         ValueError: See `check_precision`.
     """
     check_precision(precision, device_type)
-    return {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}[
-        precision
-    ]
+    return PRECISIONS[precision]
 
 
 def set_tf32(precision: str) -> None:
-    """Allow TF32 in matrix products and convolutions for `tf32` only; torch's default allows it in convolutions."""
+    """Allow TF32 in matrix products and convolutions for `tf32` only.
+
+    Torch's default allows it in convolutions.
+    """
     _allow_tf32(precision == "tf32", precision == "tf32")
 
 
 @contextlib.contextmanager
 def tf32_as(precision: str) -> Iterator[None]:
-    """Set TF32 for a precision and restore it: the switch belongs to the process, which may be training as well."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    """Set TF32 for a precision and restore it.
+
+    The switch belongs to the process, which may be training as well.
+    """
+    in_products = torch.backends.cuda.matmul.allow_tf32
+    in_convolutions = torch.backends.cudnn.allow_tf32
     set_tf32(precision)
     try:
         yield
     finally:
-        _allow_tf32(*before)
+        _allow_tf32(in_products, in_convolutions)
 
 
 def _allow_tf32(in_products: bool, in_convolutions: bool) -> None:

@@ -1,4 +1,4 @@
-"""Memory profile of a piece of work: the area under the curve of memory over time, and the peak of the process."""
+"""Memory of a process, its limits, and the profile of a piece of work over time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def peak_resident_bytes() -> int:
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # KiB, but bytes on macOS.
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class ControlGroup(NamedTuple):
@@ -55,12 +55,13 @@ class ControlGroup(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path, version: int) -> ControlGroup:
-        """Name the files of a group's folder; the two versions of control groups have other names."""
+        """Name the files of a group's folder, which differ between the versions 1 and 2."""
+        stat = folder / "memory.stat"
         if version == 2:
-            usage = folder / "memory.current"
-            return cls(folder / "memory.max", usage, folder / "memory.stat", "inactive_file")
-        limit, usage = folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes"
-        return cls(limit, usage, folder / "memory.stat", "total_inactive_file")
+            return cls(folder / "memory.max", folder / "memory.current", stat, "inactive_file")
+        limit = folder / "memory.limit_in_bytes"
+        usage = folder / "memory.usage_in_bytes"
+        return cls(limit, usage, stat, "total_inactive_file")
 
     def limit_bytes(self) -> int | None:
         """Its bound; None without one."""
@@ -69,7 +70,7 @@ class ControlGroup(NamedTuple):
         return None
 
     def used_bytes(self) -> int:
-        """Bytes in use without cached files that would make room; 0 where the system does not tell."""
+        """Bytes in use without cached files that would make room; 0 where it is not known."""
         with suppress(OSError, ValueError):
             used = int(self.usage.read_text(encoding="ascii"))
             lines = self.stat.read_text(encoding="ascii").splitlines()
@@ -84,10 +85,12 @@ def memory_limit_bytes() -> int:
     Each control group bounds the groups inside it, so the smallest bound from the process's group
     upwards counts.
     """
-    bounds = [group.limit_bytes() for group in control_groups()]
-    return min(
-        [int(psutil.virtual_memory().total), *(bound for bound in bounds if bound is not None)]
-    )
+    smallest = int(psutil.virtual_memory().total)
+    for group in control_groups():
+        bound = group.limit_bytes()
+        if bound is not None:
+            smallest = min(smallest, bound)
+    return smallest
 
 
 def free_memory_bytes() -> int:
@@ -101,7 +104,10 @@ def free_memory_bytes() -> int:
 
 
 def control_groups() -> list[ControlGroup]:
-    """List the control groups of this process that may bound its memory, the innermost first; none on other systems."""
+    """List the control groups of this process that may bound its memory, the innermost first.
+
+    Other systems than Linux have none.
+    """
     groups: list[ControlGroup] = []
     try:
         names = CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -127,6 +133,7 @@ def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[P
         mounts: Lines of `mountinfo`, see proc(5).
     """
     for line in mounts:
+        # "36 35 98:0 /root /mount/point rw … - cgroup2 device options"
         place, _, kind = line.partition(" - ")
         filesystem, _, options = kind.split(" ", 2)
         is_unified = version == 2 and filesystem == "cgroup2"
@@ -135,9 +142,8 @@ def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[P
             continue
         root, mount_point = place.split(" ")[3:5]
         top = Path(mount_point.replace("\\040", " "))
-        if not name.is_relative_to(
-            root
-        ):  # a container sees only its own group, under the name that it has outside
+        # A container sees only its own group, under the name that it has outside.
+        if not name.is_relative_to(root):
             return [top]
         inner = top / name.relative_to(root)
         return [inner, *(folder for folder in inner.parents if folder.is_relative_to(top))]
@@ -154,15 +160,18 @@ def reset_peak_resident() -> None:
 
 
 def release_free_memory() -> None:
-    """Give the free pages of the C library's heap back to the system; glibc keeps up to 0.3 GB of them after a network."""
+    """Give the free pages of the C library's heap back to the system.
+
+    glibc keeps up to 0.3 GB of them after a network.
+    """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def private_bytes(pid: int) -> int:
-    """Memory of a process that it shares with no other; its resident memory where the system does not tell.
+    """Memory of a process that it shares with no other.
 
-    A process that has ended takes nothing.
+    Where the system does not tell, its resident memory. A process that has ended takes nothing.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
@@ -173,27 +182,28 @@ def private_bytes(pid: int) -> int:
         return 0
 
 
-def bytes_beside(pid: int, others: Sequence[int]) -> int:
-    """Sum the memory that other processes take beside that of a process from which they were forked.
+def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
+    """Sum the memory that child processes take beside that of the process that forked them.
 
     That is what they have written themselves, and old copies of pages that the process has written
     since. A page that several of them share counts once. Pages of files are shared by all.
 
     Args:
         pid: The process.
-        others: Processes that it has started; one that has ended takes nothing.
+        child_pids: Processes that it has started; one that has ended takes nothing.
     """
     try:
-        main = _kib(pid, "smaps_rollup")
-        held = main["Anonymous"] + _kib(pid, "status").get("RssShmem", 0)
-        total = main["Pss_Anon"] + main["Pss_Shmem"]
+        sizes = _kib(pid, "smaps_rollup")
+        parent_kib = sizes["Anonymous"] + _kib(pid, "status").get("RssShmem", 0)
+        # Pss: each shared page is divided by the number of processes that share it.
+        total_kib = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
     except (OSError, KeyError, ValueError):  # another system, or an old kernel
-        return sum(map(private_bytes, others))
-    for other in others:
+        return sum(map(private_bytes, child_pids))
+    for child_pid in child_pids:
         with suppress(OSError, KeyError, ValueError):  # it has just ended
-            sizes = _kib(other, "smaps_rollup")
-            total += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
-    return 1024 * max(0, total - held)
+            sizes = _kib(child_pid, "smaps_rollup")
+            total_kib += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+    return 1024 * max(0, total_kib - parent_kib)
 
 
 def _kib(pid: int, name: str) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation, applied in the only order that works."""
+"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation.
+
+They are applied in the only order that works.
+"""
 
 import contextlib
 import functools
@@ -55,29 +58,19 @@ def apply_switches(
     Raises:
         ValueError: If two switches exclude each other or one has no effect on the device.
     """
-    checkpoints = checkpointing != "none" and len(checkpointing) > 0
-    if compile and offload:
-        raise ValueError(
-            "compile and offload cannot be combined, because compiled code chooses which activations to save: turn one off"
-        )
-    if compile and synchronise:
-        raise ValueError(
-            "compile and synchronised batch norm cannot be combined, because compiled code would not wait for the other ranks: turn one off"
-        )
-    if (
-        compile
-        and checkpoints
-        and any(isinstance(module, _BatchNorm) for module in network.modules())
-    ):
-        raise ValueError(
-            "compile, checkpointing and batch norm cannot be combined, because compiled code cannot pause running statistics: "
-            "use norm=instance or turn one off"
+    has_checkpoints = checkpointing != "none" and len(checkpointing) > 0
+    if compile:
+        has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
+        _check_compilation(
+            offload=offload,
+            synchronise=synchronise,
+            pauses_statistics=has_checkpoints and has_batch_norm,
         )
     if channels_last:
         use_channels_last(network)
     if synchronise:
         nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    if checkpoints:
+    if has_checkpoints:
         blocks = cast(Callable[[], Mapping[str, nn.Module]], network.blocks)
         checkpoint_blocks(blocks(), checkpointing)
     if offload:
@@ -88,6 +81,29 @@ def apply_switches(
         # that of a validation case, which it cannot do for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
+
+
+def _check_compilation(*, offload: bool, synchronise: bool, pauses_statistics: bool) -> None:
+    """Refuse the switches that compiled code cannot serve.
+
+    Raises:
+        ValueError: If one of them is on.
+    """
+    if offload:
+        raise ValueError(
+            "compile and offload cannot be combined, because compiled code chooses which "
+            "activations to save: turn one off"
+        )
+    if synchronise:
+        raise ValueError(
+            "compile and synchronised batch norm cannot be combined, because compiled code would "
+            "not wait for the other ranks: turn one off"
+        )
+    if pauses_statistics:
+        raise ValueError(
+            "compile, checkpointing and batch norm cannot be combined, because compiled code "
+            "cannot pause running statistics: use norm=instance or turn one off"
+        )
 
 
 def switch_on(
@@ -102,9 +118,7 @@ def switch_on(
     try:
         return apply_switches(
             network,
-            checkpointing=memory.checkpointing
-            if isinstance(memory.checkpointing, str)
-            else tuple(memory.checkpointing),
+            checkpointing=memory.checkpointing,
             offload=memory.offload,
             channels_last=memory.channels_last,
             compile=memory.compile,
@@ -118,28 +132,30 @@ def switch_on(
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
-    """Run a compiled network as it is written: each whole case of a validation has a shape of its own, which would be compiled."""
-    # Only then, since torch's compiler takes a second to import.
-    return (
-        torch.compiler.set_stance("force_eager")
-        if network._compiled_call_impl is not None
-        else contextlib.nullcontext()
-    )
+    """Run a compiled network as it is written.
+
+    Each whole case of a validation has a shape of its own, which would be compiled.
+    """
+    # Torch's compiler takes a second to import, so other networks do without it.
+    if network._compiled_call_impl is None:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def use_channels_last(network: nn.Module) -> None:
-    """Store weights channels-last and bring each image to that layout: the channels of a voxel are neighbours in memory.
+    """Store weights channels-last and bring each image to that layout.
 
-    Convolutions in half precision prefer this layout. Names and values stay.
+    The channels of a voxel are then neighbours in memory, which convolutions in half precision
+    prefer. Names and values stay.
     """
     network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
     network.register_forward_pre_hook(_image_to_channels_last)
 
 
 def _image_to_channels_last(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    image, *others = args
+    image, *rest = args
     assert isinstance(image, Tensor)
-    return image.contiguous(memory_format=torch.channels_last_3d), *others
+    return image.contiguous(memory_format=torch.channels_last_3d), *rest
 
 
 POLICIES = ("none", "sqrt", "all")
@@ -171,31 +187,32 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
         count = {"none": 0, "sqrt": math.ceil(math.sqrt(len(names))), "all": len(names)}[policy]
         return names[:count]
     chosen: set[str] = set()
-    for wanted in policy:
-        found = names_below(names, wanted)
-        if not found:
+    for pattern in policy:
+        matches = names_below(names, pattern)
+        if not matches:
             raise ValueError(
-                f"checkpointing names {wanted!r}, which is no block; the blocks are {', '.join(names) or 'none'}"
+                f"checkpointing names {pattern!r}, which is no block; "
+                f"the blocks are {', '.join(names) or 'none'}"
             )
-        chosen.update(found)
+        chosen.update(matches)
     return [name for name in names if name in chosen]
 
 
-def names_below(names: Sequence[str], wanted: str) -> list[str]:
-    """List the names that equal a wanted one, continue it after a dot or match it as a pattern (`encoder.*`)."""
+def names_below(names: Sequence[str], pattern: str) -> list[str]:
+    """List the names that equal a pattern, continue it after a dot or match it (`encoder.*`)."""
     return [
         name
         for name in names
-        if name == wanted or name.startswith(f"{wanted}.") or fnmatchcase(name, wanted)
+        if name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
     ]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
-    """Recompute the chosen blocks in the backward pass, each on its own; parameters and their names stay.
+    """Recompute the chosen blocks in the backward pass, each on its own.
 
-    Without a gradient (evaluation, inference mode) a block runs once, as before. The recomputation
-    draws the same random numbers, and a batch norm updates its statistics once per batch although
-    it runs twice.
+    Parameters and their names stay. Without a gradient (evaluation, inference mode) a block runs
+    once, as before. The recomputation draws the same random numbers, and a batch norm updates its
+    statistics once per batch although it runs twice.
 
     Args:
         blocks: Named blocks, those that save the most bytes first.
@@ -212,10 +229,9 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
 
 
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    forward, norms = (
-        block.forward,
-        [module for module in block.modules() if isinstance(module, _BatchNorm)],
-    )
+    """Make the forward function of a block that is recomputed in the backward pass."""
+    forward = block.forward
+    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block
     # may draw random numbers.
     keeps_state = any(map(_may_draw, block.modules()))
@@ -237,7 +253,10 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 
 def _may_draw(module: nn.Module) -> bool:
-    """Whether a module may draw random numbers: a dropout that is on, or a class of neither torch, MONAI nor medseg."""
+    """Whether a module may draw random numbers.
+
+    A dropout that is on does, and a class of neither torch, MONAI nor medseg may.
+    """
     if isinstance(module, (nn.RReLU, nn.FractionalMaxPool3d)):
         return True
     if isinstance(module, nn.MultiheadAttention):
@@ -254,15 +273,15 @@ def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
     Buffers must be present: the kernel saves them for the backward pass, and both runs must save
     the same number of tensors.
     """
-    kept = [dict(norm._buffers) for norm in norms]
-    for norm, buffers in zip(norms, kept, strict=True):
-        norm._buffers.update(
-            {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
-        )
+    originals = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        for name, buffer in norm._buffers.items():
+            if buffer is not None:
+                norm._buffers[name] = buffer.clone()
     try:
         yield
     finally:
-        for norm, buffers in zip(norms, kept, strict=True):
+        for norm, buffers in zip(norms, originals, strict=True):
             norm._buffers.update(buffers)
 
 
@@ -270,9 +289,10 @@ _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
 
 
 def offload_activations(network: nn.Module, device_type: str) -> None:
-    """Keep what the network's forward pass saves in pinned host memory; parameters and their names stay.
+    """Keep what the network's forward pass saves in pinned host memory.
 
-    With checkpointing, the inputs of the recomputed blocks are moved.
+    Parameters and their names stay. With checkpointing, the inputs of the recomputed blocks are
+    moved.
 
     Args:
         network: Network that will run on `device_type`.
@@ -284,16 +304,17 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
     """
     if device_type == "cpu":
         raise ValueError(
-            "offload moves activations from a GPU to host memory and saves nothing on cpu: turn it off"
+            "offload moves activations from a GPU to host memory and saves nothing on cpu: "
+            "turn it off"
         )
     save_to_host(network)
 
 
 def save_to_host(network: nn.Module) -> None:
-    """Wrap the network's forward pass so that saved activations go to the host and come back in the same memory layout.
+    """Wrap the network's forward pass so that saved activations go to the host and come back.
 
-    Torch's `save_on_cpu` copies the parameters too, and returns channels-last activations in
-    contiguous layout.
+    They come back in the same memory layout. Torch's `save_on_cpu` copies the parameters too, and
+    returns channels-last activations in contiguous layout.
     """
     forward = network.forward
 
@@ -306,15 +327,20 @@ def save_to_host(network: nn.Module) -> None:
 
 
 def is_copying_to_host() -> bool:
-    """Whether the tensor that is being made now is an offloaded copy; on fake tensors its device does not show it."""
+    """Whether the tensor that is being made now is an offloaded copy.
+
+    On fake tensors its device does not show it.
+    """
     return _copies_to_host.get()
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+    # Parameters stay where they are: the optimiser holds them there anyway.
     if isinstance(tensor, nn.Parameter):
         return None, tensor
     token = _copies_to_host.set(True)
     try:
+        # From pinned memory a GPU copies while it computes.
         copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return tensor.device, copy.copy_(tensor, non_blocking=tensor.is_cuda)
     finally:

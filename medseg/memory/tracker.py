@@ -1,4 +1,4 @@
-"""Tracker of live tensors: bytes by owner, their peak, and the timeline of operations that a step runs."""
+"""Tracker of live tensors: bytes by owner, their peak, and the timeline of a step's operations."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -43,18 +43,20 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """Describe an operation that is about to run."""
-        return cls(
-            operation,
-            _with_operands(arguments),
-            {name: _with_operands(value) for name, value in options.items()},
-        )
+        described_options = {name: _with_operands(value) for name, value in options.items()}
+        return cls(operation, _with_operands(arguments), described_options)
 
 
 def _with_operands(value: Any) -> Any:
-    """Describe the tensors in an argument; an operation takes no other containers, so torch's slower `tree_map` is not needed."""
+    """Describe the tensors in an argument.
+
+    An operation takes no other containers, so torch's slower `tree_map` is not needed.
+    """
     if isinstance(value, Tensor):
         return Operand(tuple(value.shape), tuple(value.stride()), value.dtype)
-    return type(value)(map(_with_operands, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_operands, value))
+    return value
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -72,7 +74,10 @@ def _small_bytes(num_bytes: int) -> int:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether an operation's only kernel calls other operations. Decompositions in Python, which torch also has, are made for compilers."""
+    """Whether an operation's only kernel calls other operations.
+
+    Decompositions in Python, which torch also has, are made for compilers and do not count.
+    """
     return torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), DispatchKey.CompositeImplicitAutograd
     )
@@ -97,7 +102,7 @@ class Segment:
     small: list[int] = field(default_factory=list)
 
 
-class Held(NamedTuple):
+class HeldStorage(NamedTuple):
     """Storage that is live between the forward and the backward pass.
 
     Attributes:
@@ -115,11 +120,11 @@ class Held(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Operations of a step in their order, and what the forward pass leaves for the backward pass."""
+    """Operations of a step in their order, and what forward leaves for backward."""
 
     segments: list[Segment] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
-    held: list[Held] = field(default_factory=list)
+    held_storages: list[HeldStorage] = field(default_factory=list)
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -172,52 +177,63 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's guard against compiling this class imports the compiler, which takes a second."""
+        """Return False: torch's guard against compiling this class imports the slow compiler."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # a question, four of ten calls of a step
+        kwargs = kwargs or {}
+        # Only asks for a device; four of ten calls of a step.
+        if func is torch.ops.prim.device.default:
             return func(*args)
-        if self._timeline is not None and torch.is_inference_mode_enabled() and _is_composite(func):
-            with (
-                self
-            ):  # the operations that training runs, in which torch divides the others by itself
-                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+        records = self._timeline is not None
+        if records and torch.is_inference_mode_enabled() and _is_composite(func):
+            # Record the operations that training runs, in which torch divides this one by itself.
+            with self:
+                return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         owner = Owner(HOST) if is_copying_to_host() else self.now
         # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
         owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
-        self._see_all((args, tuple((kwargs or {}).values())), owner_before)
-        records = self._timeline is not None and not func.is_view
+        self._see_all((args, tuple(kwargs.values())), owner_before)
+        # Views take no memory and next to no time. The marks of an optimiser's step for a profiler
+        # have an address among their arguments: no measurement of them would be found again.
+        records = records and not func.is_view and func.namespace != "profiler"
         if records:
-            segment, key = self._record(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+            segment, key = self._record(func, args, kwargs)
+        result = func(*args, **kwargs)
         if self._correct is not None:
             result = self._correct(func, args, result)
         self._see_all(result, owner)
-        taken = self._workspace(func, args, result) if self._workspace is not None else 0
+        workspace_bytes = 0
+        if self._workspace is not None:
+            workspace_bytes = self._workspace(func, args, result)
         if records:
-            segment.calls.append((self._total, taken, key))
+            segment.calls.append((self._total, workspace_bytes, key))
             segment.small.append(self._small)
-        if self._total + taken > self.peak_bytes:
+        if self._total + workspace_bytes > self.peak_bytes:
             self.restart_peak()
-            self.peak_bytes += taken
-            self.peak_live[owner] += taken
+            self.peak_bytes += workspace_bytes
+            self.peak_live[owner] += workspace_bytes
         return result
 
     def assign(self, tensor: Tensor, kind: str) -> None:
-        """Give a tensor's storage to another owner; a storage that the tracker has not seen yet counts from now on."""
+        """Give a tensor's storage to another owner.
+
+        A storage that the tracker has not seen yet counts from now on.
+        """
         storage = tensor.untyped_storage()
         owner = Owner(kind)
         self._see(storage, owner)
-        reference, old, num_bytes = self._entries[storage._cdata]
+        reference, owner_before, num_bytes = self._entries[storage._cdata]
         self._entries[storage._cdata] = (reference, owner, num_bytes)
-        self.live[old] -= num_bytes
+        self.live[owner_before] -= num_bytes
         self.live[owner] += num_bytes
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Note that an operation of the present part saves a tensor; the hook for packing in `saved_tensors_hooks`.
+        """Note that an operation of the present part saves a tensor.
+
+        This is the hook for packing in `saved_tensors_hooks`.
 
         Returns:
             The tensor without its graph: an operation that saves its own result would otherwise
@@ -232,20 +248,24 @@ class MemoryTracker(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._takers[leaf.untyped_storage()._cdata].add(part)
 
-    def held(self, kind: str) -> list[Held]:
+    def held_storages(self, kind: str) -> list[HeldStorage]:
         """List the live storages of a kind with their savers and takers."""
-        return [
-            Held(num_bytes, owner.part, frozenset(self._savers[key]), frozenset(self._takers[key]))
-            for key, (_, owner, num_bytes) in self._entries.items()
-            if owner.kind == kind
-        ]
+        storages = []
+        for key, (_, owner, num_bytes) in self._entries.items():
+            if owner.kind == kind:
+                savers = frozenset(self._savers[key])
+                takers = frozenset(self._takers[key])
+                storages.append(HeldStorage(num_bytes, owner.part, savers, takers))
+        return storages
 
     def _record(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Segment, str]:
         """Add an operation to the timeline before it runs; return its segment and its key."""
         assert self._timeline is not None
-        call, segments = Call.of(func, args, kwargs), self._timeline.segments
+        call = Call.of(func, args, kwargs)
+        segments = self._timeline.segments
+        # Operations of equal form cost the same, and are measured once.
         key = f"{func}{call.arguments}{call.options}"
         self._timeline.calls.setdefault(key, call)
         if not segments or segments[-1].owner != self.now:
@@ -254,34 +274,52 @@ class MemoryTracker(TorchDispatchMode):
 
     def restart_peak(self) -> None:
         """Take the present moment as the peak so far."""
-        self.peak_bytes, self.peak_live, self.peak_now = self._total, self.live.copy(), self.now
+        self.peak_bytes = self._total
+        self.peak_live = self.live.copy()
+        self.peak_now = self.now
 
     def live_bytes(self, kind: str) -> int:
         """Sum the live bytes of a kind over all parts."""
-        return sum(num_bytes for owner, num_bytes in self.live.items() if owner.kind == kind)
+        return sum(self.live_by_part(kind).values())
+
+    def live_by_part(self, kind: str) -> dict[str, int]:
+        """List the live bytes of a kind by the part of the network that made them."""
+        return {
+            owner.part: num_bytes
+            for owner, num_bytes in self.live.items()
+            if owner.kind == kind and num_bytes
+        }
 
     def _see_all(self, values: Any, owner: Owner) -> None:
         for tensor in _tensors(values):
             self._see(tensor.untyped_storage(), owner)
 
     def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
+        """Count a storage: for this owner if it is new, for its own if an operation resized it."""
+        key = storage._cdata
+        num_bytes = storage.nbytes()
         entry = self._entries.get(key)
-        if entry is not None:
-            # An operation may have resized the storage.
-            reference, owner, num_bytes_before = entry
+        if entry is None:
+            # Called as soon as nothing holds the storage any more.
+            reference: weakref.ref[Any] = weakref.ref(storage, lambda _: self._forget(key))
+            num_bytes_before = 0
         else:
-            reference, num_bytes_before = weakref.ref(storage, lambda _: self._forget(key)), 0
-        if num_bytes != num_bytes_before or entry is None:
-            self._entries[key] = (reference, owner, num_bytes)
-            self.live[owner] += num_bytes - num_bytes_before
-            self._total += (num_bytes - num_bytes_before) * (owner.kind != HOST)
-            self._small += _small_bytes(num_bytes) - _small_bytes(num_bytes_before)
+            reference, owner, num_bytes_before = entry
+            if num_bytes == num_bytes_before:
+                return
+        self._entries[key] = (reference, owner, num_bytes)
+        self._add(owner, num_bytes - num_bytes_before)
+        self._small += _small_bytes(num_bytes) - _small_bytes(num_bytes_before)
+
+    def _add(self, owner: Owner, num_bytes: int) -> None:
+        self.live[owner] += num_bytes
+        # What waits in host memory is no part of the device's total.
+        if owner.kind != HOST:
+            self._total += num_bytes
 
     def _forget(self, key: int) -> None:
         _, owner, num_bytes = self._entries.pop(key)
         self._savers.pop(key, None)
         self._takers.pop(key, None)
-        self.live[owner] -= num_bytes
-        self._total -= num_bytes * (owner.kind != HOST)
+        self._add(owner, -num_bytes)
         self._small -= _small_bytes(num_bytes)

@@ -1,1 +1,1 @@
-"""Overlap and surface scores of label maps, in mm and ml."""
+"""Overlap and surface scores of two masks, in mm and ml."""

@@ -24,9 +24,13 @@ class CaseMetric:
         self.metric = metric
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
+        self.takes_spacing = False
+        # Only metrics of MONAI have it, and pass on the spacing among further arguments.
         compute = getattr(metric, "_compute_tensor", None)
-        parameters = [] if compute is None else list(inspect.signature(compute).parameters.values())
-        self.takes_spacing = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        if compute is not None:
+            parameters = inspect.signature(compute).parameters.values()
+            kinds = [parameter.kind for parameter in parameters]
+            self.takes_spacing = inspect.Parameter.VAR_KEYWORD in kinds
 
     def __call__(
         self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]
@@ -41,27 +45,36 @@ class CaseMetric:
         Returns:
             The score; NaN where no class has one.
         """
-        maps = (pred_labels, target_labels)
         if self.is_monai:
+            pred = _one_hot(pred_labels, self.num_classes)
+            target = _one_hot(target_labels, self.num_classes)
             options = {"spacing": list(spacing_mm)} if self.takes_spacing else {}
-            value = self.metric(*(_one_hot(labels, self.num_classes) for labels in maps), **options)
+            value = self.metric(pred, target, **options)
         else:
-            value = self.metric.to(pred_labels.device)(*(labels.long()[None] for labels in maps))
+            metric = self.metric.to(pred_labels.device)
+            value = metric(pred_labels.long()[None], target_labels.long()[None])
         self.metric.reset()
         scores = torch.as_tensor(value, dtype=torch.float64)
         if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
-            scores = scores.masked_fill(
-                scores < 0, torch.nan
-            )  # torchmetrics gives -1 to a class that both lack
+            # Torchmetrics gives -1 to a class that both lack.
+            scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())
 
 
 def default_arguments(
-    _: type, known: Iterable[str], given: Iterable[str], num_classes: int
+    _: type, parameters: Iterable[str], stated: Iterable[str], num_classes: int
 ) -> dict[str, Any]:
-    """Choose what a metric of torchmetrics needs for integers, where it knows the arguments and the user says nothing else."""
-    wanted = {"num_classes": num_classes, "input_format": "index"}
-    return {name: value for name, value in wanted.items() if name in known and name not in given}
+    """Choose what a metric of torchmetrics needs for integers, unless the user says otherwise.
+
+    Args:
+        parameters: Names of the arguments that the class takes.
+        stated: Names of those that the user states.
+        num_classes: Classes with the background.
+    """
+    needed = {"num_classes": num_classes, "input_format": "index"}
+    return {
+        name: value for name, value in needed.items() if name in parameters and name not in stated
+    }
 
 
 def check_metric(metric: CaseMetric) -> None:

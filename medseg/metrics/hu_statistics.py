@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelGrid, voxel_ml
 
 PERCENTILES = (5, 15, 50, 95)
 """Percentiles in the tables; the 15th is that of densitometry in chest CT."""
@@ -14,7 +14,10 @@ HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_
 """Names of the figures in HU."""
 
 EMPHYSEMA_HU = -950
-"""Voxels of an organ full of air below it count as emphysema (Gevenois et al., Am J Respir Crit Care Med 1995;152:653)."""
+"""Voxels of an organ full of air below it count as emphysema.
+
+Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
+"""
 
 # HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is
 # that of the voxels as they are.
@@ -38,43 +41,41 @@ def label_statistics(
     Returns:
         Label name to its figures; those in HU are None for a label without voxels.
     """
-    counts = np.zeros((len(values), HIGH_HU - LOW_HU + 1), dtype=np.int64)
+    # Of each label a histogram in whole HU, and the sum of its values.
+    histograms = np.zeros((len(values), HIGH_HU - LOW_HU + 1), dtype=np.int64)
     sums = np.zeros(len(values))
-    planes = max(1, SLAB_VOXELS // max(1, labels[0].size))
-    for start in range(0, len(labels), planes):
-        slab = labels[start : start + planes]
-        is_label = slab > 0
-        found, hu = (
-            slab[is_label],
-            None if image_hu is None else image_hu[start : start + planes][is_label],
-        )
+    num_planes = max(1, SLAB_VOXELS // max(1, labels[0].size))
+    for start in range(0, len(labels), num_planes):
+        planes = slice(start, start + num_planes)
+        is_label = labels[planes] > 0
+        slab_labels = labels[planes][is_label]
+        if image_hu is not None:
+            slab_hu = image_hu[planes][is_label]
         for number, value in enumerate(values.values()):
-            is_own = found == value
-            if hu is None:
-                counts[number, 0] += np.count_nonzero(is_own)
-            elif is_own.any():
-                own = hu[is_own]
-                sums[number] += own.sum(dtype=np.float64)
-                bins = np.rint(np.clip(own, LOW_HU, HIGH_HU)).astype(np.int64) - LOW_HU
-                counts[number] += np.bincount(bins, minlength=counts.shape[1])
-    voxel_ml = math.prod(grid.spacing_mm) / 1000.0
-    return {
-        name: {
-            "ml": round(voxel_ml * int(histogram.sum()), 2),
-            **_figures(histogram, total, image_hu is not None),
-        }
-        for name, histogram, total in zip(values, counts, sums, strict=True)
-    }
+            is_value = slab_labels == value
+            if image_hu is None:
+                # Without HU the voxels are only counted, in any bin.
+                histograms[number, 0] += np.count_nonzero(is_value)
+            elif is_value.any():
+                label_hu = slab_hu[is_value]
+                sums[number] += label_hu.sum(dtype=np.float64)
+                bins = np.rint(np.clip(label_hu, LOW_HU, HIGH_HU)).astype(np.int64) - LOW_HU
+                histograms[number] += np.bincount(bins, minlength=histograms.shape[1])
+    statistics: dict[str, dict[str, float | None]] = {}
+    for name, histogram, total in zip(values, histograms, sums, strict=True):
+        volume_ml = round(voxel_ml(grid) * int(histogram.sum()), 2)
+        statistics[name] = {"ml": volume_ml, **_figures(histogram, total, image_hu is not None)}
+    return statistics
 
 
 def _figures(histogram: np.ndarray, total: float, is_hu: bool) -> dict[str, float | None]:
     """Figures of one label in HU, from its histogram and the sum of its values."""
-    number = int(histogram.sum())
-    if not (is_hu and number):
+    num_voxels = int(histogram.sum())
+    if not is_hu or num_voxels == 0:
         return dict.fromkeys(HU_FIGURES)
-    ranks = [math.ceil(percent / 100 * number) for percent in PERCENTILES]
+    # A percentile is the smallest value with so many voxels at or below it.
+    ranks = [math.ceil(percent / 100 * num_voxels) for percent in PERCENTILES]
     percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
-    share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / number
-    return dict(
-        zip(HU_FIGURES, [round(total / number, 2), *percentiles, round(share, 4)], strict=True)
-    )
+    mean = round(total / num_voxels, 2)
+    share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / num_voxels
+    return dict(zip(HU_FIGURES, [mean, *percentiles, round(share, 4)], strict=True))

@@ -1,4 +1,4 @@
-"""Scores of two masks: Dice, volumes and surface scores (NSD, HD95), with each surface element weighted by its area.
+"""Scores of two masks: Dice, volumes and surface scores (NSD, HD95), weighted by area.
 
 A surface element is a corner of voxels whose eight neighbouring voxel centres are neither all
 inside nor all outside the mask. Its area is that of the marching-cubes triangles there. Distances
@@ -26,8 +26,11 @@ if TYPE_CHECKING:  # scoring files needs no torch, whose import takes seconds
 
 Mask: TypeAlias = "np.ndarray | torch.Tensor"
 SurfaceDistances = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Distance of each element of a surface to the nearest element of the other, in mm, sorted, infinite where the other mask is empty; and
-the areas of the same elements in mm². First from the prediction to the reference, then back."""
+"""Distances and areas of the elements of both surfaces: of the prediction, then of the reference.
+
+A distance is that to the nearest element of the other surface, in mm, sorted, infinite where the
+other mask is empty. The areas of the same elements are in mm².
+"""
 
 
 def dice(pred_mask: Mask, target_mask: Mask) -> float:
@@ -50,12 +53,18 @@ def dice(pred_mask: Mask, target_mask: Mask) -> float:
             f"masks of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
         )
     total = _count(pred_mask) + _count(target_mask)
-    return 2.0 * _count(pred_mask & target_mask) / total if total else 1.0
+    if total == 0:
+        return 1.0
+    return 2.0 * _count(pred_mask & target_mask) / total
 
 
 def _count(mask: Mask) -> int:
-    """Count set voxels: numpy needs an eighth of the time of a sum, and a tensor on a GPU is summed there."""
-    return int(mask.sum() if getattr(mask, "is_cuda", False) else np.count_nonzero(mask))
+    """Count set voxels."""
+    # A tensor on a GPU is summed there.
+    if getattr(mask, "is_cuda", False):
+        return int(mask.sum())
+    # An eighth of the time of a sum.
+    return int(np.count_nonzero(mask))
 
 
 def dice_per_label(
@@ -119,17 +128,24 @@ _TOLERANCE_SLACK_MM = 1e-5
 
 @cache
 def _normals_table() -> np.ndarray:
-    """Absolute normals of the pieces for each of the 256 neighbourhoods, (256, 4, 3), in faces of the unit cube."""
+    """Absolute normals of the pieces of the 256 neighbourhoods, in faces of the unit cube.
+
+    Returns:
+        (256, 4, 3): neighbourhood, piece and axis (z, y, x).
+    """
     table = np.zeros((256, 4, 3))
     for inside, normals in _PIECES:
         corners = np.array([inside >> bit & 1 for bit in range(8)]).reshape(2, 2, 2)
         pieces = np.zeros((4, 3))
         pieces[: len(normals)] = np.array(normals) / 8
+        # All rotations and reflections of the cube: orders of the axes, and flips of each.
         for order in itertools.permutations(range(3)):
             for flips in itertools.product((1, -1), repeat=3):
                 moved = corners.transpose(order)[:: flips[0], :: flips[1], :: flips[2]]
                 code = int((moved.reshape(-1) << np.arange(8)).sum())
-                table[code] = table[255 - code] = pieces[:, order]
+                table[code] = pieces[:, order]
+                # Inside and outside swapped: the same surface.
+                table[255 - code] = pieces[:, order]
     table.setflags(write=False)
     return table
 
@@ -170,22 +186,28 @@ def surface_distances(
     """
     if pred_mask.shape != target_mask.shape or pred_mask.ndim != 3:
         raise ValueError(
-            f"two masks (D, H, W) of one shape are needed, got {pred_mask.shape} and {target_mask.shape}"
+            "two masks (D, H, W) of one shape are needed, got "
+            f"{pred_mask.shape} and {target_mask.shape}"
         )
+    # Outside of both masks there is no surface.
     box = VoxelBox.from_mask(pred_mask | target_mask)
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
     bounds = box.slices()
-    areas_mm2 = area_table_mm2(spacing_mm)
-    codes = [_surface_codes(mask[bounds]) for mask in (pred_mask, target_mask)]
-    is_pred, is_target = ((one != 0) & (one != 255) for one in codes)
-    pred_areas_mm2, target_areas_mm2 = (
-        areas_mm2[one[one_is]] for one, one_is in zip(codes, (is_pred, is_target), strict=True)
-    )
-    del codes
-    return _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm), _one_way(
-        is_target, is_pred, target_areas_mm2, spacing_mm
-    )
+    is_pred, pred_areas_mm2 = _surface(pred_mask[bounds], spacing_mm)
+    is_target, target_areas_mm2 = _surface(target_mask[bounds], spacing_mm)
+    from_pred = _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm)
+    from_target = _one_way(is_target, is_pred, target_areas_mm2, spacing_mm)
+    return from_pred, from_target
+
+
+def _surface(
+    mask: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Find the surface elements of a mask (D, H, W), (D+1, H+1, W+1), and their areas in mm²."""
+    codes = _surface_codes(mask)
+    is_element = (codes != 0) & (codes != 255)
+    return is_element, area_table_mm2(spacing_mm)[codes[is_element]]
 
 
 def _one_way(
@@ -201,7 +223,7 @@ def _one_way(
 
 
 def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:
-    """Compute the normalised surface Dice: the share of both surfaces within a tolerance of the other.
+    """Compute the normalised surface Dice: the share of the surfaces within a tolerance.
 
     Two empty masks score 1, one empty mask 0.
 
@@ -212,20 +234,22 @@ def nsd(distances: SurfaceDistances, tolerance_mm: float) -> float:
     Returns:
         Score in [0, 1].
     """
-    total_mm2 = float(sum(areas_mm2.sum() for _, areas_mm2 in distances))
-    near_mm2 = float(
-        sum(
-            areas_mm2[one_mm <= tolerance_mm + _TOLERANCE_SLACK_MM].sum()
-            for one_mm, areas_mm2 in distances
-        )
-    )
-    return near_mm2 / total_mm2 if total_mm2 else 1.0
+    total_mm2 = 0.0
+    near_mm2 = 0.0
+    for distances_mm, areas_mm2 in distances:
+        is_near = distances_mm <= tolerance_mm + _TOLERANCE_SLACK_MM
+        total_mm2 += float(areas_mm2.sum())
+        near_mm2 += float(areas_mm2[is_near].sum())
+    if total_mm2 == 0:
+        return 1.0
+    return near_mm2 / total_mm2
 
 
 def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
-    """Compute the robust Hausdorff distance: the larger of the two directions' area-weighted quantiles.
+    """Compute the robust Hausdorff distance.
 
-    Two empty masks have distance 0, one empty mask infinity.
+    It is the larger of the two directions' quantiles, weighted by area. Two empty masks have
+    distance 0, one empty mask infinity.
 
     Args:
         distances: From `surface_distances`.
@@ -234,7 +258,10 @@ def hausdorff_mm(distances: SurfaceDistances, quantile: float = 0.95) -> float:
     Returns:
         Distance in mm.
     """
-    return max(_weighted_quantile(one_mm, areas_mm2, quantile) for one_mm, areas_mm2 in distances)
+    return max(
+        _weighted_quantile(distances_mm, areas_mm2, quantile)
+        for distances_mm, areas_mm2 in distances
+    )
 
 
 def score_region(
@@ -267,7 +294,10 @@ def score_region(
 
 
 def _surface_codes(mask: np.ndarray) -> np.ndarray:
-    """Code of the eight voxels around each corner of the voxels, (D+1, H+1, W+1) for a mask (D, H, W)."""
+    """Code of the eight voxels around each corner of the voxels.
+
+    (D+1, H+1, W+1) for a mask (D, H, W); bit 4*z + 2*y + x is set where that voxel is inside.
+    """
     padded = np.pad(np.asarray(mask, dtype=np.uint8), 1)
     shape = tuple(length - 1 for length in padded.shape)
     codes = np.zeros(shape, dtype=np.uint8)
@@ -279,7 +309,10 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
 def _distances_mm(
     is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> np.ndarray:
-    """Distance from each set voxel of one array, in C order, to the nearest of another; infinite if that is empty."""
+    """Distance from each set voxel of one array, in C order, to the nearest of another.
+
+    It is infinite if the other is empty.
+    """
     if not is_to.any():
         return np.full(np.count_nonzero(is_from), np.inf)
     # A k-d tree is several times faster for two similar organs, but many times slower where a

@@ -6,8 +6,6 @@ needs nothing that is overwritten. Each unit therefore saves two tensors for the
 input of its convolution and the input of its norm.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -47,7 +45,10 @@ class InstanceNorm(nn.Module):
             F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps)
             for sample in features.split(1)
         ]
-        return normalised[0] if len(normalised) == 1 else torch.cat(normalised)
+        # A single sample needs no copy.
+        if len(normalised) == 1:
+            return normalised[0]
+        return torch.cat(normalised)
 
 
 class GroupNorm(nn.GroupNorm):
@@ -77,7 +78,7 @@ class ChannelNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Normalise (N, C, D, H, W); the result is channels-last and has the precision of its input."""
+        """Normalise (N, C, D, H, W) to a channels-last result of the same precision."""
         last = features.movedim(1, -1)  # a view, contiguous for channels-last features
         normalised = F.layer_norm(last, self.weight.shape, self.weight, self.bias, self.eps)
         # Autocast on CUDA computes layer norm in fp32.
@@ -85,21 +86,24 @@ class ChannelNorm(nn.Module):
 
 
 def make_norm(norm: str, channels: int) -> nn.Module:
-    """Make a norm with scale and shift; groups hold eight channels, or all of them where eight does not divide.
+    """Make a norm with scale and shift.
 
-    `affine` is no module of its own, see `ScaledConv3d`.
+    Groups hold eight channels, or all of them where eight does not divide. `affine` is no module of
+    its own, see `ScaledConv3d`.
+
+    Raises:
+        ValueError: If the name is unknown.
     """
-    makers: dict[str, Callable[[], nn.Module]] = {
-        "instance": lambda: InstanceNorm(channels),
-        "group": lambda: GroupNorm(
-            channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1, channels
-        ),
-        "batch": lambda: nn.BatchNorm3d(channels),
-        "channel": lambda: ChannelNorm(channels),
-    }
-    if norm not in makers:
-        raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
-    return makers[norm]()
+    if norm == "instance":
+        return InstanceNorm(channels)
+    if norm == "group":
+        num_groups = channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1
+        return GroupNorm(num_groups, channels)
+    if norm == "batch":
+        return nn.BatchNorm3d(channels)
+    if norm == "channel":
+        return ChannelNorm(channels)
+    raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
 
 
 def make_activation() -> nn.Module:
@@ -108,7 +112,7 @@ def make_activation() -> nn.Module:
 
 
 class Conv3d(nn.Conv3d):
-    """Convolution that computes small features on a CPU in fp32, the format of its weights, even under autocast.
+    """Convolution that computes small features on a CPU in fp32, even under autocast.
 
     Features are small where an axis has two voxels or fewer, or the kernel is deeper than the
     image. In bf16 their weight gradient in torch 2.13 (oneDNN, kernels of avx512_bf16) reads and
@@ -118,10 +122,9 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
-        depth = features.shape[2]
-        is_small = min(features.shape[2:]) <= 2 or depth <= self.dilation[0] * (
-            self.kernel_size[0] - 1
-        )
+        # Slices between the first and the last that a kernel reads.
+        reach = self.dilation[0] * (self.kernel_size[0] - 1)
+        is_small = min(features.shape[2:]) <= 2 or features.shape[2] <= reach
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))
@@ -129,10 +132,11 @@ class Conv3d(nn.Conv3d):
 
 
 class ScaledConv3d(Conv3d):
-    """Convolution with a factor for each filter and a bias: what is left of a norm without its statistics (`norm=affine`).
+    """Convolution with a factor for each filter and a bias (`norm=affine`).
 
-    The factor multiplies the weights, so that autograd keeps no tensor for it. As the scale of a
-    norm, it starts at zero at the end of a residual branch.
+    They are what is left of a norm without its statistics. The factor multiplies the weights, so
+    that autograd keeps no tensor for it. As the scale of a norm, it starts at zero at the end of a
+    residual branch.
 
     Source: De and Smith, Batch normalization biases residual blocks towards the identity function
     in deep networks (2020): SkipInit.
@@ -161,17 +165,17 @@ class ScaledConv3d(Conv3d):
 
 
 def replace_convolutions(network: nn.Module) -> None:
-    """Make the convolutions of a network, of any package, those of this module; weights and names stay."""
+    """Make the convolutions of any network those of this module; weights and names stay."""
     for module in network.modules():
         if type(module) is nn.Conv3d:
             module.__class__ = Conv3d
 
 
 class ConvNormAct(nn.Sequential):
-    """Convolution, norm and, unless `is_last`, activation; (N, C, D, H, W) to (N, C', D/s, H/s, W/s).
+    """Convolution, norm and, unless `is_last`, activation.
 
-    The convolution has no bias, except for `affine`, where it is a `ScaledConv3d` without a norm
-    after it.
+    From (N, C, D, H, W) to (N, C', D/s, H/s, W/s). The convolution has no bias, except for
+    `affine`, where it is a `ScaledConv3d` without a norm after it.
     """
 
     def __init__(
@@ -185,24 +189,26 @@ class ConvNormAct(nn.Sequential):
         is_last: bool = False,
     ) -> None:
         padding = padding_of(kernel)
-        layers: list[nn.Module] = (
-            [ScaledConv3d(in_channels, out_channels, kernel, stride=stride, padding=padding)]
-            if norm == "affine"
-            else [
-                Conv3d(
-                    in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
-                ),
-                make_norm(norm, out_channels),
-            ]
-        )
-        nn.init.kaiming_normal_(layers[0].weight, a=NEGATIVE_SLOPE, nonlinearity="leaky_relu")  # type: ignore[arg-type]
-        super().__init__(*layers, *([] if is_last else [make_activation()]))
+        conv: Conv3d
+        layers: list[nn.Module] = []
+        if norm == "affine":
+            conv = ScaledConv3d(in_channels, out_channels, kernel, stride=stride, padding=padding)
+        else:
+            conv = Conv3d(
+                in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
+            )
+            layers.append(make_norm(norm, out_channels))
+        nn.init.kaiming_normal_(conv.weight, a=NEGATIVE_SLOPE, nonlinearity="leaky_relu")
+        if not is_last:
+            layers.append(make_activation())
+        super().__init__(conv, *layers)
 
     @property
     def scale(self) -> nn.Parameter:
         """Factor of each channel: the scale of the norm, or of the convolution."""
-        conv, *others = self
-        return conv.scale if isinstance(conv, ScaledConv3d) else others[0].weight  # type: ignore[return-value]
+        if isinstance(self[0], ScaledConv3d):
+            return self[0].scale
+        return self[1].weight  # type: ignore[return-value]
 
 
 class ResidualBlock(nn.Module):
@@ -226,7 +232,10 @@ class ResidualBlock(nn.Module):
 
 
 def padding_of(kernel: Shape) -> Shape:
-    """Compute the padding that keeps the size; a kernel of 2 with stride 2 covers the volume without padding."""
+    """Compute the padding that keeps the size.
+
+    A kernel of 2 with stride 2 covers the volume without padding.
+    """
     z, y, x = (size // 2 if size % 2 else 0 for size in kernel)
     return z, y, x
 
@@ -269,7 +278,7 @@ def make_block(
 
 
 def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
-    """Move each cell of a×b×c voxels into channels, without loss: (N, C, aD, bH, cW) to (N, abc·C, D, H, W)."""
+    """Move each cell of a×b×c voxels into channels: (N, C, aD, bH, cW) to (N, abc·C, D, H, W)."""
     batch, channels = image.shape[:2]
     a, b, c = cell
     depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
@@ -286,6 +295,7 @@ def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     batch, channels, depth, height, width = features.shape
     a, b, c = cell
     channels //= a * b * c
+    # Move each position in the cell behind its axis, then join the two.
     cells = features.reshape(batch, channels, a, b, c, depth, height, width)
     return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(
         batch, channels, depth * a, height * b, width * c

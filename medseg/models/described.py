@@ -1,11 +1,12 @@
-"""Network that a configuration or the metadata of a checkpoint describes: its class, arguments, classes and channels."""
+"""Network that a configuration or the metadata of a checkpoint describes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from medseg.errors import UserError, first_line, is_out_of_memory
+from medseg.geometry.sizes import Shape
 from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import Traits, channel_arguments, find_traits
@@ -14,7 +15,12 @@ from medseg.task import Task
 
 
 def make_described_network(
-    node: dict[str, Any], task: Task, stage: str, trusted: Sequence[str] = ()
+    node: dict[str, Any],
+    task: Task,
+    stage: str,
+    trusted: Sequence[str] = (),
+    *,
+    has_coarse_channel: bool = False,
 ) -> StageNetwork:
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
@@ -24,36 +30,37 @@ def make_described_network(
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
+        has_coarse_channel: Whether its input has a channel with the probability of the region.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
     """
     num_classes = task.num_region_classes if stage == "fine" else task.num_classes
     node = {TARGET: UNET, **node}
-    found = import_target("model", "model", node, trusted)
-    stated = {name: node.pop(name, None) for name in ("divisor", "blocks")}
+    network_class = import_target("model", "model", node, trusted)
+    # These belong to the framework, all other keys to the class.
+    divisor = node.pop("divisor", None)
+    blocks = node.pop("blocks", None)
     del node[TARGET]
 
     def make(channels: int) -> nn.Module:
-        network: nn.Module = bind_arguments(
-            "model",
-            "model",
-            found,
-            channel_arguments(found, to_tuples(node), channels, num_classes),
-        )()
+        arguments = channel_arguments(network_class, to_tuples(node), channels, num_classes)
+        network: nn.Module = bind_arguments("model", "model", network_class, arguments)()
         return network
 
-    channels = len(task.channels)
+    channels = len(task.channels) + has_coarse_channel
+    key = repr((network_class, node, divisor, blocks, channels, num_classes))
     try:
-        traits = _find_traits(
-            lambda: make(channels),
-            repr((found, node, stated)),
-            channels,
-            num_classes,
-            stated,
-            node.get("img_size"),
-        )
-        return StageNetwork(make, in_channels=channels, traits=traits)
+        if key not in _traits:
+            _traits[key] = find_traits(
+                lambda: make(channels),
+                channels,
+                num_classes,
+                divisor=tuple(divisor) if divisor else None,
+                blocks=blocks,
+                fixed_size=_fixed_size(node.get("img_size")),
+            )
+        return StageNetwork(make, in_channels=channels, traits=_traits[key])
     except UserError:
         raise
     except Exception as error:  # of any class that the configuration names
@@ -63,32 +70,24 @@ def make_described_network(
         raise UserError(f"model: {kind}{first_line(error)}") from error
 
 
-_known_traits: dict[tuple[str, int, int], Traits] = {}
+# Traits of the networks of this process, by their description: tracing takes a second.
+_traits: dict[str, Traits] = {}
 
 
-def _find_traits(
-    make: Callable[[], nn.Module],
-    description: str,
-    channels: int,
-    num_classes: int,
-    stated: dict[str, Any],
-    img_size: Any,
-) -> Traits:
-    """Find the traits of a network once in a process: tracing takes a second."""
-    key = (description, channels, num_classes)
-    if key not in _known_traits:
-        fixed = (
-            (img_size,) * 3 if isinstance(img_size, int) else tuple(img_size) if img_size else None
-        )
-        divisor = tuple(stated["divisor"]) if stated["divisor"] else None
-        _known_traits[key] = find_traits(
-            make, channels, num_classes, divisor=divisor, blocks=stated["blocks"], fixed_size=fixed
-        )
-    return _known_traits[key]
+def _fixed_size(img_size: Any) -> Shape | None:
+    """Read the only input size of a network from its argument `img_size`, as MONAI's have it."""
+    if not img_size:
+        return None
+    if isinstance(img_size, int):
+        return img_size, img_size, img_size
+    size: Any = tuple(img_size)  # checked by the trace
+    return size
 
 
 def to_tuples(value: Any) -> Any:
     """Convert nested lists of a JSON file to tuples."""
     if isinstance(value, dict):
         return {key: to_tuples(item) for key, item in value.items()}
-    return tuple(map(to_tuples, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(to_tuples, value))
+    return value

@@ -10,28 +10,31 @@ from medseg.geometry.sizes import Shape
 from medseg.knob import Knob
 from medseg.targets import TARGET
 
-Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
-Norm = StrEnum(
-    "Norm", ["instance", "group", "batch", "channel", "affine"]
-)  # see `medseg.models.blocks`
+Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
+Norm = StrEnum("Norm", ["instance", "group", "batch", "channel", "affine"])  # likewise
 UNET = "medseg.models.unet.UNet"
 
 
 @dataclass(kw_only=True)
 class NetworkOptions:
-    """Network: its class with the arguments of the class, and the keys below. Input and output channels follow the task."""
+    """Network: its class with the arguments of the class, and the keys below.
+
+    Input and output channels follow the task.
+    """
 
     _target_: Annotated[
         str,
         Knob(
-            "Class of the network, of medseg.models, monai.networks.nets, torch.nn or trusted_targets."
+            "Class of the network, of medseg.models, monai.networks.nets, torch.nn or "
+            "trusted_targets."
         ),
     ] = UNET
     device_map: Annotated[
         Any,
         Knob(
-            "Device by block or level, {encoder: cuda:0, decoder: cuda:1}; auto: balance all GPUs by bytes.",
+            "Device by block or level, {encoder: cuda:0, decoder: cuda:1}; "
+            "auto: balance all GPUs by bytes.",
             neutral=True,
         ),
     ] = None
@@ -46,7 +49,8 @@ class NetworkOptions:
     blocks: Annotated[
         list[str] | None,
         Knob(
-            "Names or patterns (encoder.*) of the blocks that can be recomputed; null: found by the traced pass.",
+            "Names or patterns (encoder.*) of the blocks that can be recomputed; "
+            "null: found by the traced pass.",
             neutral=True,
         ),
     ] = None
@@ -54,7 +58,10 @@ class NetworkOptions:
 
 @dataclass(kw_only=True)
 class UNetOptions(NetworkOptions):
-    """Network, see `medseg.models.unet.UNet`; another `_target_` replaces these keys by the arguments of its class."""
+    """Network, see `medseg.models.unet.UNet`.
+
+    Another `_target_` replaces these keys by the arguments of its class.
+    """
 
     width: Annotated[
         int, Knob("Channels of the first level; doubled per level.", "[1, inf)", "channels")
@@ -78,7 +85,8 @@ class UNetOptions(NetworkOptions):
     norm: Annotated[
         Norm,
         Knob(
-            "Normalisation. channel: over the channels of a voxel; affine: scale and shift alone; others: over the field of view."
+            "Normalisation. channel: over the channels of a voxel; "
+            "affine: scale and shift alone; others: over the field of view."
         ),
     ]
 
@@ -92,32 +100,31 @@ def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     device_map = model["device_map"]
     if device_map not in (None, "auto") and not _is_device_map(device_map):
         yield (
-            f"model.device_map: expected null, auto or a mapping from blocks to cpu, cuda:0, cuda:1, …, but got {device_map}"
+            "model.device_map: expected null, auto or a mapping from blocks to "
+            f"cpu, cuda:0, cuda:1, …, but got {device_map}"
         )
     if model[TARGET] != UNET:
         return
-    num_levels, counts = model["depth"] + 1, model["blocks_per_level"]
+    num_levels = model["depth"] + 1
+    counts = model["blocks_per_level"]
     if len(counts) != num_levels:
         yield (
-            f"model.blocks_per_level: expected {num_levels} numbers, one per level (model.depth={model['depth']}), but "
-            f"got {counts}"
+            f"model.blocks_per_level: expected {num_levels} numbers, one per level "
+            f"(model.depth={model['depth']}), but got {counts}"
         )
     if model["refine"] and model["stem"] == Stem.conv:
         yield (
-            f"model.refine={model['refine']}: with model.stem=conv the whole network works at full resolution; choose "
-            "model.refine=0"
+            f"model.refine={model['refine']}: with model.stem=conv the whole network works at "
+            "full resolution; choose model.refine=0"
         )
 
 
 def _is_device_map(value: Any) -> bool:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
-    are_names = all(isinstance(name, str) for name in value)
-    return are_names and all(
-        re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values()
-    )
+    return all(re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values())
 
 
 def is_batch_norm(model: Mapping[str, Any]) -> bool:
-    """Whether the arguments of a network ask for batch norm: `norm=batch`, of ours and of MONAI's networks."""
+    """Whether a network's arguments ask for batch norm: `norm=batch`, also of MONAI's networks."""
     return str(model.get("norm")).lower() in ("batch", "batch_norm", "batchnorm")

@@ -39,8 +39,10 @@ class StageNetwork(nn.Module):
         # A list of one, because checkpoints name the weights `networks.0.…`.
         self.networks = nn.ModuleList([make_network(in_channels)])
         replace_convolutions(self.networks)
-        network = self.network
-        self.traits = traits or Traits(network.divisor, tuple(network.blocks()))  # type: ignore[arg-type, operator]
+        if traits is None:
+            blocks = self.network.blocks()  # type: ignore[operator]
+            traits = Traits(self.network.divisor, tuple(blocks))  # type: ignore[arg-type]
+        self.traits = traits
 
     @property
     def network(self) -> nn.Module:
@@ -70,7 +72,7 @@ class StageNetwork(nn.Module):
 
 
 class Logits(nn.Module):
-    """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, which other programs can represent.
+    """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, for other programs.
 
     It calls the forward pass of the network's class, because that of the object may have been
     replaced by another backend.

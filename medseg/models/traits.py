@@ -1,4 +1,6 @@
-"""Network adapter: channels, divisor, blocks and outputs of any network, found by tracing it on the meta device.
+"""Network adapter: channels, divisor, blocks and outputs of any network.
+
+They are found by tracing the network on the meta device.
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
 * Divisor of the input size: by the sizes of the features of a traced pass, verified by a second
@@ -88,12 +90,12 @@ class Traits(NamedTuple):
 
 
 def channel_arguments(
-    found: type, arguments: Mapping[str, Any], in_channels: int, num_classes: int
+    network_class: type, arguments: Mapping[str, Any], in_channels: int, num_classes: int
 ) -> dict[str, Any]:
-    """Add the channels of the task, and three spatial dimensions, to the arguments of a network's class.
+    """Add the channels of the task, and three spatial dimensions, to a network's arguments.
 
     Args:
-        found: The class.
+        network_class: Class of the network.
         arguments: Its arguments so far.
         in_channels: Channels of the image.
         num_classes: Classes with the background.
@@ -101,21 +103,25 @@ def channel_arguments(
     Raises:
         ValueError: If the arguments state other channels, or the class has no argument for them.
     """
-    known = inspect.signature(found).parameters
-    added = {"spatial_dims": 3} if "spatial_dims" in known else {}
-    for names, number, what in (
+    parameters = inspect.signature(network_class).parameters
+    # MONAI's networks have one class for two and three dimensions.
+    added = {}
+    if "spatial_dims" in parameters:
+        added["spatial_dims"] = 3
+    for names, number, noun in (
         (IN_CHANNELS, in_channels, "channels of the image"),
         (OUT_CHANNELS, num_classes, "classes"),
     ):
-        name = next((name for name in names if name in known), None)
-        if name is None:
+        matches = [name for name in names if name in parameters]
+        if not matches:
             raise ValueError(
-                f"the constructor of {found.__name__} has no argument for the number of {what} (one of {', '.join(names)}); "
-                "wrap it in a class that has one"
+                f"the constructor of {network_class.__name__} has no argument for the number of "
+                f"{noun} (one of {', '.join(names)}); wrap it in a class that has one"
             )
+        name = matches[0]
         if arguments.get(name, number) != number:
             raise ValueError(
-                f"{name}={arguments[name]}, but the task has {number} {what}; leave {name} out"
+                f"{name}={arguments[name]}, but the task has {number} {noun}; leave {name} out"
             )
         added[name] = number
     return {**added, **arguments}
@@ -149,39 +155,35 @@ def find_traits(
         stated = getattr(network, "divisor", None)
         divisor = (stated, stated, stated) if isinstance(stated, int) else stated
     # Only a method `blocks()` states the blocks; a list of modules may have this name too.
-    if (
-        blocks is None
-        and divisor is not None
-        and inspect.ismethod(getattr(network, "blocks", None))
-    ):
+    states_blocks = inspect.ismethod(getattr(network, "blocks", None))
+    if blocks is None and divisor is not None and states_blocks:
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
     try:
         trace, shape = _first_trace(network, in_channels, num_classes, divisor, fixed_size)
     except _UntraceableError:
         if divisor is None or blocks is None:
             raise
-        return Traits(
-            divisor, tuple(_matching(network, blocks)), fixed_size, has_unused=True
-        )  # assumed: without a trace it is not known
+        names = _matching(network, blocks)
+        # Without a trace it is not known whether all weights are used: assume that some are not.
+        return Traits(divisor, tuple(names), fixed_size, has_unused=True)
     if divisor is not None and fixed_size is None:
         _verify_divisor(network, divisor, in_channels, num_classes)
     if divisor is None:
-        divisor, fixed_size = _find_divisor(network, trace, (1, in_channels, *shape), num_classes)
-    names = _matching(network, blocks) if blocks is not None else _find_blocks(network, trace)
-    ordered = sorted(names, key=lambda name: -trace.interior_bytes(name))
+        divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
+    if fixed_size:
+        divisor = (1, 1, 1)
+    names = _find_blocks(network, trace) if blocks is None else _matching(network, blocks)
+    # Those that save the most memory come first.
+    names.sort(key=lambda name: -trace.interior_bytes(name))
     outputs = outputs_of(trace.result, is_training=True)
     num_outputs = len(outputs) if isinstance(outputs, list) else 1
-    return Traits(
-        (1, 1, 1) if fixed_size else divisor,
-        tuple(ordered),
-        fixed_size,
-        trace.has_unused(),
-        num_outputs,
-    )
+    return Traits(divisor, tuple(names), fixed_size, trace.has_unused(), num_outputs)
 
 
 def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
-    """Bring the result of a network to logits (N, K, D, H, W), or to a list of such in training with deep supervision.
+    """Bring the result of a network to logits (N, K, D, H, W).
+
+    In training with deep supervision, they are a list of such.
 
     Args:
         result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or
@@ -191,9 +193,13 @@ def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
     """
     if isinstance(result, Tensor):
         outputs = list(result.unbind(1)) if result.ndim == 6 else [result]
+    elif isinstance(result, Mapping):
+        outputs = list(result.values())
     else:
-        outputs = list(result.values() if isinstance(result, Mapping) else result)
-    return outputs if is_training and len(outputs) > 1 else outputs[0]
+        outputs = list(result)
+    if is_training and len(outputs) > 1:
+        return outputs
+    return outputs[0]
 
 
 class _UntraceableError(ValueError):
@@ -219,18 +225,18 @@ class _Trace:
         self.result_bytes: dict[str, int] = {}
         self._kept: dict[str, dict[int, int]] = defaultdict(dict)  # module: storage: bytes
         self._outside: dict[str, set[int]] = {}  # module: storages of its inputs and of its result
-        self._storages: list[
-            torch.UntypedStorage
-        ] = []  # held, because the address of a dead one may return
+        # Kept alive, because another storage may get the address of a dead one.
+        self._storages: list[torch.UntypedStorage] = []
         self._active: list[str] = []
+        # Of each running module: its inputs, with their number of changes in place.
         self._versions: list[list[tuple[Tensor, int]]] = []
         self._weights = {
             tensor.untyped_storage()._cdata
             for tensor in (*network.parameters(), *network.buffers())
         }
-        hooks = [
-            hook for name, module in network.named_modules() for hook in self._watch(name, module)
-        ]
+        hooks: list[Any] = []
+        for name, module in network.named_modules():
+            hooks += self._watch(name, module)
         image = torch.zeros(tuple(image_shape), device="meta")
         try:
             with torch.device("meta"), saved_tensors_hooks(self._keep, lambda tensor: tensor):
@@ -240,47 +246,43 @@ class _Trace:
                 hook.remove()
 
     def interior_bytes(self, name: str) -> int:
-        """Bytes that autograd keeps for a module beside its inputs and its result: what recomputing it saves."""
-        return sum(
-            size
-            for storage, size in self._kept[name].items()
-            if storage not in self._outside.get(name, set())
-        )
+        """Bytes that autograd keeps for a module beside its inputs and its result.
+
+        They are what recomputing the module saves.
+        """
+        outside = self._outside.get(name, set())
+        sizes = self._kept[name]
+        return sum(size for storage, size in sizes.items() if storage not in outside)
 
     def has_unused(self) -> bool:
         """Whether some weights receive no gradient."""
         with torch.device("meta"):
-            outputs = [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Tensor)]
-            sum((output.sum() for output in outputs), torch.zeros(())).backward()
+            # The gradient of the sum of all outputs reaches each weight that they depend on.
+            total = torch.zeros(())
+            for output in _tensors_in(self.result):
+                total = total + output.sum()
+            total.backward()
         return any(
             weight.requires_grad and weight.grad is None for weight in self.network.parameters()
         )
 
     def _watch(self, name: str, module: nn.Module) -> Iterator[Any]:
+        """Register the hooks of a module; yields them, so that they can be removed."""
+
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.calls[name] += 1
             self._active.append(name)
-            self._versions.append(
-                [
-                    (leaf, leaf._version)
-                    for leaf in tree_leaves((args, kwargs))
-                    if isinstance(leaf, Tensor)
-                ]
-            )
+            inputs = _tensors_in((args, kwargs))
+            self._versions.append([(tensor, tensor._version) for tensor in inputs])
 
         def leave(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
             self._active.pop()
             inputs = self._versions.pop()
-            if (
-                inputs
-                and isinstance(result, Tensor)
-                and all(tensor._version == version for tensor, version in inputs)
-            ):
+            is_unchanged = all(tensor._version == version for tensor, version in inputs)
+            if inputs and is_unchanged and isinstance(result, Tensor):
                 self.takes_and_returns.add(name)
                 self.result_bytes[name] = result.nbytes
-            outside = [tensor for tensor, _ in inputs] + [
-                leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-            ]
+            outside = [tensor for tensor, _ in inputs] + _tensors_in(result)
             self._outside[name] = {self._storage(tensor) for tensor in outside}
             if isinstance(result, Tensor) and result.ndim == 5:
                 depth, height, width = result.shape[2:]
@@ -290,6 +292,7 @@ class _Trace:
         yield module.register_forward_hook(leave, with_kwargs=True)
 
     def _keep(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd keeps for all modules that are running."""
         storage = self._storage(tensor)
         if storage not in self._weights:
             for name in self._active:
@@ -297,8 +300,13 @@ class _Trace:
         return tensor
 
     def _storage(self, tensor: Tensor) -> int:
+        """Identify the storage of a tensor."""
         self._storages.append(tensor.untyped_storage())
         return self._storages[-1]._cdata
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _first_trace(
@@ -308,37 +316,53 @@ def _first_trace(
     divisor: Shape | None,
     fixed_size: Shape | None,
 ) -> tuple[_Trace, Shape]:
-    """Trace a network with the first size that it accepts."""
-    cubes = [(side, side, side) for side in TRACED_SIDES]
-    if divisor is not None:
-        cubes = [
-            tuple(step * -(-side // step) for step, side in zip(divisor, cube, strict=True))
-            for cube in cubes
-        ]  # type: ignore[misc]
-    errors: list[str] = []
-    for shape in [fixed_size] if fixed_size else cubes:
+    """Trace a network with the first size that it accepts.
+
+    Raises:
+        _OutputError: If it returns something else than logits.
+        _UntraceableError: If it fails on all sizes.
+        ValueError: If it returns logits of another size than its input, whatever the size.
+    """
+    shapes = [fixed_size] if fixed_size else [_cube(side, divisor) for side in TRACED_SIDES]
+    errors: list[Exception] = []
+    for shape in shapes:
         try:
             trace = _Trace(network, (1, in_channels, *shape))
             _check_outputs(network, trace.result, shape, num_classes)
         except _OutputError:
             raise
-        except (
-            Exception
-        ) as error:  # whatever a foreign network raises for a size that it does not accept
-            errors.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}")
+        # Whatever a foreign network raises for a size that it does not accept.
+        except Exception as error:
+            errors.append(error)
             continue
         _check_evaluation(network, (1, in_channels, *shape), num_classes)
         return trace, shape
-    if all(error.startswith(_SizeError.__name__) for error in errors):
-        sides = ", ".join(str(cube[0]) for cube in ([fixed_size] if fixed_size else cubes))
+    reason = _first_line(errors[0])
+    if all(isinstance(error, _SizeError) for error in errors):
+        sides = ", ".join(str(shape[0]) for shape in shapes)
         raise ValueError(
-            f"{errors[0].partition(': ')[2]}; it does not fit cubes of {sides} voxels either: correct "
-            "its padding or strides, or state model.divisor"
+            f"{reason}; it does not fit cubes of {sides} voxels either: correct its padding or "
+            "strides, or state model.divisor"
         )
     raise _UntraceableError(
-        f"{type(network).__name__} cannot be traced without computing ({errors[0]}); correct its arguments, or state model.divisor and "
-        "model.blocks for a network whose control flow depends on computed values"
+        f"{type(network).__name__} cannot be traced without computing "
+        f"({type(errors[0]).__name__}: {reason}); correct its arguments, or state model.divisor "
+        "and model.blocks for a network whose control flow depends on computed values"
     )
+
+
+def _cube(side: int, divisor: Shape | None) -> Shape:
+    """Size of a traced cube, rounded up to a stated divisor."""
+    if divisor is None:
+        return side, side, side
+    depth, height, width = (step * math.ceil(side / step) for step in divisor)
+    return depth, height, width
+
+
+def _first_line(error: Exception) -> str:
+    """First line of a message, at most 150 characters."""
+    lines = str(error).splitlines()
+    return lines[0][:150] if lines else ""
 
 
 class _OutputError(ValueError):
@@ -349,7 +373,7 @@ class _SizeError(ValueError):
     """The network returns logits of another size than its input."""
 
 
-def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_classes: int) -> None:
+def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: int) -> None:
     """Refuse a result that is neither logits nor several of them, the first as large as the input.
 
     Args:
@@ -363,24 +387,25 @@ def _check_outputs(network: nn.Module, result: Any, shape: Sequence[int], num_cl
         _SizeError: If the logits have another size.
     """
     values = list(result.values()) if isinstance(result, Mapping) else result
-    several = values if isinstance(values, (list, tuple)) else [values]
+    parts = values if isinstance(values, (list, tuple)) else [values]
     outputs: list[Tensor] = []
-    if several and all(isinstance(value, Tensor) for value in several):
-        found = outputs_of(values, is_training=True)
-        outputs = found if isinstance(found, list) else [found]
-    said = (
+    if parts and all(isinstance(part, Tensor) for part in parts):
+        logits = outputs_of(values, is_training=True)
+        outputs = logits if isinstance(logits, list) else [logits]
+    message = (
         f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but "
         f"returned {_describe_result(result)}"
     )
-    is_wrong = [
-        output.ndim != 5 or tuple(output.shape[:2]) != (1, num_classes) for output in outputs
-    ]
-    if not outputs or any(is_wrong):
+    are_logits = all(
+        output.ndim == 5 and tuple(output.shape[:2]) == (1, num_classes) for output in outputs
+    )
+    if not outputs or not are_logits:
         raise _OutputError(
-            f"{said}; wrap it in a class that returns its logits alone, or a list of them for deep supervision"
+            f"{message}; wrap it in a class that returns its logits alone, or a list of them for "
+            "deep supervision"
         )
     if tuple(outputs[0].shape[2:]) != tuple(shape):
-        raise _SizeError(said)
+        raise _SizeError(message)
 
 
 def _check_evaluation(network: nn.Module, image_shape: Sequence[int], num_classes: int) -> None:
@@ -390,7 +415,8 @@ def _check_evaluation(network: nn.Module, image_shape: Sequence[int], num_classe
             result = network.eval()(torch.zeros(tuple(image_shape)))
     except Exception:  # whatever a foreign network raises without values
         return
-    _check_outputs(network, result, image_shape[2:], num_classes)
+    depth, height, width = image_shape[2:]
+    _check_outputs(network, result, (depth, height, width), num_classes)
 
 
 def _describe_result(result: Any) -> str:
@@ -407,51 +433,55 @@ def _describe_result(result: Any) -> str:
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
     """Refuse a stated divisor with odd multiples that the network does not accept."""
+    # The first odd multiple of at least 40 voxels, and at least three.
     depth, height, width = (step * max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor)
     try:
-        _check_outputs(
-            network,
-            _Trace(network, (1, in_channels, depth, height, width)).result,
-            (depth, height, width),
-            num_classes,
-        )
+        trace = _Trace(network, (1, in_channels, depth, height, width))
+        _check_outputs(network, trace.result, (depth, height, width), num_classes)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:150]
+        reason = _first_line(error) or type(error).__name__
         raise ValueError(
-            f"divisor={list(divisor)}: {type(network).__name__} fails on an input of {[depth, height, width]} voxels ({reason}); "
-            "state a larger divisor, or none"
+            f"divisor={list(divisor)}: {type(network).__name__} fails on an input of "
+            f"{[depth, height, width]} voxels ({reason}); state a larger divisor, or none"
         ) from error
 
 
 def _find_divisor(
-    network: nn.Module, trace: _Trace, image_shape: Sequence[int], num_classes: int
+    network: nn.Module, trace: _Trace, in_channels: int, shape: Shape, num_classes: int
 ) -> tuple[Shape, Shape | None]:
     """Find the divisor, or that only the traced size is accepted.
 
     The reduction of the smallest features is the divisor, unless odd multiples of it fail.
     """
-    size = image_shape[2:]
-    sizes = [shape for shape in trace.feature_shapes if max(shape) > 1]  # without global pooling
-    reduction = [
-        max(round(whole / shape[axis]) for shape in sizes) for axis, whole in enumerate(size)
+    # Without the results of global pooling, whose size is one.
+    feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
+    # How many times smaller the smallest features are, axis by axis.
+    reductions = [
+        max(round(length / features[axis]) for features in feature_shapes)
+        for axis, length in enumerate(shape)
     ]
+    # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
+        depth, height, width = (reduction * factor for reduction in reductions)
         # Odd multiples that differ between the axes; a larger divisor does not divide them.
-        tried = tuple(step * factor * odd for step, odd in zip(reduction, (5, 7, 5), strict=True))
+        tried = (5 * depth, 7 * height, 5 * width)
         try:
-            _check_outputs(
-                network, _Trace(network, (*image_shape[:2], *tried)).result, tried, num_classes
-            )
-        except Exception:
+            result = _Trace(network, (1, in_channels, *tried)).result
+            _check_outputs(network, result, tried, num_classes)
+        except Exception:  # whatever a foreign network raises for a size that it does not accept
             continue
-        depth, height, width = (step * factor for step in reduction)
         return (depth, height, width), None
-    depth, height, width = size
-    return (depth, height, width), (depth, height, width)
+    return shape, shape
 
 
 def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """List the modules that match names or patterns such as `encoder.*`, without those inside another match."""
+    """List the modules that match names or patterns such as `encoder.*`.
+
+    Those inside another match are left out.
+
+    Raises:
+        ValueError: If a pattern matches no module.
+    """
     names = [name for name, _ in network.named_modules() if name]
     chosen: list[str] = []
     for pattern in patterns:
@@ -459,54 +489,56 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ValueError(
-                f"blocks names {pattern!r}, which is no module of the network; similar names are {', '.join(near) or names[0]}"
+                f"blocks names {pattern!r}, which is no module of the network; "
+                f"similar names are {', '.join(near) or names[0]}"
             )
         chosen += matches
-    return [
-        name
-        for name in names
-        if name in chosen and not any(name.startswith(f"{other}.") for other in chosen)
-    ]
+    prefixes = tuple(f"{name}." for name in chosen)
+    return [name for name in names if name in chosen and not name.startswith(prefixes)]
 
 
 def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
-    """Choose the smallest modules worth recomputing; a chain of such, and a module around one of them, is one block."""
-    total = trace.interior_bytes("")
-    names = {
-        id(module): name for name, module in network.named_modules()
-    }  # each module once, by its first name
+    """Choose the smallest modules worth recomputing.
+
+    A chain of such, and a module around one of them, is one block while it keeps a small share.
+    """
+    max_bytes = MAX_BLOCK_SHARE * trace.interior_bytes("")
+    # Each module once, by its first name.
+    names = {id(module): name for name, module in network.named_modules()}
     chosen: dict[int, list[str]] = {}
 
-    def is_candidate(name: str, module: nn.Module) -> bool:
-        is_called_well = trace.calls[name] == 1 and name in trace.takes_and_returns
-        # A single layer keeps its input and a few statistics: recomputing it saves nothing.
-        saves = (
-            2 * trace.interior_bytes(name) >= trace.result_bytes[name] if is_called_well else False
-        )
-        return (
-            saves
-            and any(True for _ in module.children())
-            and any(True for _ in module.parameters())
-        )
-
     def choose(module: nn.Module) -> list[str]:
-        if id(module) not in chosen:
-            name, inner = names[id(module)], [choose(child) for child in module.children()]
-            below = [one for found in inner for one in found]
-            children = [[names[id(child)]] for child in module.children()]
-            is_chain = isinstance(module, nn.Sequential) and all(
-                found in ([], child) for found, child in zip(inner, children, strict=True)
-            )
-            joins = len(below) == 1 or is_chain
-            is_block = not below or (
-                joins and trace.interior_bytes(name) <= MAX_BLOCK_SHARE * total
-            )
-            chosen[id(module)] = (
-                [name] if name and is_block and is_candidate(name, module) else below
-            )
-        return chosen[id(module)]
+        """Choose the blocks within a module, or the module itself."""
+        if id(module) in chosen:
+            return chosen[id(module)]
+        below: list[str] = []
+        # A chain consists of blocks, and of modules without any.
+        is_chain = isinstance(module, nn.Sequential)
+        for child in module.children():
+            child_blocks = choose(child)
+            below += child_blocks
+            if child_blocks and child_blocks != [names[id(child)]]:
+                is_chain = False
+        name = names[id(module)]
+        is_small = trace.interior_bytes(name) <= max_bytes
+        is_block = not below or (is_small and (is_chain or len(below) == 1))
+        if name and is_block and _saves_memory(name, module, trace):
+            below = [name]
+        chosen[id(module)] = below
+        return below
 
     return list(dict.fromkeys(choose(network)))
+
+
+def _saves_memory(name: str, module: nn.Module, trace: _Trace) -> bool:
+    """Whether a module can be recomputed, and saves memory by it."""
+    if trace.calls[name] != 1 or name not in trace.takes_and_returns:
+        return False
+    # A single layer keeps its input and a few statistics: recomputing it saves nothing.
+    if 2 * trace.interior_bytes(name) < trace.result_bytes[name]:
+        return False
+    has_children = next(module.children(), None) is not None
+    return has_children and next(module.parameters(), None) is not None
 
 
 class _WithoutValues(TorchFunctionMode):
@@ -522,7 +554,9 @@ class _WithoutValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.normal_, Tensor.uniform_):
             return args[0]
-        return func(*args, **({"device": "cpu", **kwargs} if func is torch.linspace else kwargs))
+        if func is torch.linspace:
+            kwargs = {"device": "cpu", **kwargs}
+        return func(*args, **kwargs)
 
 
 def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) -> T:

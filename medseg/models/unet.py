@@ -1,9 +1,11 @@
-"""UNet: a 3D network whose first level works at half resolution to save memory, or at full resolution if its stem is `conv`."""
+"""UNet: a 3D network whose first level works at half resolution to save memory.
+
+With the stem `conv` it works at full resolution.
+"""
 
 import math
 from collections import OrderedDict
 from functools import partial
-from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,7 +26,10 @@ STEMS = ("conv", "strided", "space_to_depth")
 
 
 class Stem(nn.Module):
-    """First unit: image (N, C, D, H, W) to `width` channels, at half resolution unless the stem is `conv`."""
+    """First unit: image (N, C, D, H, W) to `width` channels.
+
+    They are at half resolution unless the stem is `conv`.
+    """
 
     def __init__(
         self, in_channels: int, width: int, *, stem: str, norm: str, kernel: Shape, cell: Shape
@@ -38,7 +43,9 @@ class Stem(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Make the first features of an image (N, C, D, H, W)."""
-        return self.unit(image if self.cell == POINT else space_to_depth(image, self.cell))
+        if self.cell != POINT:
+            image = space_to_depth(image, self.cell)  # (N, 8C, D/2, H/2, W/2)
+        return self.unit(image)
 
 
 class Up(nn.Module):
@@ -55,14 +62,17 @@ class Up(nn.Module):
         self.scale_factor = tuple(map(float, stride))
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
-        """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W) to (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
-        return F.interpolate(
-            self.unit(features), scale_factor=self.scale_factor, mode="nearest"
-        ).add_(skip)
+        """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
+        features = self.unit(features)  # (N, C, D, H, W)
+        enlarged = F.interpolate(features, scale_factor=self.scale_factor, mode="nearest")
+        return enlarged.add_(skip)
 
 
 class Head(nn.Module):
-    """Logits at the resolution of the image; at half resolution each feature voxel predicts eight voxels."""
+    """Logits at the resolution of the image.
+
+    At half resolution each feature voxel predicts eight voxels.
+    """
 
     def __init__(self, width: int, num_classes: int, *, cell: Shape) -> None:
         super().__init__()
@@ -73,11 +83,13 @@ class Head(nn.Module):
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
         """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is ignored."""
         logits = self.conv(features)
-        return logits if self.cell == POINT else depth_to_space(logits, self.cell)
+        if self.cell == POINT:
+            return logits
+        return depth_to_space(logits, self.cell)
 
 
 class RefiningHead(nn.Module):
-    """Logits from a few channels at full resolution, which combine the features of half resolution with the image.
+    """Logits from a few channels at full resolution: features of half resolution and the image.
 
     Each feature voxel gives the channels of its eight voxels, a convolution of the image is added,
     and a last convolution crosses the borders of the cells. There is no norm: the features come
@@ -105,7 +117,12 @@ class RefiningHead(nn.Module):
             nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
-        """Predict logits (N, K, D, H, W) from features (N, width, D/2, H/2, W/2) and image (N, C, D, H, W)."""
+        """Predict logits (N, K, D, H, W).
+
+        Args:
+            features: Features (N, width, D/2, H/2, W/2).
+            image: Image (N, C, D, H, W).
+        """
         voxels = depth_to_space(self.cells(features), self.cell)  # (N, refine, D, H, W)
         return self.conv(self.activation(voxels.add_(self.detail(image))))
 
@@ -164,45 +181,25 @@ class UNet(nn.Module):
             ValueError: If an argument is out of range.
         """
         super().__init__()
-        numbers = {
-            "in_channels": in_channels,
-            "width": width,
-            "depth": depth,
-            "reduction": reduction,
-            "max_width": max_width,
-        }
-        for name, number in numbers.items():
-            if number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
+        _check_positive(
+            in_channels=in_channels,
+            width=width,
+            depth=depth,
+            reduction=reduction,
+            max_width=max_width,
+        )
         if num_classes < 2:
             raise ValueError(
                 f"num_classes counts the background and must be at least 2, got {num_classes}"
             )
-        if stem not in STEMS:
-            raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
-        if refine < 0 or (refine and stem == "conv"):
-            raise ValueError(
-                f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}"
-            )
-        counts = (
-            (blocks_per_level,) * (depth + 1)
-            if isinstance(blocks_per_level, int)
-            else tuple(blocks_per_level)
-        )
-        if len(counts) != depth + 1 or min(counts) < 1:
-            raise ValueError(
-                f"blocks_per_level must be one or {depth + 1} numbers >= 1, got {blocks_per_level}"
-            )
-        widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
+        _check_stem(stem, refine)
+        counts = _block_counts(blocks_per_level, depth + 1)
         halves = stem != "conv"
+        if strides is None:
+            strides = level_strides(None, depth + halves)
+        _check_strides(strides, depth + halves)
+        widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         self.in_channels = in_channels
-        strides = level_strides(None, depth + halves) if strides is None else strides
-        if len(strides) != depth + halves or any(
-            len(one) != 3 or not set(one) <= {1, 2} for one in strides
-        ):
-            raise ValueError(
-                f"strides must be {depth + halves} times 1 or 2 for z, y and x, got {strides}"
-            )
         self.divisor: tuple[int, int, int] = total_strides(strides)
         # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
@@ -216,40 +213,33 @@ class UNet(nn.Module):
             cell=self.cell,
         )
         make = partial(make_block, block, norm=norm, reduction=reduction)
-        downs, level_kernels = strides[halves:], kernels[halves:]
+        downs = strides[halves:]
+        level_kernels = kernels[halves:]
         self.encoder = nn.ModuleList()
-        for level, (count, channels, kernel) in enumerate(
-            zip(counts, widths, level_kernels, strict=True)
-        ):
+        for level, channels in enumerate(widths):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
                 # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks
                 # mix neighbours.
+                stride = downs[level - 1]
                 layers["down"] = ConvNormAct(
-                    widths[level - 1],
-                    channels,
-                    downs[level - 1],
-                    norm=norm,
-                    stride=downs[level - 1],
+                    widths[level - 1], channels, stride, norm=norm, stride=stride
                 )
-            layers |= {f"block{n}": make(channels, kernel=kernel) for n in range(count)}
+            for number in range(counts[level]):
+                layers[f"block{number}"] = make(channels, kernel=level_kernels[level])
             self.encoder.append(nn.Sequential(layers))
-        self.decoder = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "up": Up(wide, narrow, norm=norm, stride=stride),
-                    "block0": make(narrow, kernel=kernel),
-                }
+        self.decoder = nn.ModuleList()
+        for level in range(depth):
+            up = Up(widths[level + 1], widths[level], norm=norm, stride=downs[level])
+            block0 = make(widths[level], kernel=level_kernels[level])
+            self.decoder.append(nn.ModuleDict({"up": up, "block0": block0}))
+        self.head: Head | RefiningHead
+        if refine:
+            self.head = RefiningHead(
+                in_channels, width, refine, num_classes, kernel=kernels[0], cell=self.cell
             )
-            for (narrow, wide), stride, kernel in zip(
-                pairwise(widths), downs, level_kernels[:-1], strict=True
-            )
-        )
-        self.head = (
-            RefiningHead(in_channels, width, refine, num_classes, kernel=kernels[0], cell=self.cell)
-            if refine
-            else Head(width, num_classes, cell=self.cell)
-        )
+        else:
+            self.head = Head(width, num_classes, cell=self.cell)
 
     def forward(self, image: Tensor) -> Tensor:
         """Predict class logits.
@@ -268,17 +258,17 @@ class UNet(nn.Module):
             raise ValueError(
                 f"image must be (N, {self.in_channels}, D, H, W), got {tuple(image.shape)}"
             )
-        if any(
-            size % multiple for size, multiple in zip(image.shape[2:], self.divisor, strict=True)
-        ):
+        shape = tuple(image.shape[2:])
+        if any(length % step for length, step in zip(shape, self.divisor, strict=True)):
             raise ValueError(
-                f"image size must be a multiple of {self.divisor}, got {tuple(image.shape[2:])}: pad it"
+                f"image size must be a multiple of {self.divisor}, got {shape}: pad it"
             )
         features = self.stem(image)  # (N, C, D/2, H/2, W/2), or full size with the stem `conv`
         skips: list[Tensor] = []
         for level in self.encoder:
             features = level(features)
             skips.append(features)
+        # The features of the deepest level are no skip.
         skips.pop()
         for level in reversed(self.decoder):
             # Without a gradient, popping frees the skip as soon as it is used.
@@ -292,21 +282,80 @@ class UNet(nn.Module):
         They are the whole network, except a head that does not refine, which saves only its input.
         A name begins with its level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
         """
-        named: dict[str, nn.Module] = (
-            {"head": self.head} if isinstance(self.head, RefiningHead) else {}
-        )
-        named["stem"] = self.stem
+        blocks: dict[str, nn.Module] = {}
+        # A refining head works at full resolution and saves the most.
+        if isinstance(self.head, RefiningHead):
+            blocks["head"] = self.head
+        blocks["stem"] = self.stem
         for level, encoder in enumerate(self.encoder):
-            named |= {f"encoder.{level}.{name}": block for name, block in encoder.named_children()}
+            for name, block in encoder.named_children():
+                blocks[f"encoder.{level}.{name}"] = block
+            # The coarsest level has no decoder.
             if level < len(self.decoder):
-                named |= {
-                    f"decoder.{level}.{name}": block
-                    for name, block in self.decoder[level].named_children()
-                }
-        return named
+                for name, block in self.decoder[level].named_children():
+                    blocks[f"decoder.{level}.{name}"] = block
+        return blocks
+
+
+def _check_positive(**numbers: int) -> None:
+    """Refuse numbers below 1.
+
+    Raises:
+        ValueError: Names the first such number.
+    """
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+
+
+def _check_stem(stem: str, refine: int) -> None:
+    """Refuse an unknown stem, and a refinement without a half resolution.
+
+    Raises:
+        ValueError: If one of them is wrong.
+    """
+    if stem not in STEMS:
+        raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
+    if refine < 0 or (refine and stem == "conv"):
+        raise ValueError(
+            f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}"
+        )
+
+
+def _block_counts(blocks_per_level: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:
+    """Number of blocks of each encoder level, the finest first.
+
+    Raises:
+        ValueError: If their number is wrong, or a level has none.
+    """
+    if isinstance(blocks_per_level, int):
+        counts = (blocks_per_level,) * num_levels
+    else:
+        counts = tuple(blocks_per_level)
+    if len(counts) != num_levels or min(counts) < 1:
+        raise ValueError(
+            f"blocks_per_level must be one or {num_levels} numbers >= 1, got {blocks_per_level}"
+        )
+    return counts
+
+
+def _check_strides(strides: Strides, num_strides: int) -> None:
+    """Refuse strides other than 1 and 2 along three axes.
+
+    Raises:
+        ValueError: If a stride is wrong, or their number is.
+    """
+    are_valid = all(len(stride) == 3 and set(stride) <= {1, 2} for stride in strides)
+    if len(strides) != num_strides or not are_valid:
+        raise ValueError(
+            f"strides must be {num_strides} times 1 or 2 for z, y and x, got {strides}"
+        )
 
 
 def _kernel(stride: Shape) -> Shape:
-    """Choose the kernel of a resolution: size 1 along an axis that is not divided yet, whose neighbours are too far away."""
+    """Choose the kernel of a resolution.
+
+    Along an axis that is not divided yet its size is 1: the neighbours are too far away.
+    """
     z, y, x = (3 if step == 2 else 1 for step in stride)
     return z, y, x

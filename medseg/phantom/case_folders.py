@@ -21,7 +21,7 @@ from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.workers import Worker, WorkerDiedError
 
-VERSION = 3
+VERSION = 4
 """Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
@@ -60,45 +60,49 @@ def write_phantoms(
         ValueError: If the splits do not add up.
         UserError: If a process ends before its phantom is finished.
     """
-    if splits is not None and sum(splits.values()) != num_cases:
+    splits = splits or {"": num_cases}
+    if sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
-    sides = (
-        [name for name, count in splits.items() for _ in range(count)]
-        if splits
-        else [""] * num_cases
-    )
-    specs: list[Spec] = [
-        replace(scene, seed=seed, index=index, detail=detail)
-        if scene
-        else draw_spec(seed, index, detail)
-        for index in range(num_cases)
-    ]
+    split_column = np.repeat(list(splits), list(splits.values())).tolist()
+    specs: list[Spec] = [draw_spec(seed, index, detail) for index in range(num_cases)]
+    if scene is not None:
+        specs = [
+            replace(scene, seed=seed, index=index, detail=detail) for index in range(num_cases)
+        ]
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
-        written: Iterable[dict[str, bool]] = map(write_case, folders, specs)
-        if num_workers > 1:
-            idle = SimpleQueue[Worker]()
-            for _ in range(num_workers):
-                idle.put(stack.enter_context(Worker()))
-            threads = ThreadPoolExecutor(num_workers)
-            # Left before the workers: a thread that waits for one would wait for ever.
-            stack.callback(threads.shutdown, cancel_futures=True)
-            written = threads.map(partial(_call_idle, idle), folders, specs)
-        for case, spec, side, present in zip(folders, specs, sides, written, strict=True):
-            files = {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
-            view = {"view": spec.view} if isinstance(spec, PhantomSpec) else {}
-            trust = {
-                f"trust_{region}": "reference" if is_there else "absent"
-                for region, is_there in present.items()
+        written = _write_cases(folders, specs, num_workers, stack)
+        for case, spec, split, presence in zip(folders, specs, split_column, written, strict=True):
+            row = {"case": case.name}
+            row |= {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
+            row |= {"patient": case.name, "split": split}
+            if isinstance(spec, PhantomSpec):
+                row["view"] = spec.view
+            row |= {
+                f"trust_{part}": "reference" if is_present else "absent"
+                for part, is_present in presence.items()
             }
-            rows.append(
-                {"case": case.name, **files, "patient": case.name, "split": side, **view, **trust}
-            )
+            rows.append(row)
             if progress is not None:
                 progress(len(rows), num_cases, case.name)
     write_csv(folder / "table.csv", rows)
     return folder / "table.csv"
+
+
+def _write_cases(
+    folders: list[Path], specs: list[Spec], num_workers: int, stack: ExitStack
+) -> Iterable[dict[str, bool]]:
+    """Write cases in this process, or in workers that end with the stack; see `write_case`."""
+    if num_workers == 1:
+        return map(write_case, folders, specs)
+    idle = SimpleQueue[Worker]()
+    for _ in range(num_workers):
+        idle.put(stack.enter_context(Worker()))
+    threads = ThreadPoolExecutor(num_workers)
+    # Left before the workers: a thread that waits for one would wait for ever.
+    stack.callback(threads.shutdown, cancel_futures=True)
+    return threads.map(partial(_call_idle, idle), folders, specs)
 
 
 def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str, bool]:
@@ -136,33 +140,31 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     Returns:
         Whether the image shows `left_lung` and `right_lung`, or each part of a scene.
     """
-    note, files = folder / "phantom.json", [folder / name for name in file_names(spec).values()]
-    fingerprint = hashlib.sha256(
-        json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True).encode()
-    ).hexdigest()
+    finished_mark = folder / "phantom.json"
+    files = [folder / name for name in file_names(spec).values()]
+    recipe = json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
+    fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
     if all(file.is_file() for file in files):
         with suppress(FileNotFoundError, json.JSONDecodeError):
-            known = json.loads(note.read_text(encoding="utf-8"))
-            if known.get("hash") == fingerprint:
-                return dict(known["present"])
+            earlier = json.loads(finished_mark.read_text(encoding="utf-8"))
+            if earlier.get("hash") == fingerprint:
+                return dict(earlier["present"])
     folder.mkdir(parents=True, exist_ok=True)
-    note.unlink(missing_ok=True)
-    present: dict[str, bool] = {}
+    finished_mark.unlink(missing_ok=True)
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
         images, maps = [(phantom.image_hu, phantom.grid)], [phantom.labels, phantom.organs]
-        present = {
+        presence = {
             f"{name}_lung": bool(np.any(phantom.labels == value))
-            for name, value in (("left", 1), ("right", 2))
+            for value, name in ((1, "left"), (2, "right"))
         }
     else:
         images, labels = make_scene(spec)
-        maps, present = [labels], dict.fromkeys(spec.parts, True)
+        maps, presence = [labels], dict.fromkeys(spec.parts, True)
     for file, (image, grid) in zip(files, images, strict=False):
         write_image(file, image, grid)
     for file, labels in zip(files[len(images) :], maps, strict=True):
         write_labels(file, labels, images[0][1], None)
-    replace_text(
-        note, json.dumps({"hash": fingerprint, "present": present, "spec": asdict(spec)}, indent=1)
-    )
-    return present
+    contents = {"hash": fingerprint, "present": presence, "spec": asdict(spec)}
+    replace_text(finished_mark, json.dumps(contents, indent=1))
+    return presence

@@ -5,7 +5,7 @@ to the data set (its seed and labels), so that a network can learn them; size, p
 vary from case to case.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medseg.geometry.grid import VoxelGrid
-from medseg.phantom.shapes import Field, Lattice, cover, ellipsoid, noise_field, paint
+from medseg.phantom.shapes import Field, Points, SmoothNoise, cover, ellipsoid, paint
 from medseg.phantom.spec import CaseSeed
 
 Array = NDArray[np.float64]
@@ -92,125 +92,103 @@ def make_scene(
     half_mm = 0.5 * np.array(shape) * mean_spacing_mm
     spacing_mm = np.array(mean_spacing_mm) * rng.uniform(0.9, 1.1, 3)
     body_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
-    shift_xyz_mm, place_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3), rng.uniform(-60, 60, 3)
-    flips = (False, bool(rng.random() < 0.5), bool(rng.random() < 0.5))
-    axes = tuple(axis for axis in range(3) if flips[axis])
+    middle_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3)
+    place_xyz_mm = rng.uniform(-60, 60, 3)
     organs = [
         organ._replace(radii_xyz=organ.radii_xyz * rng.uniform(0.85, 1.0, 3))
         for organ in place_organs(spec)
     ]
-    ignored = Organ(
-        spec.ignore_label or 0, 1, rng.uniform(-0.4, 0.4, 3), np.full(3, 0.2), np.zeros(0)
-    )
+    if spec.ignore_label is not None:
+        ignored = Organ(
+            spec.ignore_label,
+            1,
+            rng.uniform(-0.4, 0.4, 3),
+            np.full(3, 0.2),
+            np.zeros(len(spec.modalities)),
+        )
+        organs.append(ignored)
     images, maps = [], []
     for channel in range(len(spec.modalities)):
-        step_mm = (spacing_mm * (1.2 if spec.has_own_grids and channel else 1.0)).tolist()
-        lattice = Lattice.covering(
-            (-half_mm).tolist(), half_mm.tolist(), (step_mm[0], step_mm[1], step_mm[2])
-        )
-        points = [
-            axis_mm - np.float32(mm)
-            for axis_mm, mm in zip(lattice.points(), shift_xyz_mm, strict=True)
-        ]
-        wave = noise_field(spec.rng("waves"), lattice, 38)
-        contrast, labels = lattice.full(0), np.zeros(lattice.shape, dtype=np.uint8)
+        has_coarser_grid = spec.has_own_grids and channel > 0
+        step_mm = (spacing_mm * (1.2 if has_coarser_grid else 1.0)).tolist()
+        points = Points.covering(-half_mm, half_mm, step_mm)
+        wave = SmoothNoise(spec.rng("waves"), 38).at(points)
+        edge_mm = sum(step_mm) / 3
+        contrast, labels = np.zeros(points.shape, np.float32), np.zeros(points.shape, np.uint8)
         for organ in organs:
-            distance = measure(organ, body_xyz_mm, points, wave)
-            paint(contrast, (organ.contrast[channel], cover(distance, lattice.edge_mm)))
+            centre_mm = middle_xyz_mm + organ.centre_xyz * [organ.sign, 1, 1] * body_xyz_mm
+            radii_mm = organ.radii_xyz * body_xyz_mm
+            distance = ellipsoid(points, centre_mm, radii_mm) + 0.04 * float(radii_mm.min()) * wave
+            paint(contrast, organ.contrast[channel], cover(distance, edge_mm))
             labels[distance < 0] = organ.value
-        if spec.ignore_label is not None:
-            labels[measure(ignored, body_xyz_mm, points, wave) < 0] = spec.ignore_label
-        x, y, z = points
-        body = ellipsoid(x, y, z, (0, 0, 0), body_xyz_mm) + 4 * wave
-        image = np.rint(
-            scan(spec, channel, lattice, cover(body, lattice.edge_mm), contrast)
-        ).astype(np.int16)
-        grid = VoxelGrid(
-            lattice.shape, lattice.spacing_mm, tuple(place_xyz_mm + lattice.origin_zyx_mm[::-1])
+        body = cover(ellipsoid(points, middle_xyz_mm, body_xyz_mm) + 4 * wave, edge_mm)
+        image = np.rint(scan(spec, channel, points, body, contrast)).astype(np.int16)
+        first_xyz_mm = [float(axis.flat[0]) for axis in points]
+        images.append(
+            (image, VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm)))
         )
-        images.append((np.flip(image, axes), grid.reoriented((0, 1, 2), flips)))
-        maps.append(np.flip(labels, axes))
+        maps.append(labels)
     return images, maps[0]
 
 
-def measure(organ: Organ, body_xyz_mm: Array, points: Sequence[Field], wave: Field) -> Field:
-    """Measure the uneven surface of an organ.
-
-    Args:
-        organ: The organ.
-        body_xyz_mm: Half axes of the body.
-        points: Coordinates x, y, z in mm from the middle of the body, see `Lattice.points`.
-        wave: Smooth unit noise, (D, H, W).
-
-    Returns:
-        Signed distance in mm, (D, H, W).
-    """
-    (x, y, z), radii_mm = points, organ.radii_xyz * body_xyz_mm
-    distance = ellipsoid(x * np.float32(organ.sign), y, z, organ.centre_xyz * body_xyz_mm, radii_mm)
-    return distance + wave * np.float32(0.04 * radii_mm.min())
-
-
-def scan(spec: SceneSpec, channel: int, lattice: Lattice, inside: Field, contrast: Field) -> Field:
+def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast: Field) -> Field:
     """Scan one channel: HU of soft tissue, or the signal of an MR sequence in arbitrary units.
 
     Args:
         spec: The case.
         channel: Number of the channel.
-        lattice: Its voxels.
+        points: Its voxels.
         inside: Share of the body, (D, H, W).
         contrast: Difference of the organs from the body, -1 to 1, (D, H, W).
     """
     rng = spec.rng(f"scan {channel}")
     if spec.modalities[channel] == "ct":
-        return (1040 + 300 * contrast) * inside - 1000 + 12 * rng.standard_normal(lattice.shape)
+        return (1040 + 300 * contrast) * inside - 1000 + 12 * rng.standard_normal(points.shape)
     unit = np.exp(rng.normal(np.log(300), 0.5))
-    bias = np.exp(np.float32(0.25) * noise_field(spec.rng(f"bias {channel}"), lattice, 160))
+    bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), 160).at(points))
     # The scanner gives the magnitude of a complex signal with noise in both parts.
-    real, imaginary = 0.05 * rng.standard_normal((2, *lattice.shape))
+    real, imaginary = 0.05 * rng.standard_normal((2, *points.shape))
     return np.asarray(unit * np.hypot(np.exp(0.9 * contrast) * bias * inside + real, imaginary))
 
 
 def place_organs(spec: SceneSpec) -> list[Organ]:
-    """Place the organs of a data set: each new one where most room is left, mirror images at equal distance from the middle.
+    """Place the organs of a data set: each new one where most room is left, on both sides of the body.
 
     Returns:
         One organ per label, in the order of the labels; they do not overlap.
     """
     rng = CaseSeed(spec.seed, _SHARED).rng("layout")
     words = {label: label.split("_") for label in spec.labels}
-    sides = {label: side for label in spec.labels for side in SIGNS if side in words[label]} | dict(
-        spec.sides
-    )
     stems = {
         label: "_".join(word for word in words[label] if word not in SIGNS) for label in spec.labels
     }
+    sides = {label: side for label in spec.labels for side in SIGNS if side in words[label]} | dict(
+        spec.sides
+    )
+    with_side = {stems[label] for label in sides}
     # Contrasts at equal steps, in another order in each channel.
     levels = np.linspace(0.8, -0.8, len(set(stems.values())))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
-    orders = [rng.permutation(levels) for _ in spec.modalities]
+    contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
     largest = 0.6 * len(spec.labels) ** (-1 / 3)
     organs: dict[str, Organ] = {}
-    for number, stem in enumerate(dict.fromkeys(stems.values())):
-        signs = {
-            label: SIGNS[sides.get(label, "left")] for label in spec.labels if stems[label] == stem
-        }
-        points = rng.uniform(-0.75, 0.75, (_CANDIDATES, 3))
-        rooms = [1 - np.linalg.norm(points, axis=1)]  # to the surface of the body
-        if any(label in sides for label in signs):
-            points[:, 0] = np.abs(points[:, 0])
+    for stem, contrast in zip(dict.fromkeys(stems.values()), contrasts, strict=True):
+        # Only the left half is searched: what is free there stays free for the mirror image.
+        points = rng.uniform((0, -0.75, -0.75), 0.75, (_CANDIDATES, 3))
+        rooms = [1 - np.linalg.norm(points, axis=1)]
+        if stem in with_side:
             rooms.append(points[:, 0])  # to the middle, where the mirror image begins
-        for one in organs.values():
-            centre = one.centre_xyz * [one.sign, 1, 1]
-            rooms += [
-                np.linalg.norm(points * [sign, 1, 1] - centre, axis=1) - one.radii_xyz.max()
-                for sign in signs.values()
-            ]
+        for placed in organs.values():
+            rooms.append(
+                np.linalg.norm(points - placed.centre_xyz, axis=1) - placed.radii_xyz.max()
+            )
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
         radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)
-        contrast = np.array([order[number] for order in orders])
-        organs |= {
-            label: Organ(spec.labels[label], sign, points[best], radii, contrast)
-            for label, sign in signs.items()
-        }
-    return list(organs.values())
+        organs[stem] = Organ(0, rng.choice((-1, 1)).item(), points[best], radii, contrast)
+    placed_organs = []
+    for label, value in spec.labels.items():
+        organ = organs[stems[label]]
+        sign = SIGNS[sides[label]] if label in sides else organ.sign
+        placed_organs.append(organ._replace(value=value, sign=sign))
+    return placed_organs

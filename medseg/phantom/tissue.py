@@ -1,281 +1,277 @@
-"""Torso in Hounsfield units: image and labels on the lattice, painted from distances."""
+"""Hounsfield units of a patient: chest wall, table, abdomen, mediastinum, and lungs with disease."""
+
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from medseg.phantom.lungs import WAVE_GRAIN_MM, draw_texture, lung_hu, measure_thorax
-from medseg.phantom.organs import arm_path, draw_bones, draw_central_tubes
+from medseg.phantom.anatomy import TRUNK, VERTEBRA_MM, Patient, by_level, measure_body
 from medseg.phantom.shapes import (
     Field,
     Fields,
-    Lattice,
+    Points,
+    Slab,
+    SmoothNoise,
     cover,
-    draw_tube,
+    either,
+    ellipse,
     ellipsoid,
-    maximum,
-    noise_field,
-    paint,
+    tube,
     union,
+    within,
 )
-from medseg.phantom.spec import SIDES, Anatomy, PhantomSpec
+from medseg.phantom.spec import SIDES, PhantomSpec
 
 
-def draw_model(
-    spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice
-) -> tuple[NDArray[np.int16], NDArray[np.int8], NDArray[np.int8]]:
-    """Draw the patient of a case on a lattice.
+class Organ(NamedTuple):
+    """Ellipsoid below the diaphragm.
 
-    Returns:
-        HU (D, H, W); covered share × 100 of the lungs, positive in the left and negative in the
-        right one; covered share × 100, positive in the heart and negative in the spine.
+    Attributes:
+        side: Sign of x of the dome of the diaphragm that it hangs from.
+        centre_xyz_mm: Centre, z relative to the top of that dome.
+        radii_xyz_mm: Half axes.
+        hu: Density without contrast agent.
+        uptake: Share of the blood's contrast agent.
     """
-    fields = draw_central_tubes(anatomy, lattice) | draw_bones(anatomy, lattice, spec.arms)
-    fields |= {"colon": draw_colon(spec, anatomy, lattice), "arms": lattice.full(300)}
-    for side in SIDES if spec.arms != "none" else ():
-        shoulder, elbow = arm_path(anatomy, side, spec.arms)
-        path = np.stack([shoulder, 0.75 * shoulder + 0.25 * elbow, elbow])
-        draw_tube(
-            fields["arms"],
-            lattice,
-            path,
-            np.array([44.0, 40, 33]),
-            margin_mm=20 + 1.7 * spec.fat_mm,
-        )
-    texture, spheres, fissures = draw_texture(spec, anatomy, lattice, fields["airway"])
-    fields |= texture
-    for name, purpose, grain_mm in (
-        ("waves", "waves", WAVE_GRAIN_MM),
-        ("fine_noise", "fine tissue", 7.0),
-        ("noise", "tissue", 26.0),
-    ):
-        fields[name] = noise_field(spec.rng(purpose), lattice, grain_mm)
-    image, lungs, organs = (
-        np.empty(lattice.shape, dtype=kind) for kind in (np.int16, np.int8, np.int8)
-    )
-    edge = lattice.edge_mm
-    for slab in lattice.slabs():
-        part = {name: field[slab] for name, field in fields.items()}
-        part |= zip("xyz", lattice.points(slab), strict=True)
-        part |= measure_thorax(spec, anatomy, part)
-        hu = paint_trunk(spec, anatomy, part, edge)
-        paint_inside(hu, spec, anatomy, part, edge)
-        left, right = (cover(part[f"{name}_lung"], edge) for name in SIDES.values())
-        for side, share in zip(SIDES, (left, right), strict=True):
-            fluid = np.float32(8) + 4 * part["noise"], cover(part[f"{SIDES[side]}_fluid"], edge)
-            paint(hu, fluid, (lung_hu(spec, part, side, spheres, fissures[side]), share))
-        image[slab] = np.clip(np.rint(hu), -1024, 3071)
-        lungs[slab] = np.rint(100 * (left - right))
-        spine = cover(
-            np.maximum(np.minimum(part["spine"], part["column"]), 0.5 - part["canal"]), edge
-        )
-        organs[slab] = np.rint(100 * (cover(part["heart"], edge) - spine))
-    return image, lungs, organs
+
+    side: int
+    centre_xyz_mm: tuple[float, float, float]
+    radii_xyz_mm: tuple[float, float, float]
+    hu: float
+    uptake: float
 
 
-def paint_trunk(spec: PhantomSpec, anatomy: Anatomy, part: Fields, edge: float) -> Field:
-    """Paint air, skin, fat, muscle, arms, bones with cortex and marrow, cartilage, and the spine.
+ORGANS = (
+    Organ(1, (58, 34, -120), (27, 26, 56), 33, 0.45),  # kidneys
+    Organ(-1, (-58, 34, -135), (27, 26, 56), 33, 0.45),
+    Organ(-1, (-68, -6, -62), (104, 112, 92), 58, 0.25),  # liver and its left lobe
+    Organ(-1, (8, -52, -52), (74, 44, 36), 58, 0.25),
+    Organ(1, (94, 34, -55), (30, 50, 46), 48, 0.3),  # spleen
+)
+STOMACH = Organ(1, (48, -26, -62), (44, 46, 54), 45, 0.2)
+# The colon, z relative to the right dome, and its radius.
+COLON_XYZ_MM = [
+    (-98, 10, -270),
+    (-88, -20, -130),
+    (-10, -78, -160),
+    (45, -70, -110),
+    (98, 5, -60),
+    (100, 35, -270),
+]
+COLON_MM = 19.0
 
-    Args:
-        spec: The case.
-        anatomy: The patient.
-        part: Coordinates, noise and distances on the slab.
-        edge: Width of edges in mm.
-
-    Returns:
-        HU (d, H, W).
-    """
-    x, y, z, noise, fine_noise = (part[name] for name in ("x", "y", "z", "noise", "fine_noise"))
-    wall = union(
-        anatomy.muscle_outline(x, y, z), part["cage"] - np.float32(11 + 0.4 * anatomy.muscle_mm), 14
-    )
-    muscle = union(wall, part["arms"], 16)
-    around = (
-        np.float32(0.75)
-        + np.float32(0.35) * np.clip(-(y / 115), 0, 1)
-        + np.float32(0.3) * np.clip(-z / 150, -1.2, 1)
-        + np.float32(0.2) * (x / 160) * (x / 160)
-    )
-    skin: Field = muscle - np.float32(spec.fat_mm) * np.clip(around, 0.3, 1.6) - 2.0
-    glands: Field = np.full_like(skin, 30)
-    if spec.sex == "female":
-        size = 0.75 + 0.025 * spec.fat_mm
-        for x_mm in (side * (78 + 10 * size) for side in SIDES):
-            skin = union(
-                skin,
-                ellipsoid(x, y, z, (x_mm, -98 - 10 * size, -48), (54 * size, 50 * size, 58 * size)),
-                14,
-            )
-            gland = ellipsoid(
-                x, y, z, (x_mm, -108 - 12 * size, -50), (34 * size, 30 * size, 34 * size)
-            )
-            glands = np.minimum(glands, gland)
-    lobes = np.maximum(glands, 12 * (np.float32(0.1) - fine_noise * np.float32(0.5)) - 3)
-    fibres = np.clip(
-        np.float32(1) - np.abs(noise + np.float32(0.25) * fine_noise) * np.float32(6), 0, 1
-    )
-    marbling = fibres * np.float32(np.clip(0.15 + spec.fat_mm / 45, 0, 0.8))
-    fascia = (
-        np.abs(part["cage"] - np.float32(13) - 2 * noise)
-        - np.float32(0.3 + 0.03 * spec.fat_mm)
-        - np.float32(1.2) * fine_noise
-    )
-    armpits = (
-        ellipsoid(x, y, z, (side * 150 * anatomy.width_factor, 4, 34), (17, 36, 44))
-        for side in SIDES
-    )
-    hard = np.float32(1.15 - 0.005 * (spec.age_years - 40))
-    age = np.float32(np.clip((spec.age_years - 35) / 40, 0, 1))
-    spine, column, canal, disc = (part[name] for name in ("spine", "column", "canal", "disc"))
-    hu = np.full(skin.shape, -1000, dtype=np.float32)
-    paint(
-        hu,
-        (15, cover(skin, edge)),
-        (np.float32(-104) + 7 * noise + 4 * fine_noise, cover(skin + 2.2, edge)),
-        (32, cover(lobes, 3 * edge) * cover(skin + 6, edge)),
-        (np.float32(54 + 0.12 * spec.contrast_hu) - 145 * marbling, cover(muscle, edge)),
-        *((-100, cover(armpit - 3 * fine_noise, 2 * edge) * np.float32(0.9)) for armpit in armpits),
-        (-85, cover(np.maximum(fascia, wall + 3), 1.5 * edge) * np.float32(0.8)),
-        (np.float32(95) + 130 * age * np.clip(fine_noise, 0, 1.5), cover(part["cartilage"], edge)),
-        (hard * (620 + 60 * noise), cover(part["bone"], edge)),
-        (hard * (170 + 70 * fine_noise), cover(part["bone"] + 1.9, edge)),
-        (
-            np.float32(62) - 150 * np.clip(np.float32(0.9) - np.abs(noise) * 2, 0, 0.5),
-            cover(spine - 4.5, edge) * np.float32(0.6),
-        ),
-        (85, cover(np.where(disc > 0.76, column, 9), edge)),
-        (hard * (480 + 60 * noise), cover(spine, edge)),
-        (
-            hard * (165 + 55 * fine_noise),
-            cover(np.maximum(spine + 1.8, np.float32(14) * (disc - np.float32(0.62))), edge),
-        ),
-        (-30, cover(canal, edge)),
-        (30, cover(canal + 3.2, edge)),
-    )
-    return hu
+# Noise of surfaces, of tissue, its finer grain, and the two noises that place the vessels of the
+# lungs.
+_GRAINS_MM = (38.0, 26.0, 7.0, 13.0, 13.0)
 
 
-def paint_inside(hu: Field, spec: PhantomSpec, anatomy: Anatomy, part: Fields, edge: float) -> None:
-    """Paint abdomen, mediastinum, heart, vessels and central airways into a slab, HU (d, H, W), in place."""
-    x, y, z, noise, fine_noise = (part[name] for name in ("x", "y", "z", "noise", "fine_noise"))
-    inside, above, heart, gullet = (part[name] for name in ("cage", "above", "heart", "gullet"))
-    near_spine = -(np.minimum(part["spine"], part["column"]) - 3)
-    chest = cover(maximum(inside, -above, near_spine), edge)
-    paint(hu, (np.float32(-92) + 12 * noise + 10 * fine_noise, chest))
-    if z.min() < max(anatomy.dome_z_mm.values()) + 30:
-        paint(hu, (48, cover(maximum(inside, above, near_spine), edge)))
-        paint_abdomen(hu, spec, anatomy, part, maximum(inside + 3, above + 3.5, near_spine), edge)
-        psoas = (
-            np.hypot(x - side * 38, y - anatomy.spine(z)[1]) - np.clip((-190 - z) / 5, 0, 19)
-            for side in SIDES
-        )
-        paint(hu, *((52, cover(muscle, edge) * cover(near_spine, edge)) for muscle in psoas))
-    blood_hu = 41 + spec.contrast_hu
-    paint(
-        hu,
-        (-95, cover(heart - np.float32(anatomy.pericardial_fat_mm), edge) * chest),
-        (46 + 0.4 * spec.contrast_hu, cover(heart, edge)),
-        *(
-            (blood_hu, cover(np.maximum(part[chamber], heart + 2.5), edge))
-            for chamber in ("left_ventricle", "right_heart", "left_atrium")
-        ),
-        (40, cover(gullet, edge)),
-        (-700, cover(gullet + 5.2 - 2.5 * noise, edge)),
-        (50, cover(np.maximum(part["blood"] - 1.2, -heart), edge)),
-        (blood_hu, cover(part["blood"], edge)),
-        (50, cover(part["airway"] - 1.8, edge)),
-        (-1000, cover(part["airway"], edge)),
-    )
-
-
-def draw_colon(spec: PhantomSpec, anatomy: Anatomy, lattice: Lattice) -> Field:
-    """Draw the colon's outside as a distance field, (D, H, W), at most 30 mm."""
-    rng, distance = spec.rng("colon"), lattice.full(30)
-    left_top = anatomy.dome_z_mm[1] - float(rng.uniform(28, 75))
-    right_top = anatomy.dome_z_mm[-1] - float(rng.uniform(115, 150))
-    path = np.array(
-        [
-            [-95, 15, -390], [-98, 5, right_top - 45], [-88, -20, right_top], [-55, -62, right_top - 15],
-            [-10, -78, right_top - 30], [45, -70, 0.5 * (left_top + right_top)], [80, -35, left_top - 12], [98, 5, left_top], [104, 32, left_top - 45], [100, 35, -390],
-        ]
-    )  # fmt: skip
-    places = np.linspace(0, len(path) - 1, 90)
-    points = np.stack([np.interp(places, np.arange(len(path)), line) for line in path.T], axis=1)
-    draw_tube(
-        distance,
-        lattice,
-        points,
-        float(rng.uniform(15, 22)) * (1 + 0.22 * np.sin(np.arange(90) * 1.9)),
-        margin_mm=4,
-    )
-    return distance
-
-
-def paint_abdomen(
-    image: Field, spec: PhantomSpec, anatomy: Anatomy, part: Fields, inside: Field, edge_mm: float
-) -> None:
-    """Paint the organs below the diaphragm into a slab.
-
-    Args:
-        image: HU (d, H, W), painted in place.
-        spec: The case.
-        anatomy: The patient.
-        part: Coordinates, noise and distance to the colon on the slab.
-        inside: Signed distance to the peritoneal space (negative inside).
-        edge_mm: Width of edges.
-    """
-    x, y, z, noise, colon = (part[name] for name in ("x", "y", "z", "noise", "colon"))
-    rng, wash, gas = spec.rng("abdomen"), 0.45 * spec.contrast_hu, spec.stomach_gas
-    right, left = np.float32(anatomy.dome_z_mm[-1]), float(np.float32(anatomy.dome_z_mm[1]))
-    right_mm = float(right)
-    inner = np.maximum(inside + 1.0, -30)
-    size = rng.normal(1, 0.06, 4)
-    liver_hu = 58 + 0.5 * wash - (25 if rng.random() < 0.15 else 0)  # one liver in seven is fatty
-    up = -y if spec.is_prone else y  # gas rises to where this is lowest
-
-    def organ(distance: Field, value_hu: float) -> tuple[Field, Field]:
-        return np.float32(value_hu) + 3 * noise, cover(np.maximum(distance, inner), edge_mm)
-
-    bowel = maximum(
-        np.float32(7) - 14 * np.abs(noise - np.float32(0.6)), inner + 10, z - (right - 120), y - 25
-    )
-    kidneys = [
-        layer
-        for side, kidney_z in ((1, right_mm - 135 + 14), (-1, right_mm - 135))
-        for layer in (
-            organ(ellipsoid(x, y, z, (side * 58.0, 34.0, kidney_z), (27, 26, 56)), 33 + wash),
-            organ(
-                ellipsoid(x, y, z, (side * 58.0 - side * 12, 28.0, kidney_z), (14, 11, 26)), -70
-            ),  # fat of the pelvis
-        )
+def draw_noise(spec: PhantomSpec) -> list[SmoothNoise]:
+    """Draw the smooth noises of a patient."""
+    return [
+        SmoothNoise(spec.rng(f"noise {number}"), grain_mm)
+        for number, grain_mm in enumerate(_GRAINS_MM)
     ]
-    stool = np.where(
-        noise + (up + 20) / 40 > 0.1, np.float32(10) + 90 * np.abs(noise), np.float32(-950)
-    ).astype(np.float32)
-    lobe = ellipsoid(x, y, z, (-68, -6, right_mm - 62), (104 * size[0], 112, 92 * size[0]))
-    liver = union(lobe, ellipsoid(x, y, z, (8, -52, right_mm - 52), (74, 44, 36 * size[0])), 22)
-    liver = np.maximum(liver, np.float32(0.55) * (x + 20) + np.float32(0.5) * (right - 118 - z))
-    vein = maximum(liver + 8, inner, 14 * (np.abs(noise - np.float32(0.15)) - np.float32(0.05)))
-    spleen = ellipsoid(x, y, z, (94, 34, left - 55), (30 * size[1], 50, 46 * size[1]))
-    fundus = ellipsoid(
-        x, y, z, (52.0, -12.0, left - 44 - 8 * gas), (36 + 22 * gas, 42 + 16 * gas, 40 + 22 * gas)
+
+
+def draw_planes(
+    patient: Patient, points: Points, noise: list[SmoothNoise]
+) -> tuple[Field, Field, Field]:
+    """Draw a patient at the points of a lattice.
+
+    Args:
+        patient: The patient.
+        points: The lattice.
+        noise: See `draw_noise`.
+
+    Returns:
+        HU (D, H, W); covered share of the lungs, positive in the left and negative in the right
+        one; covered share, positive in the heart and negative in the spine.
+    """
+    air_hu = np.full(points.shape, -1000, np.float32)
+    wave, tissue, grain, *vessels = (field.at(points) for field in noise)
+    slab = Slab(points, wave, tissue, grain, air_hu, sum(patient.spec.model_spacing_mm) / 3)
+    body = measure_body(patient, slab)
+    paint_chest_wall(slab, patient, body)
+    if patient.spec.has_table:
+        paint_table(slab, patient.spec)
+    paint_abdomen(slab, patient, body)
+    paint_mediastinum(slab, patient.spec, body)
+    lung_hu = lung_density(slab, patient, body, 0.5 * _GRAINS_MM[-1] * np.hypot(*vessels))
+    for name in SIDES.values():
+        slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
+        slab.paint(lung_hu, body[f"{name}_lung"])
+    spine = either(body["bone"], within(body["column"], -body["canal"]))
+    left, right, heart, spine = (
+        cover(distance, slab.edge_mm)
+        for distance in (body["left_lung"], body["right_lung"], body["heart"], spine)
     )
-    body = ellipsoid(x, y, z, (40, -46, left - 92), (34 + 10 * gas, 30, 52))
-    stomach = np.maximum(
-        union(fundus, body, 15), -2 - ellipsoid(x, y, z, (94, 34, left - 55), (30, 50, 46))
+    return slab.hu, left - right, heart - spine
+
+
+def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
+    """Paint skin, fat, muscle, arms and bones; ribs, sternum and shoulder blades are plates outside the rib cage."""
+    spec, points, cage = patient.spec, slab.points, body["cage"]
+    x, y, z = points
+    half_x, half_y, centre_y = by_level(TRUNK, z)
+    trunk = ellipse(x, y - centre_y, half_x * patient.width, half_y * (0.5 + 0.5 * patient.depth))
+    muscle = union(trunk, cage - (11 + 0.4 * patient.muscle_mm), 14)
+
+    # A rib falls by three vertebrae on its way from the spine to the front.
+    rib = (z + 75 * np.clip((70 - y) / 200, 0, 1) - 13) / VERTEBRA_MM
+    away_mm = np.abs(rib - np.clip(np.round(rib), -7, 4)) * VERTEBRA_MM
+    ribs = within(np.abs(cage - 6.5) - 3.3, away_mm - 5.5, y - 85)
+    sternum = within(np.abs(cage - 9) - 5, np.abs(x) - 18, y + 30, z - 50, -95 - z)
+    bones = [body["bone"], ribs, sternum]
+    for side in SIDES:
+        shoulder = (side * 158.0 * patient.width, 24, 90)
+        bones.append(tube(points, [(side * 20, -62, 56), shoulder], (7, 6)))
+        bones.append(
+            within(np.abs(cage - 20) - 2.5, ellipsoid(points, (side * 100, 75, 20), (45, 50, 70)))
+        )
+        if spec.arms != "none":
+            elbow = (side * 165.0, -30, 330) if spec.arms == "up" else (side * 222.0, 40, -210)
+            muscle = union(muscle, tube(points, [shoulder, elbow], (44, 33), 60), 16)
+            bones.append(tube(points, [shoulder, elbow], (15, 10)))
+    skin: Field = muscle - spec.fat_mm * np.clip(0.75 - y / 330 - z / 500, 0.3, 1.6) - 2
+    if spec.is_female:
+        for side in SIDES:
+            skin = union(skin, ellipsoid(points, (side * 88, -110, -48), (58, 52, 60)), 14)
+
+    slab.paint(15, skin)
+    slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
+    slab.paint(54 - 60 * np.clip(0.5 - np.abs(slab.tissue), 0, 1), muscle)
+    bone = either(*bones)
+    slab.paint(620 + 60 * slab.tissue, bone)
+    slab.paint(180 + 60 * slab.grain, bone + 1.9)
+    slab.paint(20, body["canal"])
+
+
+def paint_table(slab: Slab, spec: PhantomSpec) -> None:
+    """Put the patient table under the body, or over it in prone scans.
+
+    Tables differ: thin or as thick and as dark as a lung, flat or hollowed, with or without a
+    mattress.
+    """
+    rng = spec.rng("table")
+    mattress_mm, core_mm, half_width_mm = (
+        max(0, rng.uniform(-45, 45)),
+        rng.uniform(12, 85),
+        rng.uniform(170, 260),
     )
-    content = np.where(
-        up < np.float32(-62 + 75 * gas), np.float32(-1000), np.float32(12) + 22 * noise
-    ).astype(np.float32)
-    paint(
-        image,
-        (np.float32(-102) + 9 * noise, cover(inside, edge_mm)),
-        (28 + 0.3 * wash, cover(bowel, 3 * edge_mm)),
-        *kidneys,
-        (35, cover(colon, edge_mm) * cover(inner, edge_mm)),
-        (stool, cover(np.maximum(colon + 2.5, inner), edge_mm)),
-        organ(liver, liver_hu),
-        (45 + 0.75 * wash, cover(vein, 3 * edge_mm) * np.float32(0.6)),
-        organ(spleen, 48 + 0.7 * wash),
-        organ(stomach, 45 + 0.4 * wash),
-        (content, cover(np.maximum(stomach + 4, inner), edge_mm)),
+    x, y, _ = slab.points
+    depth: Field = (
+        (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
     )
+    is_body = slab.hu > -850
+    for thickness_mm, value_hu in (
+        (mattress_mm, rng.uniform(-950, -700)),
+        (2.4, rng.uniform(-600, 100)),
+        (core_mm, rng.uniform(-985, -820)),
+        (2.4, rng.uniform(-600, 100)),
+    ):
+        layer = within(-depth, depth - thickness_mm, np.abs(x) - half_width_mm)
+        slab.paint(value_hu, np.where(is_body, 20, layer))
+        depth = depth - thickness_mm
+
+
+def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
+    """Paint the diaphragm and the organs below it."""
+    spec, points, tissue = patient.spec, slab.points, slab.tissue
+    if points.z.min() > patient.landmark_z_mm("dome") + 10:
+        return
+    inside = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
+    slab.paint(48, inside)
+    inside = inside + 3
+    slab.paint(-102 + 9 * tissue, inside)
+    # Gas rises.
+    up = points.y if spec.is_prone else -points.y
+    path = [(x, y, z + patient.dome_z_mm[-1]) for x, y, z in COLON_XYZ_MM]
+    colon = within(tube(points, path, (COLON_MM, COLON_MM)), inside)
+    slab.paint(35, colon)
+    slab.paint(np.where(tissue - up / 40 > 0.1, 10 + 90 * np.abs(tissue), -950), colon + 2.5)
+    for organ in ORGANS:
+        slab.paint(
+            organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue,
+            within(measure_organ(patient, points, organ), inside),
+        )
+    stomach = within(
+        measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside
+    )
+    slab.paint(STOMACH.hu + 3 * tissue, stomach)
+    slab.paint(np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue), stomach + 4)
+
+
+def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 1.0) -> Field:
+    """Measure an organ below the diaphragm, larger than in the table by a factor."""
+    x, y, z = organ.centre_xyz_mm
+    centre_xyz_mm = (x, y, z + patient.dome_z_mm[organ.side])
+    return ellipsoid(points, centre_xyz_mm, size * np.array(organ.radii_xyz_mm))
+
+
+def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
+    """Paint fat, heart, vessels and central airways."""
+    blood_hu = 41 + spec.contrast_hu
+    slab.paint(
+        -92 + 12 * slab.tissue,
+        within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]),
+    )
+    slab.paint(46 + 0.4 * spec.contrast_hu, body["heart"])
+    slab.paint(blood_hu, body["heart"] + 9 + 3 * slab.tissue)
+    slab.paint(blood_hu, body["vessels"])
+    slab.paint(50, body["airways"] - 1.8)
+    slab.paint(-1000, body["airways"])
+
+
+def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> Field:
+    """Density of the lungs, HU (D, H, W); only the part inside the lungs is used.
+
+    Args:
+        slab: Where.
+        patient: The patient.
+        body: Signed distances of the outlines.
+        axis_mm: Distance to the axes of the vessels: curves through space, the common zeros of two
+            smooth noises.
+    """
+    spec, points, grain = patient.spec, slab.points, slab.grain
+    depth_mm = -either(body["left_lung"], body["right_lung"])
+    down = -points.y if spec.is_prone else points.y
+    expiration = 0.8 - spec.breath
+    hu = (
+        spec.lung_hu
+        + 70 * expiration
+        + (0.5 + 0.35 * expiration) * (down + 10)
+        + 9 * slab.tissue
+        + 12 * grain
+    )
+    # Near the lowest pleura the lungs collapse a little; fibrosis thickens the outer two
+    # centimetres.
+    hu += 0.6 * np.clip(1 - depth_mm / 7, 0, 1) ** 2 * np.clip(20 + down, 0, 110)
+    hu += (
+        420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
+    )
+    if spec.emphysema:
+        hu += (-975 - hu) * np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1)
+    # Vessels are thick near the hilum.
+    hilum_mm = np.hypot(
+        np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20
+    )
+    lungs = slab._replace(hu=hu)
+    lungs.paint(38 + 0.9 * spec.contrast_hu, axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45))
+    paint_lesions(lungs, patient)
+    return lungs.hu
+
+
+def paint_lesions(lungs: Slab, patient: Patient) -> None:
+    """Paint nodules and a consolidation at random places of the chest."""
+    rng = patient.spec.rng("lesions")
+    radii_mm = rng.uniform(2, 14, patient.spec.num_nodules).tolist()
+    if patient.spec.consolidation:
+        radii_mm.append(18 + 45 * patient.spec.consolidation)
+    for radius_mm in radii_mm:
+        side = rng.choice([-1, 1]).item()
+        centre = (
+            side * rng.uniform(50, 110),
+            rng.uniform(-60, 60),
+            rng.uniform(patient.dome_z_mm[side], 60),
+        )
+        sphere = ellipsoid(lungs.points, centre, (radius_mm, radius_mm, radius_mm))
+        lungs.paint(34 + 8 * lungs.tissue, sphere + 0.15 * radius_mm * (lungs.tissue + lungs.grain))

@@ -1,1 +1,1 @@
-"""Memory and time of a whole run, computed before it starts."""
+"""Before a run: its peak memory and seconds, and the switches that fit into what there is."""

@@ -1,4 +1,4 @@
-"""Estimate of a run before it starts: allocator peak and resident peak of its processes, and seconds of a step."""
+"""Estimate of a run before it starts: peaks of allocator and processes, seconds of a step."""
 
 import os
 from collections.abc import Callable, Collection
@@ -72,13 +72,16 @@ class Estimate:
     @property
     def seconds_per_step(self) -> float:
         """Duration of an optimiser step with the wait for its samples."""
-        own_s = self.compute_seconds + self.other_seconds
+        training_s = self.compute_seconds + self.other_seconds
         if not self.num_workers:
-            return own_s + self.loader_seconds
-        busy_s = (
+            return training_s + self.loader_seconds
+        # Loaders and training run side by side: the slowest of training, loaders and processors
+        # sets the pace.
+        processor_s = (
             self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
         )
-        return max(own_s, self.loader_seconds / self.num_workers, busy_s / num_processors())
+        worker_s = self.loader_seconds / self.num_workers
+        return max(training_s, worker_s, processor_s / num_processors())
 
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
         """Add the peaks and the seconds of a training step to the estimate of everything else.
@@ -139,35 +142,36 @@ class Machine:
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
-        self.costs.measure(
-            {key: timeline.calls[key] for timeline in timelines for key in used_keys(timeline)}
-        )
+        calls = {}
+        for timeline in timelines:
+            for key in used_keys(timeline):
+                calls[key] = timeline.calls[key]
+        self.costs.measure(calls)
 
     def lasting(self, keys: Collection[str]) -> int:
         """Bytes that the libraries keep for some operations."""
         return sum(self.costs[key].lasting for key in keys)
 
     def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
-        """Evaluate a case on tensors without memory, once for each network, precision and layout."""
+        """Evaluate a case on tensors without memory, once a network, precision and layout."""
         switches = config.memory.precision, config.memory.channels_last
         key = repr((config.model, config.inference.tile_size, switches, shape))
         if key not in self._evaluations:
-            beside, timeline = count_evaluation(config, shape)
+            case_bytes, timeline = count_evaluation(config, shape)
             self.measure(timeline)
             allocated, resident = peaks(timeline, self.costs)
-            kept = kept_bytes(timeline, self.costs)
+            in_heap = kept_bytes(timeline, self.costs)
             self._evaluations[key] = Evaluation(
-                beside + allocated, beside + resident + kept, used_keys(timeline)
+                case_bytes + allocated, case_bytes + resident + in_heap, used_keys(timeline)
             )
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
         """Measure the samples of a shape once."""
-        if (shape, is_training) not in self._samples:
-            self._samples[shape, is_training] = sample_cost(
-                config, shape, self.folder, is_training=is_training
-            )
-        return self._samples[shape, is_training]
+        key = (shape, is_training)
+        if key not in self._samples:
+            self._samples[key] = sample_cost(config, shape, self.folder, is_training=is_training)
+        return self._samples[key]
 
 
 def estimate(
@@ -185,24 +189,26 @@ def estimate(
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
     beside = estimate_beside(config, shape, validation_shape, machine, memory, timeline)
-    return beside.with_step(
-        *peaks(timeline, machine.costs), step_seconds(timeline, machine.costs, config)
-    )
+    allocated, resident = peaks(timeline, machine.costs)
+    return beside.with_step(allocated, resident, step_seconds(timeline, machine.costs, config))
 
 
 def used_keys(timeline: Timeline) -> frozenset[str]:
     """Keys of the operations of a timeline."""
-    return frozenset(key for segment in timeline.segments for *_, key in segment.calls)
+    keys: set[str] = set()
+    for segment in timeline.segments:
+        keys.update(key for *_, key in segment.calls)
+    return frozenset(keys)
 
 
 def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
     """Largest numbers of allocated and of resident bytes of a timeline."""
-    allocated, resident = (
-        max(
-            one.start_bytes + rise(one, costs, is_resident=is_resident) for one in timeline.segments
-        )
-        for is_resident in (False, True)
-    )
+    allocated = 0
+    resident = 0
+    for segment in timeline.segments:
+        start_bytes = segment.start_bytes
+        allocated = max(allocated, start_bytes + rise(segment, costs, is_resident=False))
+        resident = max(resident, start_bytes + rise(segment, costs, is_resident=True))
     return allocated, resident
 
 
@@ -214,19 +220,22 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     """
     if not maps_large_blocks():
         return 0
-    points: list[
-        tuple[int, int]
-    ] = []  # bytes with the written part of a workspace, and those of them in the heap
+    # Of each operation: live bytes with the written part of a workspace, and those in the heap.
+    points: list[tuple[int, int]] = []
     for segment in timeline.segments:
-        for (after, known, key), small in zip(segment.calls, segment.small, strict=True):
-            written = max(known, costs[key].written)
-            in_heap = small + written * (written < MAPPED_BYTES)
-            points.append((after + written, in_heap))
-    heap = max((in_heap for _, in_heap in points), default=0)
-    with_heap = max(
-        (total - in_heap + min(heap, in_heap + HEAP_BYTES) for total, in_heap in points), default=0
+        for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
+            written = max(workspace, costs[key].written)
+            in_heap = small
+            if written < MAPPED_BYTES:
+                in_heap += written
+            points.append((live_bytes + written, in_heap))
+    if not points:
+        return 0
+    largest_heap = max(in_heap for _, in_heap in points)
+    peak_with_heap = max(
+        total - in_heap + min(largest_heap, in_heap + HEAP_BYTES) for total, in_heap in points
     )
-    return with_heap - max((total for total, _ in points), default=0)
+    return peak_with_heap - max(total for total, _ in points)
 
 
 def kept_between_steps(peak: int, sample_bytes: int) -> int:
@@ -246,10 +255,12 @@ def kept_between_steps(peak: int, sample_bytes: int) -> int:
 
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
     """Sum the seconds of the operations of an optimiser step."""
-    repeats = {True: 1, False: config.memory.accumulate}
-    return sum(
-        repeats[one.owner.kind == UPDATE] * duration(one, costs) for one in timeline.segments
-    )
+    seconds = 0.0
+    for segment in timeline.segments:
+        # The optimiser runs once, the rest for each micro-batch.
+        repeats = 1 if segment.owner.kind == UPDATE else config.memory.accumulate
+        seconds += repeats * duration(segment, costs)
+    return seconds
 
 
 def estimate_beside(
@@ -260,7 +271,9 @@ def estimate_beside(
     memory: StepMemory,
     timeline: Timeline,
 ) -> Estimate:
-    """Estimate what a run holds and does beside its training step: validation, checkpoints, loader and processes.
+    """Estimate what a run holds and does beside its training step.
+
+    That is its validation, checkpoints, loader and processes.
 
     Args:
         config: Checked configuration.
@@ -270,56 +283,96 @@ def estimate_beside(
         memory: Count of the step.
         timeline: Operations of the step.
     """
-    lasting = memory.optimizer_state  # between two steps, beside the weights
-    workers = (
-        propose_workers(config) if config.data.num_workers is None else config.data.num_workers
-    )
-    batch = memory.input + memory.target
+    num_workers = config.data.num_workers
+    if num_workers is None:
+        num_workers = propose_workers(config)
     sample = machine.sample(config, shape, is_training=True)
-    num_samples = samples_per_rank(config) * config.memory.accumulate
-    loader_seconds = num_samples * sample.seconds
-    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     process = machine.process()
-    # A worker's batch lies in memory that processes share, which is not of torch's allocator.
-    shared = batch if workers and not is_gpu else 0
     evaluation = machine.evaluation(config, validation_shape)
-    allocator = {STEP: -shared, VALIDATION: evaluation.allocated + lasting}
+    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    # A worker's batch lies in memory that processes share, which is not of torch's allocator.
+    shared = 0
+    if num_workers and not is_gpu:
+        shared = memory.input + memory.target
+    # The optimiser's state outlives the step; it lies beside the weights.
+    allocator = {STEP: -shared, VALIDATION: evaluation.allocated + memory.optimizer_state}
     if is_gpu:
-        resident = {
-            phase: round(num_bytes * (1 + FRAGMENTS)) + _context_bytes()
-            for phase, num_bytes in allocator.items()
-        }
+        resident = _card_bytes(allocator)
+        busy_processors = 1
     else:
-        weights = memory.parameters + lasting
         validation = machine.sample(config, validation_shape, is_training=False)
         libraries = machine.lasting(used_keys(timeline) | evaluation.keys)
-        others = process.main + libraries + loader_bytes(config, workers, process, sample, memory)
-        kept = kept_between_steps(memory.peak, 0 if workers else sample.num_bytes)
-        resident = {
-            STEP: others + kept,
-            # The sample is made before the network runs, which holds its image and its reference; a
-            # picture comes after.
-            VALIDATION: others
-            + shared
-            + lasting
-            + max(
-                evaluation.resident, memory.parameters + max(validation.num_bytes, process.pictures)
-            ),
-            CHECKPOINT: others
-            + shared
-            + weights
-            + round(BUFFER_GROWTH * (memory.parameters + memory.optimizer_state)),
-        }
-        if not workers:
-            gradients = (
-                memory.gradients if config.memory.accumulate > 1 else 0
-            )  # of the micro-batches before
-            resident[LOADING] = others + weights + gradients + sample.num_bytes + 2 * batch
-    busy = 1 if is_gpu else min(torch.get_num_threads(), num_processors())
-    other_seconds = (
-        process.seconds * config.memory.accumulate
-    )  # the loop runs once for each micro-batch
-    return Estimate(memory, allocator, resident, 0.0, other_seconds, loader_seconds, workers, busy)
+        loader = loader_bytes(config, num_workers, process, sample, memory)
+        resident = _host_bytes(
+            config,
+            memory,
+            evaluation,
+            always=process.main + libraries + loader,
+            shared=shared,
+            sample_bytes=None if num_workers else sample.num_bytes,
+            # A picture is drawn after the case was evaluated.
+            validation_bytes=max(validation.num_bytes, process.pictures),
+        )
+        busy_processors = min(torch.get_num_threads(), num_processors())
+    num_samples = samples_per_rank(config) * config.memory.accumulate
+    return Estimate(
+        memory,
+        allocator,
+        resident,
+        compute_seconds=0.0,
+        # The loop runs once for each micro-batch.
+        other_seconds=process.seconds * config.memory.accumulate,
+        loader_seconds=num_samples * sample.seconds,
+        num_workers=num_workers,
+        busy_processors=busy_processors,
+    )
+
+
+def _card_bytes(allocator: dict[str, int]) -> dict[str, int]:
+    """Bytes of the card by phase, from those of torch's allocator."""
+    context = _context_bytes()
+    return {
+        phase: round(num_bytes * (1 + FRAGMENTS)) + context
+        for phase, num_bytes in allocator.items()
+    }
+
+
+def _host_bytes(
+    config: PlanConfig,
+    memory: StepMemory,
+    evaluation: Evaluation,
+    *,
+    always: int,
+    shared: int,
+    sample_bytes: int | None,
+    validation_bytes: int,
+) -> dict[str, int]:
+    """Resident bytes of all processes by phase, without the tensors of the training step.
+
+    Args:
+        config: Checked configuration.
+        memory: Count of the step.
+        evaluation: Cost of the largest validation case.
+        always: Bytes of libraries and of loader workers.
+        shared: Bytes of a batch from a worker.
+        sample_bytes: Memory of making a sample in this process; None where workers make them.
+        validation_bytes: Memory of making the largest case, or of drawing it.
+    """
+    between_steps = always + shared + memory.optimizer_state
+    # Where a checkpoint is written: weights and state, and the buffer with both.
+    saved = memory.parameters + memory.optimizer_state
+    resident = {
+        STEP: always + kept_between_steps(memory.peak, sample_bytes or 0),
+        # The sample is made before the network runs, which holds its image and its reference.
+        VALIDATION: between_steps + max(evaluation.resident, memory.parameters + validation_bytes),
+        CHECKPOINT: always + shared + saved + round(BUFFER_GROWTH * saved),
+    }
+    if sample_bytes is not None:
+        batch = memory.input + memory.target
+        # Those of the micro-batches before.
+        gradients = memory.gradients if config.memory.accumulate > 1 else 0
+        resident[LOADING] = always + saved + gradients + sample_bytes + 2 * batch
+    return resident
 
 
 def loader_bytes(
@@ -344,16 +397,19 @@ def loader_bytes(
 
 def num_processors() -> int:
     """Number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @cache
 def _context_bytes() -> int:
-    """Bytes of a GPU that its driver and libraries hold beside torch's allocator; 0 without a GPU."""
+    """Bytes of a GPU that driver and libraries hold beside torch's allocator; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
-    torch.nn.functional.conv3d(
-        torch.zeros(1, 1, 8, 8, 8, device="cuda"), torch.zeros(1, 1, 3, 3, 3, device="cuda")
-    )
+    # The first convolution loads the libraries.
+    image = torch.zeros(1, 1, 8, 8, 8, device="cuda")
+    weight = torch.zeros(1, 1, 3, 3, 3, device="cuda")
+    torch.nn.functional.conv3d(image, weight)
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())

@@ -1,5 +1,6 @@
-"""Loader tuning: batches per second for different numbers of workers, prefetched batches and pinned memory, on this machine."""
+"""Loader tuning: batches per second by workers, prefetched batches and pinned memory."""
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -27,32 +28,32 @@ class Setting(NamedTuple):
 
     def __str__(self) -> str:
         """Write it as arguments of `train`."""
-        prefetch = f" data.prefetch={self.prefetch}" if self.num_workers else ""
-        return f"data.num_workers={self.num_workers}{prefetch}{' data.pin_memory=true' if self.pin_memory else ''}"
+        arguments = f"data.num_workers={self.num_workers}"
+        if self.num_workers:
+            arguments += f" data.prefetch={self.prefetch}"
+        if self.pin_memory:
+            arguments += " data.pin_memory=true"
+        return arguments
 
 
 def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
     find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
-    tried = settings(
-        config.workers or default_workers(os.cpu_count() or 1),
-        config.prefetches,
-        has_gpu=device.type == "cuda",
-    )
+    workers = config.workers or default_workers(os.cpu_count() or 1)
+    tried = settings(workers, config.prefetches, has_gpu=device.type == "cuda")
+    # Workers make batches ahead, which are drawn beside those that are timed.
     most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)
     data = make_data_module(replace(config, steps=most_ahead + config.num_batches))
     data.prepare_data()
     data.setup("fit")
-    time_batches(
-        data, tried[0], config.num_batches, device
-    )  # the first pass reads the cache from the disk, and is not counted
+    # The first pass reads the cache from the disk, and is not counted.
+    time_batches(data, tried[0], config.num_batches, device)
     rates: dict[Setting, float] = {}
     print(f"{'':52s}{'batches/s':>10s}")
     for setting in tried:
-        rates[setting] = config.num_batches / time_batches(
-            data, setting, config.num_batches, device
-        )
+        seconds = time_batches(data, setting, config.num_batches, device)
+        rates[setting] = config.num_batches / seconds
         print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
     best = propose(rates)
     print(f"take: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
@@ -70,19 +71,27 @@ def default_workers(num_processors: int) -> list[int]:
 
 
 def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool) -> list[Setting]:
-    """List the settings to try, the least demanding first. Prefetching needs workers, and pinned memory is for GPUs."""
-    return [
-        Setting(num_workers, prefetch, pin_memory)
-        for num_workers in sorted(workers)
-        for prefetch in (sorted(prefetches) if num_workers else [2])
-        for pin_memory in ([False, True] if has_gpu else [False])
-    ]
+    """List the settings to try, the least demanding first.
+
+    Prefetching needs workers, and pinned memory is for GPUs.
+    """
+    pinnings = (False, True) if has_gpu else (False,)
+    tried = []
+    for num_workers in sorted(workers):
+        # Without workers the number is not used.
+        depths = sorted(prefetches) if num_workers else [2]
+        for prefetch, pin_memory in itertools.product(depths, pinnings):
+            tried.append(Setting(num_workers, prefetch, pin_memory))
+    return tried
 
 
 def time_batches(
     data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device
 ) -> float:
-    """Measure the seconds until a number of batches are on the device; batches that the workers make ahead are not counted."""
+    """Measure the seconds until a number of batches are on the device.
+
+    Batches that the workers make ahead are taken first, and are not counted.
+    """
     data.num_workers, data.prefetch, data.pin_memory = setting
     batches = iter(data.train_batches())
     for _ in range(setting.num_workers * setting.prefetch):

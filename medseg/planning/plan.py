@@ -10,11 +10,11 @@ from typing import Any
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.data.spacing import find_spacing
-from medseg.errors import EXIT_FAILED, require
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory
-from medseg.planning.estimate import STEP, VALIDATION, Estimate, Machine, estimate
+from medseg.planning.estimate import CHECKPOINT, STEP, VALIDATION, Estimate, Machine, estimate
 from medseg.planning.fit import fit
 from medseg.planning.step import (
     count_memory,
@@ -28,6 +28,8 @@ from medseg.planning.step import (
 from medseg.runs.plans import past_errors, write_plan
 from medseg.training.optimisation import propose_lr
 
+MIB = 2**20
+GIB = 2**30
 # Kind of memory at the peak to its row in the table.
 AT_PEAK = {
     "parameters": "parameters",
@@ -42,158 +44,210 @@ AT_PEAK = {
 
 
 def plan(config: PlanConfig) -> int:
-    """Print memory and time of a run, compare it with `memory.budget_gib`, or find the switches that fit into `fit_gib`.
+    """Print memory and time of a run, or find the switches that fit into `fit_gib`.
+
+    With `memory.budget_gib` the peak is compared with it.
 
     Returns:
         0, or 1 if the step does not fit into the budget or nothing does.
+
+    Raises:
+        UserError: If keys exclude or miss each other, or a part of the step cannot be counted.
     """
-    budget_gib = config.memory.budget_gib
-    require(
-        not config.largest_batch or budget_gib is not None,
-        "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use",
-    )
-    require(
-        config.fit_gib is None or (budget_gib is None and config.measure and not config.compute),
-        "fit_gib searches for switches, while memory.budget_gib, measure=false and compute=true apply to a given "
-        "configuration; leave them out",
-    )
-    require(
-        config.max_seconds is None or config.fit_gib is not None,
-        "max_seconds needs fit_gib: give the memory that a run may use",
-    )
+    _check_keys(config)
     find_spacing(config.spacing, config.data, config.task)
     shape = input_shape(config)
     if config.fit_gib is not None:
         return fit(config, shape)
     case_shape = evaluated_shape(config)
+    run_estimate = None
     if config.measure:
-        found = estimate(config, shape, case_shape, Machine(config))
-        memory = found.memory
+        run_estimate = estimate(config, shape, case_shape, Machine(config))
+        memory = run_estimate.memory
     else:
-        found, memory = None, count_memory(config, shape, compute=config.compute)
+        memory = count_memory(config, shape, compute=config.compute)
     case_bytes, pass_bytes = evaluation_bytes(config, case_shape)
+    # The optimiser's state stays in memory during a validation.
     peaks = {STEP: memory.peak, VALIDATION: case_bytes + pass_bytes + memory.optimizer_state}
-    peak_of = max(peaks, key=peaks.__getitem__)
     print("\n".join(plan_lines(config, shape, memory)), flush=True)
     print("\n".join(describe_peaks(config, case_shape, peaks)), flush=True)
-    if found is not None:
-        print("\n".join(describe_estimate(config, found)), flush=True)
-        write_plan(
-            config,
-            {
-                key: facts_of(memory, found)[key]
-                for key in ("peak_resident_mib", "seconds_per_step")
-            },
-        )
+    facts = facts_of(memory, run_estimate)
+    if run_estimate is not None:
+        print("\n".join(describe_estimate(config, run_estimate)), flush=True)
+        predicted = {key: facts[key] for key in ("peak_resident_mib", "seconds_per_step")}
+        # The run that follows is compared with these numbers.
+        write_plan(config, predicted)
         for sentence in past_errors():
             say(sentence)
-    budget = math.inf if budget_gib is None else int(budget_gib * 2**30)
+    budget_gib = config.memory.budget_gib
+    budget = math.inf if budget_gib is None else int(budget_gib * GIB)
     batch_size = None
     if config.largest_batch:
-        peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
-        batch_size = num_shares(config) * largest_batch(peak, int(budget))
-        rate = (
-            f" optimizer.lr={propose_lr(config, batch_size):.3g}"
-            if "lr" in config.optimizer
-            else ""
-        )
-        proposed = f"stage.batch_size={batch_size}{rate}" if batch_size else "none"
-        print(f"largest batch within memory.budget_gib={budget_gib:g}: {proposed}")
+        batch_size = _print_largest_batch(config, shape, int(budget))
+    peak_of = _largest(peaks)
     fits = peaks[peak_of] <= budget
     if config.output is not None:
         facts = {
-            "stage": config.stage.name.value, "shape": shape, "saved_per_voxel": memory.saved_per_voxel, **asdict(memory),
-            "validation_peak_mib": round(peaks[VALIDATION] / 2**20, 2), "peak_of": peak_of,
-            "budget_gib": budget_gib, "fits": fits, "largest_batch": batch_size, **facts_of(memory, found),
-        }  # fmt: skip
+            "stage": config.stage.name.value,
+            "shape": shape,
+            "saved_per_voxel": memory.saved_per_voxel,
+            **asdict(memory),
+            "validation_peak_mib": round(peaks[VALIDATION] / MIB, 2),
+            "peak_of": peak_of,
+            "budget_gib": budget_gib,
+            "fits": fits,
+            "largest_batch": batch_size,
+            **facts,
+        }
         replace_text(Path(config.output), json.dumps(facts, indent=1))
-    if not fits:
-        cure = "find switches that fit with fit_gib in place of memory.budget_gib"
-        if peak_of == VALIDATION and case_bytes > budget:
+    if fits:
+        return 0
+    cure = "find switches that fit with fit_gib in place of memory.budget_gib"
+    if peak_of == VALIDATION:
+        cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
+        # Tiles do not make the case itself smaller.
+        if case_bytes > budget:
             cure = "give validation_shape=[D,H,W] of your largest case, or a coarser spacing"
-        elif peak_of == VALIDATION:
-            cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
-        say(
-            f"the {peak_of} needs {peaks[peak_of] / 2**30:.2f} GiB and memory.budget_gib={budget_gib:g}: it does not fit; {cure}"
+    say(
+        f"the {peak_of} needs {peaks[peak_of] / GIB:.2f} GiB and "
+        f"memory.budget_gib={budget_gib:g}: it does not fit; {cure}"
+    )
+    return EXIT_FAILED
+
+
+def _check_keys(config: PlanConfig) -> None:
+    """Check the keys that need or exclude each other.
+
+    Raises:
+        UserError: If a key is missing, or has no meaning beside another.
+    """
+    budget_gib = config.memory.budget_gib
+    if config.largest_batch and budget_gib is None:
+        raise UserError(
+            "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use"
         )
-    return 0 if fits else EXIT_FAILED
+    for_one_configuration = budget_gib is not None or not config.measure or config.compute
+    if config.fit_gib is not None and for_one_configuration:
+        raise UserError(
+            "fit_gib searches for switches, while memory.budget_gib, measure=false and "
+            "compute=true apply to a given configuration; leave them out"
+        )
+    if config.max_seconds is not None and config.fit_gib is None:
+        raise UserError("max_seconds needs fit_gib: give the memory that a run may use")
+
+
+def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
+    """Print the largest batch size within the budget in bytes, with its learning rate.
+
+    Returns:
+        The batch size over all ranks and micro-batches; 0 if one sample each does not fit.
+    """
+    # Each count takes seconds, and the search asks for some numbers again.
+    peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
+    batch_size = num_shares(config) * largest_batch(peak, budget)
+    proposed = "none"
+    if batch_size:
+        proposed = f"stage.batch_size={batch_size}"
+        if "lr" in config.optimizer:
+            proposed += f" optimizer.lr={propose_lr(config, batch_size):.3g}"
+    print(f"largest batch within memory.budget_gib={config.memory.budget_gib:g}: {proposed}")
+    return batch_size
+
+
+def _largest(peaks: dict[str, int]) -> str:
+    """Name the phase with the largest peak."""
+    return max(peaks, key=peaks.__getitem__)
 
 
 def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int]) -> list[str]:
     """Format the live peaks of a training step and of a validation, and name the larger one."""
-    tile = config.inference.tile_size
-    parts = f"tiles of {'×'.join(map(str, tile))}" if tile else "whole"
-    case = f"a case of {'×'.join(map(str, case_shape))} voxels, {parts}"
-    peak_of = max(peaks, key=peaks.__getitem__)
+    tile_size = config.inference.tile_size
+    parts = f"tiles of {_by(tile_size)}" if tile_size else "whole"
+    case = f"a case of {_by(case_shape)} voxels, {parts}"
     return [
-        f"{'peak of the validation':52s}{peaks[VALIDATION] / 2**20:10.1f} MiB            {case}",
-        f"the peak of the run is that of the {peak_of}; a prediction computes a case as the validation does",
+        f"{'peak of the validation':52s}{peaks[VALIDATION] / MIB:10.1f} MiB            {case}",
+        f"the peak of the run is that of the {_largest(peaks)}; "
+        "a prediction computes a case as the validation does",
     ]
 
 
-def facts_of(memory: StepMemory, found: Estimate | None) -> dict[str, Any]:
-    """Numbers for the file of a plan; those that need measurements are null without them."""
-    return {
+def _by(shape: Shape) -> str:
+    """Write a shape as D×H×W."""
+    return "×".join(map(str, shape))
+
+
+def facts_of(memory: StepMemory, run_estimate: Estimate | None) -> dict[str, Any]:
+    """Numbers for the file of a plan; the peaks and seconds that are not estimated are null."""
+    facts: dict[str, Any] = {
         "saved_bytes_per_voxel": memory.saved_per_voxel,
-        "peak_live_mib": round(memory.peak / 2**20, 2),
-        "peak_allocator_mib": None if found is None else round(found.peak_allocator / 2**20, 2),
-        "peak_resident_mib": None if found is None else round(found.peak_resident / 2**20, 2),
-        "seconds_per_step": None if found is None else round(found.seconds_per_step, 4),
-        **({} if found is None else {
-            "allocator_mib": {phase: round(size / 2**20, 2) for phase, size in found.allocator.items()},
-            "resident_mib": {phase: round(size / 2**20, 2) for phase, size in found.resident.items()},
-            "compute_seconds": round(found.compute_seconds, 4),
-            "other_seconds": round(found.other_seconds, 4),
-            "loader_seconds": round(found.loader_seconds, 4),
-        }),
-    }  # fmt: skip
+        "peak_live_mib": round(memory.peak / MIB, 2),
+        "peak_allocator_mib": None,
+        "peak_resident_mib": None,
+        "seconds_per_step": None,
+    }
+    if run_estimate is None:
+        return facts
+    return facts | {
+        "peak_allocator_mib": round(run_estimate.peak_allocator / MIB, 2),
+        "peak_resident_mib": round(run_estimate.peak_resident / MIB, 2),
+        "seconds_per_step": round(run_estimate.seconds_per_step, 4),
+        "allocator_mib": _in_mib(run_estimate.allocator),
+        "resident_mib": _in_mib(run_estimate.resident),
+        "compute_seconds": round(run_estimate.compute_seconds, 4),
+        "other_seconds": round(run_estimate.other_seconds, 4),
+        "loader_seconds": round(run_estimate.loader_seconds, 4),
+    }
 
 
-def describe_estimate(config: PlanConfig, found: Estimate) -> list[str]:
-    """Format an estimate: peaks by phase, seconds of a step, of an interval between validations and of the run."""
+def _in_mib(num_bytes: dict[str, int]) -> dict[str, float]:
+    return {phase: round(size / MIB, 2) for phase, size in num_bytes.items()}
 
-    def row(name: str, sizes: dict[str, int]) -> list[str]:
-        lines = [f"{name:52s}{max(sizes.values()) / 2**20:10.1f} MiB"]
-        return lines + [
-            f"{'  ' + phase:52s}{size / 2**20:10.1f} MiB"
-            for phase, size in sizes.items()
-            if size > 0
-        ]
 
-    seconds, steps = found.seconds_per_step, config.steps
-    interval = min(config.stage.validate_every, steps)
-    resident = (
-        "GPU memory" if "checkpoint" not in found.resident else "resident memory of all processes"
-    )
+def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
+    """Format an estimate: peaks by phase, seconds of a step, of an interval and of the run.
+
+    The interval is the one between two validations.
+    """
+
+    def rows(name: str, sizes: dict[str, int]) -> list[str]:
+        lines = [f"{name:52s}{max(sizes.values()) / MIB:10.1f} MiB"]
+        for phase, size in sizes.items():
+            if size > 0:
+                lines.append(f"{'  ' + phase:52s}{size / MIB:10.1f} MiB")
+        return lines
+
+    seconds = run_estimate.seconds_per_step
+    run_seconds = seconds * config.steps
+    interval = min(config.stage.validate_every, config.steps)
+    # Only the estimate of a processor has checkpoints.
+    is_gpu = CHECKPOINT not in run_estimate.resident
+    resident = "GPU memory" if is_gpu else "resident memory of all processes"
+    num_workers = run_estimate.num_workers
+    processes = "process" if num_workers == 1 else "processes"
     return [
-        *row("peak of torch's allocator, with workspaces", found.allocator),
-        *row(f"peak of the {resident}", found.resident),
-        f"{'seconds per step':52s}{seconds:10.3f} s    {found.compute_seconds:.3f} s of computation, {found.other_seconds:.3f} s of the training loop, "
-        f"{found.loader_seconds:.3f} s of making samples in {found.num_workers} loader process{'es' * (found.num_workers != 1)}",
+        *rows("peak of torch's allocator, with workspaces", run_estimate.allocator),
+        *rows(f"peak of the {resident}", run_estimate.resident),
+        f"{'seconds per step':52s}{seconds:10.3f} s    "
+        f"{run_estimate.compute_seconds:.3f} s of computation, "
+        f"{run_estimate.other_seconds:.3f} s of the training loop, "
+        f"{run_estimate.loader_seconds:.3f} s of making samples "
+        f"in {num_workers} loader {processes}",
         f"{f'seconds per {interval} steps, without validation':52s}{seconds * interval:10.1f} s",
-        f"{f'seconds until the end ({steps} steps)':52s}{seconds * steps:10.1f} s    "
-        f"{seconds * steps * found.peak_resident / 1e9:.0f} GB·s",
+        f"{f'seconds until the end ({config.steps} steps)':52s}{run_seconds:10.1f} s    "
+        f"{run_seconds * run_estimate.peak_resident / 1e9:.0f} GB·s",
     ]
 
 
 def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
     """Format the counts as lines of a table, with remarks on what they leave out."""
-    switches, trainer = config.memory, config.trainer
 
     def row(name: str, size: int, note: str = "") -> str:
-        return f"{name:52s}{size / 2**20:10.1f} MiB{size / memory.voxels:10.2f}  {note}".rstrip()
+        per_voxel = size / memory.voxels
+        return f"{name:52s}{size / MIB:10.1f} MiB{per_voxel:10.2f}  {note}".rstrip()
 
-    has_ranks = trainer.devices * trainer.num_nodes > 1
-    remarks = {
-        "Live tensors are counted. A device needs some more for the workspaces of its libraries.": not config.measure,
-        "memory.compile=true: counted uncompiled; compiled code often keeps less for the backward pass.": switches.compile,
-        f"trainer: counted per rank; DDP adds buckets of {memory.gradients / 2**20:.1f} MiB for the gradients.": has_ranks,
-        "model.device_map: counted over all of its devices together.": config.model["device_map"]
-        is not None,
-    }
-    return [
-        f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {'×'.join(map(str, shape))} voxels, "
-        f"{switches.precision.value}, checkpointing {switches.checkpointing}",
+    lines = [
+        f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {_by(shape)} voxels, "
+        f"{config.memory.precision.value}, checkpointing {config.memory.checkpointing}",
         "",
         f"{'':66s}bytes/voxel",
         row("parameters", memory.parameters),
@@ -202,14 +256,35 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
         row("input", memory.input),
         row("target", memory.target),
         row("saved from forward to backward", memory.saved_bytes),
-        *(row(f"  {part}", size) for part, size in memory.saved.items()),
-        *([row("offloaded to host memory", memory.offloaded)] if memory.offloaded else []),
-        row("peak of the step", memory.peak, f"in {memory.peak_at}"),
-        *(
-            row(f"  {AT_PEAK[kind]}", memory.peak_live[kind])
-            for kind in AT_PEAK
-            if kind in memory.peak_live
-        ),
-        "",
-        *(remark for remark, holds in remarks.items() if holds),
     ]
+    lines += [row(f"  {part}", size) for part, size in memory.saved.items()]
+    if memory.offloaded:
+        lines.append(row("offloaded to host memory", memory.offloaded))
+    lines.append(row("peak of the step", memory.peak, f"in {memory.peak_at}"))
+    for kind, name in AT_PEAK.items():
+        if kind in memory.peak_live:
+            lines.append(row(f"  {name}", memory.peak_live[kind]))
+    return [*lines, "", *_remarks(config, memory)]
+
+
+def _remarks(config: PlanConfig, memory: StepMemory) -> list[str]:
+    """Say what the counts leave out."""
+    remarks = []
+    if not config.measure:
+        remarks.append(
+            "Live tensors are counted. "
+            "A device needs some more for the workspaces of its libraries."
+        )
+    if config.memory.compile:
+        remarks.append(
+            "memory.compile=true: counted uncompiled; "
+            "compiled code often keeps less for the backward pass."
+        )
+    if config.trainer.devices * config.trainer.num_nodes > 1:
+        remarks.append(
+            "trainer: counted per rank; "
+            f"DDP adds buckets of {memory.gradients / MIB:.1f} MiB for the gradients."
+        )
+    if config.model["device_map"] is not None:
+        remarks.append("model.device_map: counted over all of its devices together.")
+    return remarks

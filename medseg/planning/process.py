@@ -1,5 +1,6 @@
-"""Memory of a run besides its tensors: libraries and loader workers, and the memory and seconds of making a sample."""
+"""Memory of a run besides its tensors: libraries, loader workers, and the making of samples."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
@@ -26,8 +27,8 @@ from medseg.workers import Worker
 REHEARSAL = [
     "train", "stage=coarse", "steps=12", "history_every=2", "stage.validate_every=6",
     "stage.patch_size=[16,16,16]", "inference.tile_size=[16,16,16]", "stage.slab_share=0",
-    "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0", "data.num_workers=2",
-    "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
+    "data.phantoms.num_train=1", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
+    "data.num_workers=2", "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
     "trusted_targets=[medseg.planning.]",
     "callbacks.rehearsal._target_=medseg.planning.rehearsal.RehearsalWatch",
 ]  # fmt: skip
@@ -90,29 +91,30 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     Raises:
         UserError: If a training fails.
     """
-    names = ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard")
-    versions = " ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in names if _is_installed(name)
-    )
-    kind = f"{'' if has_logger else ' no logger'}{' MONAI network' if has_monai else ''}"
-    path = folder / f"process {processor_name()} {versions}{kind}.json".replace("/", "_")
+    name = f"process {processor_name()} {_versions()}"
+    if not has_logger:
+        name += " no logger"
+    if has_monai:
+        name += " MONAI network"
+    path = folder / f"{name}.json".replace("/", "_")
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
         main, pictures, worker, copies = map(int, numbers[:-1])
         return ProcessCost(main, pictures, worker, copies, numbers[-1])
     say(
-        "plan: measuring a run without its tensors by tiny trainings, about a minute; kept for later plans"
+        "plan: measuring a run without its tensors by tiny trainings, about a minute; "
+        "kept for later plans"
     )
-    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
+    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as scratch:
         arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
         if not has_logger:
             arguments.append("logger=none")
-        arguments += [f"data.phantoms.folder={name}/phantoms", f"data.cache={name}/cache"]
-        # The first training also makes scan and cache, which takes more memory.
-        folders = (Path(name) / str(number) for number in itertools.count())
-        _watched_training(arguments, next(folders))
+        arguments += [f"data.phantoms.folder={scratch}/phantoms", f"data.cache={scratch}/cache"]
+        run_dirs = (Path(scratch) / str(number) for number in itertools.count())
+        # The first training also makes scan and cache, which takes more memory: it does not count.
+        _watched_training(arguments, next(run_dirs))
         previous, latest, circumstances = measure_until(
-            lambda: _watched_training(arguments, next(folders)), agree, MOST_TRAININGS
+            lambda: _watched_training(arguments, next(run_dirs)), agree, MOST_TRAININGS
         )
     cost = joined(previous, latest)
     write_calibration(path, cost, circumstances)
@@ -120,53 +122,67 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
 
 
 def agree(first: ProcessCost, second: ProcessCost) -> bool:
-    """Whether two calibrations are equal within their bounds; memory is compared as the sum of a run with one worker."""
+    """Whether two calibrations are equal within their bounds.
+
+    Memory is compared as the sum of a run with one worker.
+    """
     memory = [sum(cost[:-1]) for cost in (first, second)]
+    if max(memory) - min(memory) > MEMORY_BOUND * max(memory):
+        return False
     seconds = [first.seconds, second.seconds]
-    is_same_memory = max(memory) - min(memory) <= MEMORY_BOUND * max(memory)
-    return is_same_memory and max(seconds) - min(seconds) <= SECONDS_BOUND * max(seconds)
+    return max(seconds) - min(seconds) <= SECONDS_BOUND * max(seconds)
 
 
 def joined(first: ProcessCost, second: ProcessCost) -> ProcessCost:
-    """Mean bytes of two calibrations, and the smaller duration: other programs only lengthen one."""
+    """Take the mean bytes of two calibrations, and the smaller duration.
+
+    Other programs on the machine only lengthen a duration.
+    """
     pairs = zip(first[:-1], second[:-1], strict=True)
-    main, pictures, worker, copies = (int(one + other) // 2 for one, other in pairs)
+    main, pictures, worker, copies = (int(sum(pair)) // 2 for pair in pairs)
     return ProcessCost(main, pictures, worker, copies, min(first.seconds, second.seconds))
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
     """Run a training in a process of its own, which notes its memory and that of its workers."""
-    log, result = run_dir.with_suffix(".log"), run_dir.with_suffix(".json")
-    watched = [*arguments, f"callbacks.rehearsal.path={result}", f"hydra.run.dir={run_dir}"]
-    command = [sys.executable, "-m", "medseg.commands.cli", *watched]
-    with log.open("wb") as output:
-        code = subprocess.run(
-            command, stdout=output, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    if code:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        last = lines[-1] if lines else "no message"
+    log_path = run_dir.with_suffix(".log")
+    result_path = run_dir.with_suffix(".json")
+    command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
+    command += [f"callbacks.rehearsal.path={result_path}", f"hydra.run.dir={run_dir}"]
+    with log_path.open("wb") as log:
+        process = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
+    if process.returncode:
+        lines = log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last_line = lines[-1] if lines else "no message"
         raise UserError(
-            f"plan: the training that measures the memory of a process failed ({last}); give measure=false"
+            f"plan: the training that measures the memory of a process failed ({last_line}); "
+            "give measure=false"
         )
-    numbers = json.loads(result.read_text(encoding="utf-8"))
-    main = numbers["main"] + numbers["helpers"]
+    numbers = json.loads(result_path.read_text(encoding="utf-8"))
     return ProcessCost(
-        main, numbers["pictures"], numbers["worker"], numbers["copies"], numbers["seconds"]
+        numbers["main"] + numbers["helpers"],
+        numbers["pictures"],
+        numbers["worker"],
+        numbers["copies"],
+        numbers["seconds"],
     )
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        return bool(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return False
+def _versions() -> str:
+    """List the versions of the libraries on which the memory of a run depends."""
+    versions = []
+    for name in ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    return " ".join(versions)
 
 
 def sample_cost(
     config: PlanConfig, shape: Shape, folder: Path, *, is_training: bool = True
 ) -> SampleCost:
-    """Make samples of a synthetic case in a process of its own, and measure them, or read an earlier measurement.
+    """Measure the making of samples of a synthetic case, or read an earlier measurement.
+
+    The samples are made in a process of its own.
 
     Args:
         config: Checked configuration.
@@ -183,9 +199,8 @@ def sample_cost(
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:
         return SampleCost(int(numbers[0]), numbers[1])
-    say(
-        f"plan: measuring the samples of {'training' if is_training else 'validation'}; kept for later plans"
-    )
+    purpose = "training" if is_training else "validation"
+    say(f"plan: measuring the samples of {purpose}; kept for later plans")
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import synthetic_samples as samples
 

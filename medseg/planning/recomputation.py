@@ -1,4 +1,7 @@
-"""Recomputed blocks: peak and seconds of a step for any set of them, and the fastest set within a budget by integer programming."""
+"""Recomputed blocks: peak and seconds of a step with them; the fastest set by integer programming.
+
+The integer program proves that no other set of blocks within the budget is faster.
+"""
 
 import contextlib
 import ctypes
@@ -14,9 +17,10 @@ import numpy as np
 from medseg.errors import UserError
 from medseg.memory.accounting import FORWARD, UPDATE
 from medseg.memory.kernels import KernelCosts
-from medseg.memory.tracker import Held, Segment, Timeline
+from medseg.memory.tracker import HeldStorage, Segment, Timeline
 
 MIB = 2**20
+# Bytes by which the budget is lowered where the solver's result exceeds it.
 SOLVER_BYTES = 64
 
 
@@ -31,6 +35,10 @@ class Literal(NamedTuple):
     block: str
     is_recomputed: bool
 
+    def holds(self, recomputed: Collection[str]) -> bool:
+        """Whether the condition holds where these blocks are recomputed."""
+        return (self.block in recomputed) == self.is_recomputed
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -38,17 +46,25 @@ class Moment:
 
     Attributes:
         base: Bytes that do not depend on the choice of blocks.
-        held: Bytes by a set of literals; they are live if at least one of the literals holds.
+        conditional: Bytes by a set of literals; they are live if at least one literal holds.
         block: Block that runs; empty for what is outside of all blocks.
         rise: Further bytes at the peak of the segment if the block is not recomputed.
         recomputed_rise: The same if it is.
     """
 
     base: int
-    held: dict[frozenset[Literal], int]
+    conditional: dict[frozenset[Literal], int]
     block: str
     rise: int
     recomputed_rise: int
+
+    def peak(self, recomputed: Collection[str]) -> int:
+        """Resident bytes at the peak of the segment where these blocks are recomputed."""
+        peak = self.base
+        for literals, num_bytes in self.conditional.items():
+            if any(literal.holds(recomputed) for literal in literals):
+                peak += num_bytes
+        return peak + (self.recomputed_rise if self.block in recomputed else self.rise)
 
 
 class StepModel:
@@ -84,48 +100,57 @@ class StepModel:
         Raises:
             UserError: If the two do not consist of the same segments.
         """
-        if [one.owner for one in plain.segments] != [one.owner for one in recomputed.segments]:
+        owners = [segment.owner for segment in plain.segments]
+        if owners != [segment.owner for segment in recomputed.segments]:
             raise UserError(
-                "plan: with recomputed blocks the parts of this network run in another order, so their time and memory cannot be "
-                "predicted block by block; leave out fit_gib and choose memory.checkpointing yourself"
+                "plan: with recomputed blocks the parts of this network run in another order, so "
+                "their time and memory cannot be predicted block by block; leave out fit_gib and "
+                "choose memory.checkpointing yourself"
             )
         self.blocks = list(blocks)
         order: dict[str, int] = {}
-        for segment in plain.segments:
-            if segment.owner.kind == FORWARD:
-                order.setdefault(segment.owner.part, len(order))
+        for owner in owners:
+            if owner.kind == FORWARD:
+                order.setdefault(owner.part, len(order))
         self.moments: list[Moment] = []
-        self.seconds, self.extra_seconds = 0.0, dict.fromkeys(("", *blocks), 0.0)
-        for one, other in zip(plain.segments, recomputed.segments, strict=True):
-            block = one.owner.part if one.owner.part in blocks else ""
-            repeats = 1 if one.owner.kind == UPDATE else accumulate
-            seconds, other_seconds = (
-                repeats * duration(segment, costs) for segment in (one, other)
+        self.seconds = 0.0
+        self.extra_seconds = dict.fromkeys(blocks, 0.0)
+        for plain_segment, recomputed_segment in zip(
+            plain.segments, recomputed.segments, strict=True
+        ):
+            owner = plain_segment.owner
+            is_update = owner.kind == UPDATE
+            repeats = 1 if is_update else accumulate
+            plain_seconds = repeats * duration(plain_segment, costs)
+            recomputed_seconds = repeats * duration(recomputed_segment, costs)
+            self.seconds += plain_seconds
+            block = ""
+            if owner.part in self.extra_seconds:
+                block = owner.part
+                self.extra_seconds[block] += recomputed_seconds - plain_seconds
+            conditional = (
+                {}
+                if is_update
+                else self._conditional_bytes(plain.held_storages, order, plain_segment)
             )
-            self.seconds += seconds
-            self.extra_seconds[block] += other_seconds - seconds
-            held = {} if one.owner.kind == UPDATE else self._held(plain.held, order, one)
+            # Without recomputation these are live at the start of the segment, and leave the base.
             freed = sum(
-                size
-                for literals, size in held.items()
-                if any(not literal.is_recomputed for literal in literals)
+                num_bytes
+                for literals, num_bytes in conditional.items()
+                if any(literal.holds(()) for literal in literals)
             )
-            rises = (rise(segment, costs, is_resident=True) for segment in (one, other))
-            self.moments.append(Moment(one.start_bytes - freed, held, block, *rises))
-        del self.extra_seconds[""]
+            moment = Moment(
+                plain_segment.start_bytes - freed,
+                conditional,
+                block,
+                rise(plain_segment, costs, is_resident=True),
+                rise(recomputed_segment, costs, is_resident=True),
+            )
+            self.moments.append(moment)
 
     def peak(self, recomputed: Collection[str] = ()) -> int:
         """Largest number of resident bytes in a step that recomputes some blocks."""
-        return max(
-            moment.base
-            + sum(
-                size
-                for literals, size in moment.held.items()
-                if any((one.block in recomputed) == one.is_recomputed for one in literals)
-            )
-            + (moment.recomputed_rise if moment.block in recomputed else moment.rise)
-            for moment in self.moments
-        )
+        return max(moment.peak(recomputed) for moment in self.moments)
 
     def duration(self, recomputed: Collection[str] = ()) -> float:
         """Seconds of a step that recomputes some blocks."""
@@ -142,83 +167,116 @@ class StepModel:
         Returns:
             The blocks to recompute; None if no set fits.
         """
-        from scipy.optimize import (
-            Bounds,
-            LinearConstraint,
-            milp,
-        )  # takes a second to load, which counting does without
+        # Takes a second to load, which counting does without.
+        from scipy.optimize import Bounds, LinearConstraint, milp
 
-        # One variable for each block (1 = recomputed), and one for each set of literals: whether
-        # one of them holds.
-        sets = sorted({literals for moment in self.moments for literals in moment.held}, key=sorted)
-        column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}
-        place = {block: index for index, block in enumerate(self.blocks)}
-        num_columns, rows, limits = len(self.blocks) + len(sets), [], []
-        for literals in sets:
-            for block, is_recomputed in literals:  # x <= z, or 1 - x <= z
-                row = np.zeros(num_columns)
-                row[place[block]], row[column[literals]] = (1, -1) if is_recomputed else (-1, -1)
-                rows.append(row)
-                limits.append(0.0 if is_recomputed else -1.0)
-        for moment in self.moments:
-            row = np.zeros(num_columns)
-            for literals, size in moment.held.items():
-                row[column[literals]] += size / MIB
-            if moment.block:
-                row[place[moment.block]] += (moment.recomputed_rise - moment.rise) / MIB
-            rows.append(row)
-            limits.append((budget - moment.base - moment.rise) / MIB)
-        costs = np.zeros(num_columns)
+        sets = self._literal_sets()
+        # Variables: one a block, then one a set of literals.
+        rows, limits = self._constraints(sets, budget)
         # Where a recomputation costs nothing, fewer blocks are better.
-        costs[: len(self.blocks)] = [
-            max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks
-        ]
+        block_costs = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
+        costs = np.array([*block_costs, *[0.0] * len(sets)])
         with without_output():
-            found = milp(
+            result = milp(
                 costs / max(costs.max(), 1e-9),
-                constraints=LinearConstraint(np.array(rows), ub=np.array(limits)),
+                constraints=LinearConstraint(rows, ub=limits),
+                # The variables of the sets follow from those of the blocks, also as real numbers.
                 integrality=[1] * len(self.blocks) + [0] * len(sets),
                 bounds=Bounds(0, 1),
                 options={"mip_rel_gap": 0.0, "presolve": False},
             )
-        if found.x is None:
+        if result.x is None:
             return None
-        blocks = [block for block, value in zip(self.blocks, found.x, strict=False) if value > 0.5]
+        blocks = [block for block, value in zip(self.blocks, result.x, strict=False) if value > 0.5]
         # The solver accepts a violation of a few bytes.
-        return blocks if self.peak(blocks) <= budget else self.fastest(budget - SOLVER_BYTES)
+        if self.peak(blocks) > budget:
+            return self.fastest(budget - SOLVER_BYTES)
+        return blocks
 
-    def _held(
-        self, storages: Sequence[Held], order: dict[str, int], segment: Segment
+    def _literal_sets(self) -> list[frozenset[Literal]]:
+        """List the sets of literals under which any storage is held, in a fixed order."""
+        sets: set[frozenset[Literal]] = set()
+        for moment in self.moments:
+            sets.update(moment.conditional)
+        return sorted(sets, key=sorted)
+
+    def _constraints(
+        self, sets: Sequence[frozenset[Literal]], budget: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Write the conditions of the integer program as rows · x <= limits.
+
+        Each block has a variable x (1 = recomputed), and each set of literals a variable z: whether
+        at least one of them holds. Memory is in MiB, so that all coefficients are of like size.
+        """
+        block_column = {block: index for index, block in enumerate(self.blocks)}
+        set_column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}
+        rows: list[np.ndarray] = []
+        limits: list[float] = []
+        # A set holds if one of its literals does: x <= z, or 1 - x <= z.
+        for literals in sets:
+            for literal in literals:
+                row = np.zeros(len(self.blocks) + len(sets))
+                row[block_column[literal.block]] = 1 if literal.is_recomputed else -1
+                row[set_column[literals]] = -1
+                rows.append(row)
+                limits.append(0.0 if literal.is_recomputed else -1.0)
+        # The peak of each moment lies within the budget.
+        for moment in self.moments:
+            row = np.zeros(len(self.blocks) + len(sets))
+            for literals, num_bytes in moment.conditional.items():
+                row[set_column[literals]] += num_bytes / MIB
+            if moment.block:
+                row[block_column[moment.block]] += (moment.recomputed_rise - moment.rise) / MIB
+            rows.append(row)
+            limits.append((budget - moment.base - moment.rise) / MIB)
+        return np.array(rows), np.array(limits)
+
+    def _conditional_bytes(
+        self, storages: Sequence[HeldStorage], order: dict[str, int], segment: Segment
     ) -> dict[frozenset[Literal], int]:
-        """Sum the bytes that are live at the start of a segment under conditions on blocks, by these conditions."""
-        now, is_forward = order.get(segment.owner.part, len(order)), segment.owner.kind == FORWARD
-        found: Counter[frozenset[Literal]] = Counter()
+        """Sum the bytes that are live at the start of a segment only under conditions on blocks.
+
+        Args:
+            storages: What is live between the forward and the backward pass.
+            order: Place of each part in the forward pass.
+            segment: Part of the forward or the backward pass.
+
+        Returns:
+            Bytes by the literals of which at least one must hold.
+        """
+        now = order.get(segment.owner.part, len(order))
+        conditional: Counter[frozenset[Literal]] = Counter()
         for storage in storages:
-            if is_forward:
+            if segment.owner.kind == FORWARD:
                 if order.get(storage.maker, -1) >= now:
-                    continue
+                    continue  # it is not made yet
                 # The caller of the parts holds what a later part takes.
-                if any(order.get(part, -1) >= now for part in storage.takers | storage.savers):
+                users = storage.takers | storage.savers
+                if any(order.get(part, -1) >= now for part in users):
                     continue
-                savers, takers = storage.savers, storage.takers
+                savers = storage.savers
+                takers = storage.takers
             else:
-                savers, takers = (
-                    frozenset(part for part in parts if order.get(part, -1) <= now)
-                    for parts in (storage.savers, storage.takers)
-                )
-            literals = {Literal(part, False) for part in savers if part in self.blocks}
-            literals |= {Literal(part, True) for part in takers if part in self.blocks}
-            is_always = any(part not in self.blocks for part in savers) or any(
-                Literal(one.block, not one.is_recomputed) in literals for one in literals
-            )
-            if literals and not is_always:
-                found[frozenset(literals)] += storage.num_bytes
-        return dict(found)
+                # The parts after this one are done with their backward pass, and hold nothing more.
+                savers = frozenset(part for part in storage.savers if order.get(part, -1) <= now)
+                takers = frozenset(part for part in storage.takers if order.get(part, -1) <= now)
+            # What is outside of all blocks saves in any case.
+            if not savers.issubset(self.blocks):
+                continue
+            literals = {Literal(part, is_recomputed=False) for part in savers}
+            literals |= {Literal(part, is_recomputed=True) for part in takers & set(self.blocks)}
+            # A block that saves and takes it holds it either way.
+            if literals and not savers & takers:
+                conditional[frozenset(literals)] += storage.num_bytes
+        return dict(conditional)
 
 
 @contextlib.contextmanager
 def without_output() -> Iterator[None]:
-    """Discard what a library writes to the standard output: HiGHS prints some lines whatever its options say."""
+    """Discard what a library writes to the standard output.
+
+    HiGHS, the solver of scipy, prints some lines whatever its options say.
+    """
     sys.stdout.flush()
     try:
         stdout = os.dup(1)
@@ -231,28 +289,26 @@ def without_output() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).fflush(None)  # what it has not written yet would follow later
+        # What C has not written yet would follow later. Another C library may have no fflush.
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
         os.dup2(stdout, 1)
         os.close(stdout)
 
 
 def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
-    """Bytes by which the peak of a segment exceeds its start, with the workspaces of its operations.
+    """Bytes by which a segment's peak exceeds its start, with the workspaces of its operations.
 
     Args:
         segment: Part of a step.
         costs: Measured costs of its operations.
         is_resident: Whether only the part of a workspace counts that is written, and so resident.
     """
-    workspaces = [
-        costs[key].written if is_resident else costs[key].workspace for *_, key in segment.calls
-    ]
-    tops = [
-        after + max(known, num_bytes)
-        for (after, known, _), num_bytes in zip(segment.calls, workspaces, strict=True)
-    ]
-    return max(0, max(tops, default=0) - segment.start_bytes)
+    peak = segment.start_bytes
+    for live_bytes, workspace_bytes, key in segment.calls:
+        measured = costs[key].written if is_resident else costs[key].workspace
+        peak = max(peak, live_bytes + max(workspace_bytes, measured))
+    return peak - segment.start_bytes
 
 
 def duration(segment: Segment, costs: KernelCosts) -> float:

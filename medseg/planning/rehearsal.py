@@ -1,4 +1,6 @@
-"""Callback of the tiny training by which `plan` calibrates itself: memory and processor time, read at events of the training.
+"""Callback of the tiny training by which `plan` calibrates itself: memory and processor time.
+
+Both are read at events of the training.
 
 A program that watches from outside reads at moments that depend on the load of the machine. It may
 then see a process that is about to start another program, and shares all of its memory with it, or
@@ -60,6 +62,7 @@ class RehearsalWatch(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Note the time of the step, and read the memory of the other processes."""
+        # Processor time, which other programs on the machine do not lengthen.
         now_s = time.process_time()
         if self.step_start_s is not None:
             self.steps_s.append(now_s - self.step_start_s - self.computed_s)
@@ -84,6 +87,7 @@ class RehearsalWatch(pl.Callback):
         self.path.write_text(json.dumps(numbers), encoding="utf-8")
 
     def _start_network(self, network: nn.Module, *_: Any) -> None:
+        # An evaluation has no gradients and keeps no activations: what is left is the process.
         if not network.training:
             self.main = max(self.main, resident_bytes())
         self._start_computing()
@@ -103,8 +107,7 @@ class RehearsalWatch(pl.Callback):
         self.helpers = max(self.helpers, helpers)
         if not workers:
             return
-        own = sum(private_bytes(pid) for pid in workers)
-        beside = bytes_beside(os.getpid(), workers)
-        if own > self.worker * len(workers):
-            self.worker = own // len(workers)
-        self.copies = max(self.copies, beside - own)
+        workers_private = sum(private_bytes(pid) for pid in workers)
+        workers_all = bytes_beside(os.getpid(), workers)
+        self.worker = max(self.worker, workers_private // len(workers))
+        self.copies = max(self.copies, workers_all - workers_private)

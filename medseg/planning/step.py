@@ -16,15 +16,14 @@ from medseg.memory.options import Precision
 from medseg.memory.switches import switch_on
 from medseg.memory.tracker import Timeline
 from medseg.preprocess.options import SpacingStrategy
-from medseg.task_options import make_task
 from medseg.training.extensions import make_loss
-from medseg.training.network import count_classes, find_divisor, make_network
+from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
-    """Find the largest number of samples whose step fits: a linear estimate, then exact counts around it.
+    """Find the largest number of samples whose step fits: linear estimate, then exact counts.
 
     Args:
         peak: Bytes of a step by number of samples; must not fall.
@@ -34,8 +33,9 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
         Number of samples; 0 if one does not fit.
     """
     # Growth is linear from two samples on; one sample may do without a copy that several need.
-    two, three = peak(2), peak(3)
-    samples = max(1, 2 + (budget - two) // (three - two))
+    bytes_of_two = peak(2)
+    bytes_a_sample = peak(3) - bytes_of_two
+    samples = max(1, 2 + (budget - bytes_of_two) // bytes_a_sample)
     while samples and peak(samples) > budget:
         samples -= 1
     while peak(samples + 1) <= budget:
@@ -54,7 +54,11 @@ def num_shares(config: TrainConfig) -> int:
 
 
 def input_shape(config: PlanConfig) -> Shape:
-    """Voxels (D, H, W) of the sample to plan for: `shape`, the stage's patch, the size of all crops, or `extent_mm` at its spacing."""
+    """Voxels (D, H, W) of the sample to plan for.
+
+    The first that is set of: `shape`, the stage's patch, the size of all crops, and `extent_mm` at
+    the configured spacing.
+    """
     return (
         config.shape
         or config.stage.patch_size
@@ -64,32 +68,36 @@ def input_shape(config: PlanConfig) -> Shape:
 
 
 def evaluated_shape(config: PlanConfig) -> Shape:
-    """Voxels (D, H, W) of the largest validation case: `validation_shape`, or the whole volume or crop that `input_shape` describes."""
-    known = (
-        config.validation_shape
-        or config.spacing.size
-        or (config.shape if config.stage.patch_size is None else None)
-    )
-    return known or _whole_shape(config, None)
+    """Voxels (D, H, W) of the largest validation case.
+
+    The case is `validation_shape`, or the whole volume or crop that `input_shape` describes.
+    """
+    if config.validation_shape:
+        return config.validation_shape
+    if config.spacing.size:
+        return config.spacing.size
+    # With patches, `shape` is the size of a patch and says nothing of the case.
+    if config.shape and config.stage.patch_size is None:
+        return config.shape
+    return _whole_shape(config, None)
 
 
 def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
     """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor."""
-    spacing_mm, range_mm = config.spacing.target_spacing_mm, config.spacing.range_mm
-    if range_mm is not None:
-        spacing_mm = (
-            range_mm[0],
-            range_mm[0],
-            range_mm[0],
-        )  # the finest spacing gives the largest sample
+    spacing_mm = config.spacing.target_spacing_mm
+    if config.spacing.range_mm is not None:
+        # The finest spacing gives the largest sample.
+        finest_mm = config.spacing.range_mm[0]
+        spacing_mm = (finest_mm, finest_mm, finest_mm)
     if spacing_mm is None:
         raise UserError(
-            "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] of the sample to plan for, and "
-            "validation_shape=[D,H,W] of the largest validation case"
+            "plan: spacing.strategy=native has no spacing to count voxels with; give shape=[D,H,W] "
+            "of the sample to plan for, and validation_shape=[D,H,W] of the largest validation case"
         )
     extent_mm = getattr(config.extent_mm, config.stage.name.value)
     depth, height, width = (
-        math.ceil(mm / voxel_mm) for mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
+        math.ceil(length_mm / voxel_mm)
+        for length_mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
     )
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
         depth = height = width = max(depth, height, width)
@@ -121,26 +129,28 @@ def count_memory(
     Raises:
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
-    memory, samples = config.memory, samples or samples_per_rank(config)
+    memory = config.memory
+    samples = samples or samples_per_rank(config)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before
     # compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs train in fp16.
     needs_gpu = memory.offload or memory.precision is Precision.fp16
     is_gpu = needs_gpu or pick_device_type(config.trainer.accelerator) == "cuda"
+    device_type = "cuda" if is_gpu else "cpu"
 
-    def make_ours() -> nn.Module:
+    def make_configured() -> nn.Module:
         return switch_on(
             make_network(config),
             uncompiled,
-            "cuda" if is_gpu else "cpu",
+            device_type,
             sync_batchnorm=config.trainer.sync_batchnorm,
         )
 
     try:
         return count_step(
-            make_baseline or make_ours,
-            (samples, len(make_task(config.task).channels), *shape),
+            make_baseline or make_configured,
+            (samples, count_channels(config), *shape),
             loss=make_loss(config),
             make_optimizer=make_scheduled_optimizer(config),
             precision=memory.precision.value,
@@ -158,7 +168,8 @@ def count_memory(
         if compute:
             raise
         raise UserError(
-            f"plan: a part cannot be counted without computing it ({first_line(error)}); give compute=true"
+            f"plan: a part cannot be counted without computing it ({first_line(error)}); "
+            "give compute=true"
         ) from error
 
 
@@ -172,17 +183,16 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
     Returns:
         Bytes of the case itself, and the peak of the weights and of one pass of the network.
     """
-    beside, timeline = count_evaluation(config, shape)
-    peaks = [
-        max(after + workspace for after, workspace, _ in segment.calls)
-        for segment in timeline.segments
-        if segment.calls
-    ]
-    return beside, max(peaks)
+    case_bytes, timeline = count_evaluation(config, shape)
+    pass_bytes = 0
+    for segment in timeline.segments:
+        for live_bytes, workspace_bytes, _ in segment.calls:
+            pass_bytes = max(pass_bytes, live_bytes + workspace_bytes)
+    return case_bytes, pass_bytes
 
 
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
-    """Count the memory of the evaluation of one case, with the weights, the image and the reference.
+    """Count the memory of the evaluation of one case, with weights, image and reference.
 
     A case in tiles goes through the network tile by tile; the sums and probabilities of the whole
     case are held meanwhile.
@@ -195,28 +205,34 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         Bytes beside weights, image and operations, and the operations of the case or of one tile.
     """
     tile_size = config.inference.tile_size
-    channels, divisor = len(make_task(config.task).channels), find_divisor(config)
+    num_channels = count_channels(config)
+    divisor = find_divisor(config)
 
     def call(network: nn.Module, image: Tensor) -> Tensor:
         probs = predict_probs(network, image, tile_size=None, overlap=0.0, divisor=divisor)
         return probs if tile_size else most_probable(probs)
 
     def make() -> nn.Module:
-        return switch_on(
-            make_network(config), replace(config.memory, compile=False, offload=False), "cpu"
-        )
+        memory = replace(config.memory, compile=False, offload=False)
+        return switch_on(make_network(config), memory, "cpu")
 
-    seen = network_size(tile_size, divisor) if tile_size else shape
-    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    pass_shape = network_size(tile_size, divisor) if tile_size else shape
     timeline = count_forward(
-        make, (1, channels, *seen), call, precision=config.memory.precision.value, is_gpu=is_gpu
+        make,
+        (1, num_channels, *pass_shape),
+        call,
+        precision=config.memory.precision.value,
+        is_gpu=pick_device_type(config.trainer.accelerator) == "cuda",
     )
-    target = math.prod(shape)  # uint8
+    target_bytes = math.prod(shape)  # uint8
     if tile_size is None:
-        return target, timeline
-    depth, height, width = (max(pair) for pair in zip(shape, seen, strict=True))
-    classes = count_classes(config)
-    # float32 sums of one layer of tiles, moved by a copy; float16 probabilities; the image and its
-    # padded copy.
-    sums, probs = classes * seen[0] * height * width * 4, classes * depth * height * width * 2
-    return target + 2 * sums + probs + 2 * channels * depth * height * width * 4, timeline
+        return target_bytes, timeline
+    # A case that is smaller than a tile is padded to it.
+    depth, height, width = (max(pair) for pair in zip(shape, pass_shape, strict=True))
+    num_classes = count_classes(config)
+    # float32 sums of one layer of tiles, and the copy that moves them on.
+    sums_bytes = 2 * num_classes * pass_shape[0] * height * width * 4
+    probs_bytes = num_classes * depth * height * width * 2  # float16
+    # float32 image and its padded copy
+    image_bytes = 2 * num_channels * depth * height * width * 4
+    return target_bytes + sums_bytes + probs_bytes + image_bytes, timeline

@@ -17,7 +17,7 @@ from medseg.data.samples import Samples
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape
 from medseg.memory.profile import peak_resident_bytes, resident_bytes
-from medseg.preprocess.intensity import intensity_of
+from medseg.preprocess.intensity import Intensity, intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
@@ -62,7 +62,7 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
 def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: bool) -> Samples:
     """Make the data set of a synthetic case in which samples of a shape can be cut."""
     folder.mkdir()
-    stage = replace(config.stage, coarse=None)
+    stage = replace(config.stage, coarse=None, coarse_folds=None)
     if stage.patch_size is not None:
         stage = replace(stage, patch_size=shape)
     data = make_data_module(replace(config, stage=stage), sources=[])
@@ -74,54 +74,52 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
 
 def _smaller(config: PlanConfig, shape: Shape) -> Shape:
     """Size of the warm-up, which does not exceed the samples."""
-    lengths = [
+    depth, height, width = (
         min(length, WARM_UP_LENGTH + 2 * margin)
         for length, margin in zip(shape, _margins(config), strict=True)
-    ]
-    return lengths[0], lengths[1], lengths[2]
+    )
+    return depth, height, width
 
 
 def _margins(config: PlanConfig) -> list[int]:
-    """Voxels around a region that a whole crop contains."""
+    """Voxels around a region that a whole crop contains, by axis."""
     if config.stage.patch_size is not None:
         return [0, 0, 0]
-    spacing_mm = config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
-    return [round((config.stage.region_margin_mm or 0.0) / mm) for mm in spacing_mm]
+    margin_mm = config.stage.region_margin_mm or 0.0
+    return [round(margin_mm / voxel_mm) for voxel_mm in _spacing_mm(config)]
+
+
+def _spacing_mm(config: PlanConfig) -> tuple[float, float, float]:
+    """Spacing of the synthetic case; 1 mm where scans keep their own."""
+    return config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
 
 
 def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -> CachedCase:
-    """Write a cache entry of a scan whose regions are boxes, in which samples of a shape can be cut."""
-    margins, spacing_mm = _margins(config), config.spacing.target_spacing_mm or (1.0, 1.0, 1.0)
+    """Write a cache entry of a scan whose regions are boxes.
+
+    Samples of the shape can be cut in it.
+    """
+    # A fine stage and patches cut their samples in a larger volume.
     is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
-    size = [length if is_whole else length + 16 for length in shape]
-    starts = [
-        (length - inner) // 2 + margin
-        for length, inner, margin in zip(size, shape, margins, strict=True)
-    ]
-    stops = [
-        (length + inner) // 2 - margin
-        for length, inner, margin in zip(size, shape, margins, strict=True)
-    ]
-    # A sample within its margins has a region of one voxel.
-    box = VoxelBox.of(
-        starts, (max(pair) for pair in zip(stops, (start + 1 for start in starts), strict=True))
-    )
-    grid = VoxelGrid((size[0], size[1], size[2]), spacing_mm)
-    labels = np.zeros(size, dtype=np.uint8)
-    for value, part in enumerate(np.array_split(labels[box.slices()], len(task.labels)), start=1):
-        part[:] = value
+    border = 0 if is_whole else 16
+    depth, height, width = (length + border for length in shape)
+    grid = VoxelGrid((depth, height, width), _spacing_mm(config))
+    box = _region_box(grid.shape, shape, _margins(config))
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    slabs = np.array_split(labels[box.slices()], len(task.labels))
+    for value, slab in enumerate(slabs, start=1):
+        slab[:] = value
     (folder / "case.json").touch()  # a case is read as long as its record is there
     np.save(folder / "labels.npy", labels)
-    intensities = []
+    intensities: list[Intensity | None] = []
     for number, channel in enumerate(task.channels):
-        image = np.zeros(size, dtype=np.int16 if channel.modality == "ct" else np.float32)
+        image = np.zeros(grid.shape, dtype=np.int16 if channel.modality == "ct" else np.float32)
         np.save(folder / (f"image_{number}.npy" if number else "image.npy"), image)
+        if channel.window_hu:
+            intensities.append(None)
+            continue
         image[0, 0, 0] = 1  # a percentile or a standard deviation of a constant image is refused
-        intensities.append(
-            None
-            if channel.window_hu
-            else intensity_of(image, channel.modality, channel.normalise, None)
-        )
+        intensities.append(intensity_of(image, channel.modality, channel.normalise, None))
     return CachedCase(
         "synthetic",
         folder,
@@ -132,3 +130,16 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         label_boxes=dict.fromkeys(task.labels, box),
         intensities=tuple(intensities),
     )
+
+
+def _region_box(volume_shape: Shape, shape: Shape, margins: list[int]) -> VoxelBox:
+    """Box in the middle of a volume that makes, with its margins, a sample of a shape."""
+    starts: list[int] = []
+    stops: list[int] = []
+    for volume_length, length, margin in zip(volume_shape, shape, margins, strict=True):
+        start = (volume_length - length) // 2 + margin
+        stop = (volume_length + length) // 2 - margin
+        starts.append(start)
+        # A sample within its margins has a region of one voxel.
+        stops.append(max(stop, start + 1))
+    return VoxelBox.of(starts, stops)

@@ -1,1 +1,1 @@
-"""Prediction: from scans to result files, in batches or from Python."""
+"""From scans to result files: finding scans, batches, engines, and the Python API."""

@@ -68,7 +68,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "stage": stage.name,
         "input": {
             "name": INPUT,
-            "shape": [1, len(task.channels), *(fixed_size or ("D", "H", "W"))],
+            "shape": [1, stage.num_channels, *(fixed_size or ("D", "H", "W"))],
             "multiple_of": list(stage.divisor),
             "axes": "z, y, x towards superior, posterior, left",
         },
@@ -114,4 +114,5 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         else network_size(stage.tile_size or stage.least_size, stage.divisor),
         "overlap": InferenceOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
+        "coarse_channel": stage.has_coarse_channel,
     }

@@ -199,7 +199,7 @@ def _pass_bytes(
     def held(size: float) -> float:
         return size if size <= array_bytes else 0.0
 
-    plan, channels = stage.plan(shape, options), len(stage.task.channels)
+    plan, channels = stage.plan(shape, options), stage.num_channels
     seen = network_size(plan.tile_size or shape, stage.divisor)
     padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
     # One pass gives its probabilities when its features are free.
@@ -223,12 +223,11 @@ def _pass_bytes(
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
     """Voxels that go through the networks of a stage for one crop."""
     seen = network_size(stage.tile_size or shape, stage.divisor)
-    number = (
-        len(tile_boxes(tuple(map(max, shape, seen)), seen, options.overlap))
-        if stage.tile_size
-        else 1
-    )  # type: ignore[arg-type]
-    return number * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
+    num_tiles = 1
+    if stage.tile_size:
+        depth, height, width = map(max, shape, seen)
+        num_tiles = len(tile_boxes((depth, height, width), seen, options.overlap))
+    return num_tiles * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
 
 
 def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:

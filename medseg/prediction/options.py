@@ -115,8 +115,8 @@ class PredictConfig:
         ),
     ]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
-    save: Annotated[list[Save], Knob("Result files of each case, see docs/predict.md.")] = field(
-        default_factory=lambda: [Save.labels]
+    save: Annotated[list[Save], Knob("Result files of each case, see docs/result_files.md.")] = (
+        field(default_factory=lambda: [Save.labels])
     )
     coarse: Annotated[
         Any,

@@ -1,1 +1,1 @@
-"""Orient, resample, normalise, crop: shared by training and prediction."""
+"""Orient, resample, normalise and crop: steps that training and prediction share."""

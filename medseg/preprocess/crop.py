@@ -6,8 +6,10 @@ air.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -135,6 +137,29 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
     erased = image.new_full(image.shape, outside)
     erased[inner] = image[inner]
     return erased
+
+
+def probability_channel(
+    probs: np.ndarray | Tensor,
+    grid: VoxelGrid,
+    crop: Crop,
+    values: Sequence[int],
+) -> Tensor:
+    """Make the input channel that shows a network what an earlier stage says about a region.
+
+    Args:
+        probs: Probabilities of the background and all labels (K, d, h, w) on a coarser grid.
+        grid: Their grid.
+        crop: Crop of the network.
+        values: Label values of the region.
+
+    Returns:
+        Channel (D, H, W), float32, from -1 (probability 0) to 1; -1 beyond the grid in plane.
+    """
+    planes = probs[list(values)]
+    total = torch.as_tensor(planes).to(torch.float32).sum(0)
+    part = resample_image(total, grid, crop.grid, 0.0, slices_go_on=True)
+    return erase_outside(part, crop, 0.0).mul_(2.0).sub_(1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:

@@ -1,5 +1,7 @@
 """Base class of the random changes of a sample."""
 
+from typing import ClassVar
+
 import numpy as np
 from torch import Tensor
 
@@ -11,7 +13,13 @@ class Effect:
 
     An effect draws from the generator that it is given and from nothing else, so that a sample is a
     function of its number.
+
+    Attributes:
+        is_spatial: Whether it moves voxels or cuts the field of view, so that every channel follows
+            it; else it is one of the scanner.
     """
+
+    is_spatial: ClassVar[bool] = False
 
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing

@@ -1,19 +1,30 @@
-"""Page of an evaluation: cases from worst to best with pictures and viewers, differences to a baseline, charts, statistics."""
+"""Page of an evaluation: cases from worst to best, differences to a baseline, and charts."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.report.charts import case_differences, dice_by_region, differences, volume_errors
+from medseg.report.charts import (
+    Chart,
+    case_differences,
+    dice_by_region,
+    differences,
+    volume_errors,
+)
 from medseg.report.compare import MISSING
 from medseg.report.differences import METHOD, Difference
 from medseg.report.html import data_uri, render_page
 
 _NUM_HUES = 8
 _TITLES = {
-    "dice": "Dice", "nsd_1mm": "NSD 1 mm", "nsd_2mm": "NSD 2 mm", "hd95_mm": "HD95 mm", "volume_pred_ml": "ml", "volume_ref_ml": "reference ml",
-}  # fmt: skip
+    "dice": "Dice",
+    "nsd_1mm": "NSD 1 mm",
+    "nsd_2mm": "NSD 2 mm",
+    "hd95_mm": "HD95 mm",
+    "volume_pred_ml": "ml",
+    "volume_ref_ml": "reference ml",
+}
 
 Row = Mapping[str, Any]
 
@@ -76,57 +87,38 @@ def render_cases(
         HTML.
     """
     regions = list(dict.fromkeys(row["region"] for row in rows))
-    ordered = sorted(rows, key=_rank)
-    cases = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
-    shown = _shown_rows(ordered, regions, cases, baseline_dices)
-    names = [
-        *_TITLES,
-        *(name for name in rows[0] if name not in ("case", "region", "trust", *_TITLES)),
-    ]
-    points = [{key: row[key] for key in _POINT_KEYS} for row in shown]
-    pairs = [point for point in points if point["delta"] is not None]
-    forest = [
-        {
-            "name": region.replace("_", " "),
-            "setting": 0,
-            "colour": "var(--accent)",
-            **difference._asdict(),
-        }
-        for region, metric, difference in compared
-        if metric == "dice"
-    ]
-    uris = {
-        case: data_uri(path, say)
-        for case in list(cases)[:num_pictures]
-        if (path := files[case].picture)
-    }
+    anchors = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
+    page_rows = _page_rows(sorted(rows, key=_rank), regions, anchors, baseline_dices)
+    points = [{key: row[key] for key in _POINT_KEYS} for row in page_rows]
+    tiles: list[tuple[str, Any]] = [("cases", len(anchors))]
+    for row in statistics:
+        if row["metric"] == "dice":
+            name = row["region"].replace("_", " ")
+            tiles.append((f"mean Dice, {name}", f"{row['mean']:.4f}"))
+    tiles += costs
+    cases = []
+    for number, (case, anchor) in enumerate(anchors.items()):
+        picture = files[case].picture
+        uri = ""
+        if picture is not None and number < num_pictures:
+            uri = data_uri(picture, say)
+        cases.append((case, anchor, uri, files[case]))
     return render_page(
         "cases.html",
         "evaluation",
         title,
-        tiles=[
-            ("cases", len(cases)),
-            *(
-                (f"mean Dice, {one['region'].replace('_', ' ')}", f"{one['mean']:.4f}")
-                for one in statistics
-                if one["metric"] == "dice"
-            ),
-            *costs,
-        ],
+        tiles=tiles,
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],
-            "differences": [
-                *differences(forest, "Difference of the Dice"),
-                *([case_differences(pairs)] if pairs else []),
-            ],
+            "differences": _difference_charts(compared, points),
         },
         folder=folder,
         regions=regions,
         trusts=sorted({row["trust"] for row in rows} - {""}),
-        titles={name: _TITLES.get(name, name) for name in names},
-        rows=shown,
-        cases=[(case, cases[case], uris.get(case, ""), files[case]) for case in cases],
-        statistics=[one for one in statistics if one["mean"] is not None],
+        titles=_titles(rows[0]),
+        rows=page_rows,
+        cases=cases,
+        statistics=[row for row in statistics if row["mean"] is not None],
         notes={heading: lines for heading, lines in notes.items() if lines},
         baseline=baseline,
         differences=[
@@ -146,36 +138,75 @@ def render_cases(
     )
 
 
+def _titles(row: Row) -> dict[str, str]:
+    """Titles of the scores of a row: ours, then further metrics under their own name."""
+    titles = dict(_TITLES)
+    for name in row:
+        if name not in ("case", "region", "trust"):
+            titles.setdefault(name, name)
+    return titles
+
+
+def _difference_charts(
+    compared: Sequence[tuple[str, str, Difference]], points: Sequence[dict[str, Any]]
+) -> list[Chart]:
+    """Chart the differences of the Dice to the baseline, by region and by case.
+
+    Args:
+        compared: Region, metric and its difference.
+        points: Scores of each case and region, with `delta`, the difference of the Dice.
+    """
+    rows = []
+    for region, metric, difference in compared:
+        if metric == "dice":
+            row = {
+                "name": region.replace("_", " "),
+                "setting": 0,
+                "colour": "var(--accent)",
+                **difference._asdict(),
+            }
+            rows.append(row)
+    charts = list(differences(rows, "Difference of the Dice"))
+    pairs = [point for point in points if point["delta"] is not None]
+    if pairs:
+        charts.append(case_differences(pairs))
+    return charts
+
+
 def worst_first(rows: Sequence[Row]) -> list[str]:
-    """Cases in the order of the page: by their lowest Dice, then by the distance of its region."""
+    """List the cases in the order of the page: by lowest Dice, then by the distance there."""
     return list(dict.fromkeys(row["case"] for row in sorted(rows, key=_rank)))
 
 
 def _rank(row: Row) -> tuple[float, float]:
+    """Sort key of a row: lower is worse."""
     return row["dice"], -row["hd95_mm"]
 
 
-def _shown_rows(
+def _page_rows(
     rows: Sequence[Row],
     regions: Sequence[str],
-    cases: Mapping[str, str],
+    anchors: Mapping[str, str],
     baseline_dices: Mapping[tuple[str, str], float],
 ) -> list[dict[str, Any]]:
     """Add number, link, colour, difference to the baseline and volumes of errors to each row."""
-    return [
-        {
+    page_rows = []
+    for number, row in enumerate(rows):
+        delta = None
+        baseline_dice = baseline_dices.get((row["case"], row["region"]))
+        if baseline_dice is not None:
+            delta = round(row["dice"] - baseline_dice, 6)
+        page_row = {
             **row,
             "row": number,
-            "link": f"#{cases[row['case']]}",
+            "link": f"#{anchors[row['case']]}",
             "colour": f"var(--hue-{regions.index(row['region']) % _NUM_HUES})",
             "error_ml": row["volume_pred_ml"] - row["volume_ref_ml"],
-            "delta": round(row["dice"] - baseline_dices[key], 6)
-            if (key := (row["case"], row["region"])) in baseline_dices
-            else None,
+            "delta": delta,
             **_errors(row),
         }
-        for number, row in enumerate(rows)
-    ]
+        page_rows.append(page_row)
+    return page_rows
 
 
 _POINT_KEYS = (
@@ -193,6 +224,7 @@ _POINT_KEYS = (
 
 def _errors(row: Row) -> dict[str, float]:
     """Missed and extra volume in ml, which follow from the Dice and both volumes."""
+    # Dice = 2 · common / (prediction + reference).
     common_ml = row["dice"] * (row["volume_pred_ml"] + row["volume_ref_ml"]) / 2
     return {
         "missed_ml": max(0.0, row["volume_ref_ml"] - common_ml),
@@ -204,13 +236,13 @@ def _write_score(name: str, value: float) -> str:
     """Format a score by its unit.
 
     Example:
-        >>> _write_score("dice", 0.98765), _write_score("hd95_mm", 2.345), _write_score("hd95_mm", math.inf)
-        ('0.9877', '2.3', 'none')
+        >>> [_write_score("dice", 0.98765), _write_score("hd95_mm", 2.345)]
+        ['0.9877', '2.3']
+        >>> _write_score("hd95_mm", math.inf)
+        'none'
     """
     if not math.isfinite(value):
         return "none"
-    return (
-        f"{value:.1f}"
-        if name.endswith(("_mm", "_ml")) and not name.startswith("nsd")
-        else f"{value:.4f}"
-    )
+    # The distance in the name of an NSD is its tolerance.
+    is_share = name.startswith("nsd") or not name.endswith(("_mm", "_ml"))
+    return f"{value:.4f}" if is_share else f"{value:.1f}"

@@ -1,4 +1,4 @@
-"""Paired differences between the scores of two results on the same cases: interval and rank test over patients."""
+"""Paired differences between the scores of two results on the same cases."""
 
 from collections.abc import Collection, Mapping
 from statistics import fmean
@@ -8,8 +8,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 METHOD = (
-    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the differences of "
-    "the patients, each the mean over the cases of a patient"
+    "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the "
+    "differences of the patients, each the mean over the cases of a patient"
 )
 # Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank
 # test.
@@ -84,19 +84,22 @@ def paired_difference(
     if not pairs:
         return None
     means = _patient_means(pairs, patients or {})
-    case_gains = np.array([score - other for score, other in pairs.values()])
+    case_gains = np.array([score - baseline_score for score, baseline_score in pairs.values()])
     gains = means[:, 0] - means[:, 1]
     mean = float(gains.mean())
-    half = None
+    ci95_low = None
+    ci95_high = None
     if len(gains) > 1:
-        half = float(t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1) * sem(gains))
+        half_width = float(t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1) * sem(gains))
+        ci95_low = mean - half_width
+        ci95_high = mean + half_width
     return Difference(
         cases=len(pairs),
         baseline_mean=float(means[:, 1].mean()),
         mean=float(means[:, 0].mean()),
         difference=mean,
-        ci95_low=None if half is None else mean - half,
-        ci95_high=None if half is None else mean + half,
+        ci95_low=ci95_low,
+        ci95_high=ci95_high,
         better=int(np.count_nonzero(better * case_gains > 0)),
         worse=int(np.count_nonzero(better * case_gains < 0)),
         patients=len(gains),
@@ -110,7 +113,9 @@ def is_established(
     patients: Mapping[str, str],
     num_comparisons: int = 1,
 ) -> bool:
-    """Whether scores are better than others by more than chance: a paired t-test over the patients at a level of 5 %.
+    """Whether scores are better than others by more than chance.
+
+    A paired t-test over the patients at a level of 5 % decides.
 
     Args:
         scores: Case to its score, more being better.
@@ -147,21 +152,28 @@ def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> st
     """
     num_patients = len({patients.get(case, case) for case in cases})
     if num_patients == len(cases):
-        own = f"each of the {len(cases)} cases counts as a patient of its own"
-        return f"{own}: no patient is named for several cases"
+        return (
+            f"each of the {len(cases)} cases counts as a patient of its own: "
+            "no patient is named for several cases"
+        )
     noun = "patient" if num_patients == 1 else "patients"
-    return f"{len(cases)} cases of {num_patients} {noun}; the cases of a patient count together, by their mean"
+    return (
+        f"{len(cases)} cases of {num_patients} {noun}; "
+        "the cases of a patient count together, by their mean"
+    )
 
 
-def write_difference(one: Difference) -> str:
+def write_difference(difference: Difference) -> str:
     """Format a difference with its interval.
 
     Example:
         >>> write_difference(Difference(5, 0.9, 0.91, 0.01, 0.004, 0.016, 4, 1, 5, 0.0625))
         '+0.0100 [+0.0040, +0.0160]'
     """
-    interval = "" if one.ci95_low is None else f" [{one.ci95_low:+.4f}, {one.ci95_high:+.4f}]"
-    return f"{one.difference:+.4f}{interval}"
+    text = f"{difference.difference:+.4f}"
+    if difference.ci95_low is None:
+        return text
+    return f"{text} [{difference.ci95_low:+.4f}, {difference.ci95_high:+.4f}]"
 
 
 def _finite_pairs(
@@ -179,15 +191,19 @@ def _patient_means(
     groups: dict[str, list[tuple[float, float]]] = {}
     for case, pair in pairs.items():
         groups.setdefault(patients.get(case, case), []).append(pair)
-    return np.array(
-        [[fmean(column) for column in zip(*group, strict=True)] for group in groups.values()]
-    )
+    means = []
+    for group in groups.values():
+        scores, baseline_scores = zip(*group, strict=True)
+        means.append((fmean(scores), fmean(baseline_scores)))
+    return np.array(means)
 
 
 def _wilcoxon_p(gains: np.ndarray) -> float:
     """Two-sided p of the signed-rank test; zeros are left out."""
     from scipy.stats import wilcoxon
 
-    changed = np.round(gains, _DIGITS)
-    changed = changed[changed != 0]
-    return float(wilcoxon(changed).pvalue) if len(changed) else 1.0
+    changes = np.round(gains, _DIGITS)
+    changes = changes[changes != 0]
+    if not len(changes):
+        return 1.0
+    return float(wilcoxon(changes).pvalue)

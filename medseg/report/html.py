@@ -48,17 +48,23 @@ def render_page(
     def source(name: str) -> Markup:
         return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
 
-    drawn = [chart for group in charts.values() for chart in group]
-    numbers = iter(range(len(drawn)))
+    # The charts are numbered through all groups.
+    specs: list[dict[str, Any]] = []
+    figures: dict[str, list[tuple[int, str]]] = {}
+    for name, group in charts.items():
+        figures[name] = []
+        for chart in group:
+            figures[name].append((len(specs), chart.heading))
+            specs.append(chart.spec)
+    libraries = []
+    if specs:
+        libraries = [source(f"vega/{name}") for name in _LIBRARIES]
     return templates.get_template(template).render(
         css=source("page.css"),
         js=source("page.js"),
-        libraries=[source(f"vega/{name}") for name in _LIBRARIES] if drawn else [],
-        specs=[chart.spec for chart in drawn],
-        figures={
-            name: [(next(numbers), chart.heading) for chart in group]
-            for name, group in charts.items()
-        },
+        libraries=libraries,
+        specs=specs,
+        figures=figures,
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
         kind=kind,
@@ -69,18 +75,21 @@ def render_page(
 
 
 def data_uri(path: Path, say: Callable[[str], None]) -> str:
-    """A picture as a JPEG data URI, at most 960 pixels wide; "" and a sentence for a file that is no whole picture."""
+    """Encode a picture as a JPEG data URI, at most 960 pixels wide.
+
+    A file that is no whole picture gives "", and `say` a sentence.
+    """
     from PIL import Image
 
     try:
-        with Image.open(path) as stored:
-            image = stored.convert("RGB")
+        with Image.open(path) as opened:
+            image = opened.convert("RGB")
     except OSError as error:
         say(f"{path} is left out: {error}")
         return ""
     image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
     file = io.BytesIO()
-    image.save(
-        file, "JPEG", quality=82, subsampling=0, optimize=True
-    )  # full colour: the outlines are one pixel wide
-    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    # Colour in full resolution: the outlines are one pixel wide.
+    image.save(file, "JPEG", quality=82, subsampling=0, optimize=True)
+    text = base64.b64encode(file.getvalue()).decode()
+    return f"data:image/jpeg;base64,{text}"

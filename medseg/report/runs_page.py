@@ -1,7 +1,8 @@
-"""Report page of runs: best setting, validation cases, differences to a baseline, tables, charts and pictures."""
+"""Report page of runs: best setting, cases, differences to a baseline, tables and charts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -15,6 +16,7 @@ from medseg.report.compare import (
     VAL_DICE,
     Comparison,
     Metric,
+    Picture,
     Run,
     Setting,
     Study,
@@ -51,28 +53,31 @@ def render(
         HTML.
     """
     metrics = shown_metrics(comparison)
-    settings, runs = comparison.settings, comparison.runs
-    best = None if comparison.best is None else settings[comparison.best]
+    settings = comparison.settings
+    runs = comparison.runs
     places = {number: place for place, number in enumerate(comparison.ranked)}
-    total_s = sum(
-        metric.of(run) or 0.0 for metric in METRICS if metric.key == "train_s" for run in runs
-    )
-    statuses = sorted(
-        Counter(run.status for run in runs).items(), key=lambda one: one[0] != FINISHED
-    )
+    ranked_settings = [settings[number] for number in comparison.ranked]
+    best = None
+    best_run = None
+    best_metrics: list[Metric] = []
+    if comparison.best is not None:
+        best = settings[comparison.best]
+        best_run = _best_run(best.runs)
+        best_metrics = [
+            metric for metric in METRICS if metric.better and metric.key in best.metrics
+        ]
+    baseline_label = None
+    if comparison.baseline is not None:
+        baseline_label = settings[comparison.baseline].label
     pictures = _pictures(comparison, places, num_pictures, say)
     baseline_rows = difference_rows(comparison)
-    case_settings = [settings[number] for number in comparison.ranked if settings[number].cases]
+    case_settings = [setting for setting in ranked_settings if setting.cases]
     case_rows = _case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures)
     return render_page(
         "runs.html",
         "report",
         title,
-        tiles=[
-            ("runs", len(runs)),
-            *((status.replace("_", " "), count) for status, count in statuses),
-            *([("training in all", write_duration(total_s))] if total_s else []),
-        ],
+        tiles=_tiles(runs),
         charts={
             "curves": curves(comparison),
             "costs": costs(comparison),
@@ -84,16 +89,14 @@ def render(
         comparison=comparison,
         num_hues=_NUM_HUES,
         places=places,
-        legend=[settings[number] for number in comparison.ranked],
+        legend=ranked_settings,
         is_named_by_run=_NUM_HUES < len(settings) == len(runs),
         study=study,
         best_trials=_best_trials(comparison, study) if study else [],
         best=best,
         has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
-        best_run=_best_run(best.runs) if best else None,
-        best_metrics=[
-            metric for metric in METRICS if best and metric.better and metric.key in best.metrics
-        ],
+        best_run=best_run,
+        best_metrics=best_metrics,
         missing=MISSING,
         write_mean=write_mean,
         setting_figures=setting_figures(comparison, metrics),
@@ -101,15 +104,13 @@ def render(
             [column.values[index] for column in comparison.columns] for index in range(len(runs))
         ],
         run_figures=run_figures(comparison, metrics),
-        run_links=[
-            next((f"#{one['id']}" for one in pictures if one["run"] is run), "") for run in runs
-        ],
+        run_links=[_link_to(pictures, run=run) for run in runs],
         metrics=metrics,
         case_settings=case_settings[:_MAX_CASE_SETTINGS],
         num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
         case_rows=case_rows,
         differences=baseline_rows,
-        baseline_label=None if comparison.baseline is None else settings[comparison.baseline].label,
+        baseline_label=baseline_label,
         method=METHOD,
         pairing=describe_patients({row["case"] for row in case_rows}, comparison.patients),
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
@@ -119,77 +120,118 @@ def render(
     )
 
 
+def _tiles(runs: Sequence[Run]) -> list[tuple[str, Any]]:
+    """Figures for the top of the page: runs, runs by status, time of training in all."""
+    tiles: list[tuple[str, Any]] = [("runs", len(runs))]
+    counts = Counter(run.status for run in runs)
+    for status in sorted(counts, key=lambda status: status != FINISHED):
+        tiles.append((status.replace("_", " "), counts[status]))
+    (train_s,) = (metric for metric in METRICS if metric.key == "train_s")
+    total_s = sum(train_s.of(run) or 0.0 for run in runs)
+    if total_s:
+        tiles.append(("training in all", write_duration(total_s)))
+    return tiles
+
+
+def _link_to(
+    pictures: Sequence[dict[str, Any]],
+    *,
+    run: Run | None = None,
+    setting: Setting | None = None,
+    case: str = "",
+    label: str = "",
+) -> str:
+    """Link to the first picture of a run, or of a case and a label in a setting; "" without one."""
+    for picture in pictures:
+        is_of_run = run is not None and picture["run"] is run
+        is_of_case = (
+            setting is not None and picture["setting"] is setting and picture["case"] == case
+        )
+        if is_of_run or (is_of_case and label in picture["dice"]):
+            return f"#{picture['id']}"
+    return ""
+
+
 def difference_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Differences of the settings to the baseline, the best first; `differences.csv` and the page have these rows."""
-    return [
-        {
+    """List the differences of the settings to the baseline, the best first.
+
+    `differences.csv` and the page have these rows.
+    """
+    rows = []
+    for number, difference in comparison.differences.items():
+        row = {
             "name": comparison.settings[number].label,
             "setting": number,
             "colour": f"var(--s{number})",
-            **comparison.differences[number]._asdict(),
+            **difference._asdict(),
         }
-        for number in sorted(
-            comparison.differences, key=lambda number: -comparison.differences[number].difference
-        )
-    ]
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["difference"])
 
 
 def _pictures(
     comparison: Comparison, places: dict[int, int], num_pictures: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
-    order = sorted(
+    indices = sorted(
         range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number]
     )
-    chosen = [(index, picture) for index in order for picture in comparison.runs[index].pictures][
-        :num_pictures
-    ]
-    chosen.sort(key=lambda one: min(one[1].dice.values(), default=2.0))
-    return [
-        {
-            "id": f"picture-{number}",
-            "uri": uri,
-            "run": comparison.runs[index],
-            "setting": comparison.setting_of[index],
-            "case": picture.case,
-            "dice": picture.dice,
-            "alt": f"Run {comparison.runs[index].name} at step {picture.step}: slices of the validation case {picture.case} with "
-            "the labels of the prediction, the reference as a line, and errors coloured",
-        }
-        for number, (index, picture) in enumerate(chosen)
-        if (uri := data_uri(picture.path, say))
-    ]
+    overlays: list[tuple[int, Picture]] = []
+    for index in indices:
+        overlays += [(index, picture) for picture in comparison.runs[index].pictures]
+    overlays = overlays[:num_pictures]
+    # A Dice is at most 1.
+    overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
+    pictures = []
+    for number, (index, picture) in enumerate(overlays):
+        uri = data_uri(picture.path, say)
+        if not uri:
+            continue
+        run = comparison.runs[index]
+        pictures.append(
+            {
+                "id": f"picture-{number}",
+                "uri": uri,
+                "run": run,
+                "setting": comparison.setting_of[index],
+                "case": picture.case,
+                "dice": picture.dice,
+                "alt": (
+                    f"Run {run.name} at step {picture.step}: slices of the validation case "
+                    f"{picture.case} with the labels of the prediction, "
+                    "the reference as a line, and errors coloured"
+                ),
+            }
+        )
+    return pictures
 
 
 def _case_rows(
     settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Dice of each case and label in each setting with the link to a picture, the lowest mean first."""
+    """Dice of each case and label in each setting with a link, the lowest mean first."""
     rows = []
-    for case, label in dict.fromkeys(key for setting in settings for key in setting.cases):
-        dices = [setting.cases.get((case, label)) for setting in settings]
-        links = [
-            next((f"#{one['id']}" for one in pictures if one["case"] == case and one["setting"] is setting and label in one["dice"]), "")
-            for setting in settings
-        ]  # fmt: skip
-        mean = fmean(dice for dice in dices if dice is not None)
-        rows.append(
-            {
-                "case": case,
-                "label": label,
-                "mean": mean,
-                "cells": list(zip(dices, links, strict=True)),
-            }
-        )
+    for case, label in dict.fromkeys(chain.from_iterable(setting.cases for setting in settings)):
+        cells = []
+        for setting in settings:
+            link = _link_to(pictures, setting=setting, case=case, label=label)
+            cells.append((setting.cases.get((case, label)), link))
+        mean = fmean(dice for dice, _ in cells if dice is not None)
+        rows.append({"case": case, "label": label, "mean": mean, "cells": cells})
     return sorted(rows, key=lambda row: row["mean"])
 
 
 def shown_metrics(comparison: Comparison) -> list[Metric]:
-    """Metrics that some run has; those without a better direction (steps, weights) only where they differ."""
-    values = {
-        metric.key: {metric.of(run) for run in comparison.runs} - {None} for metric in METRICS
-    }
-    return [metric for metric in METRICS if len(values[metric.key]) > (0 if metric.better else 1)]
+    """Select the metrics that some run has.
+
+    Those without a better direction (steps, weights) are shown only where they differ.
+    """
+    metrics = []
+    for metric in METRICS:
+        values = {metric.of(run) for run in comparison.runs} - {None}
+        if len(values) > 1 or (values and metric.better):
+            metrics.append(metric)
+    return metrics
 
 
 def setting_figures(
@@ -197,84 +239,91 @@ def setting_figures(
 ) -> list[list[dict[str, Any]]]:
     """Cells of each metric over the settings, the best first."""
     settings = [comparison.settings[number] for number in comparison.ranked]
-    is_complete = [one.is_complete for one in settings]
-    return [
-        _column(metric, [one.metrics.get(metric.key, ()) for one in settings], is_complete)
-        for metric in metrics
-    ]
+    is_complete = [setting.is_complete for setting in settings]
+    columns = []
+    for metric in metrics:
+        rows = [setting.metrics.get(metric.key, ()) for setting in settings]
+        columns.append(_column(metric, rows, is_complete))
+    return columns
 
 
 def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
-    """Cells of each metric over the runs in the order of the folders; only finished runs can be the best."""
+    """Cells of each metric over the runs in the order of the folders.
+
+    Only finished runs can be the best.
+    """
     is_finished = [run.status == FINISHED for run in comparison.runs]
-    return [
-        _column(
-            metric,
-            [() if (value := metric.of(run)) is None else (value,) for run in comparison.runs],
-            is_finished,
-        )
-        for metric in metrics
-    ]
+    columns = []
+    for metric in metrics:
+        values = [metric.of(run) for run in comparison.runs]
+        rows = [() if value is None else (value,) for value in values]
+        columns.append(_column(metric, rows, is_finished))
+    return columns
 
 
 def write_mean(metric: Metric, values: Sequence[float]) -> str:
-    """Format the mean of at least one value, with the standard deviation where the repeats differ."""
+    """Format the mean of at least one value, with the standard deviation where values differ."""
     text = metric.write(fmean(values))
-    return (
-        f"{text} ± {metric.write(stdev(values))}"
-        if metric.better and len(set(values)) > 1
-        else text
-    )
+    if metric.better and len(set(values)) > 1:
+        text += f" ± {metric.write(stdev(values))}"
+    return text
 
 
 def _column(
     metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Cells of a metric: text, number to sort by ("" comes last), and the mark of the best counted row where they differ."""
+    """Cells of a metric: text, number to sort by ("" comes last), and the mark of the best row.
+
+    Args:
+        metric: The metric.
+        rows: Values of each row, those of its repeats; a row may have none.
+        is_counted: Whether a row can be the best; none is where all are equal.
+    """
     means = [fmean(values) if values else None for values in rows]
-    candidates = {
-        mean for mean, counts in zip(means, is_counted, strict=True) if counts and mean is not None
-    }
-    best = (
-        max(candidates, key=lambda mean: mean * metric.better)
-        if metric.better and len(candidates) > 1
-        else None
-    )
-    return [
-        {"text": MISSING, "order": "", "is_best": False}
-        if mean is None
-        else {
-            "text": write_mean(metric, values),
-            "order": repr(mean),
-            "is_best": mean == best and counts,
-        }
-        for mean, values, counts in zip(means, rows, is_counted, strict=True)
-    ]
+    candidates = set()
+    for mean, counts in zip(means, is_counted, strict=True):
+        if counts and mean is not None:
+            candidates.add(mean)
+    best = None
+    if metric.better and len(candidates) > 1:
+        best = max(candidates, key=lambda mean: mean * metric.better)
+    cells = []
+    for mean, values, counts in zip(means, rows, is_counted, strict=True):
+        if mean is None:
+            cells.append({"text": MISSING, "order": "", "is_best": False})
+            continue
+        cells.append(
+            {
+                "text": write_mean(metric, values),
+                "order": repr(mean),
+                "is_best": mean == best and counts,
+            }
+        )
+    return cells
 
 
 def _best_run(runs: Sequence[Run]) -> Run:
-    """The finished run with the highest validation Dice."""
-    return max(
-        (run for run in runs if run.status == FINISHED), key=lambda run: VAL_DICE.of(run) or 0.0
-    )
+    """Find the finished run with the highest validation Dice."""
+    finished = [run for run in runs if run.status == FINISHED]
+    return max(finished, key=lambda run: VAL_DICE.of(run) or 0.0)
 
 
 def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
-    """The best trials of a search: run, objectives, searched keys."""
+    """List the best trials of a search: run, objectives, searched keys."""
     objectives = [metric for metric in METRICS if metric.key in study["objectives"]]
-    return [
-        {
-            "number": comparison.setting_of[index].number,
-            "name": run.name,
-            "figures": {
-                m.key: MISSING if (value := m.of(run)) is None else m.write(value)
-                for m in objectives
-            },
-            "drawn": {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]},
-        }
-        for index, run in enumerate(comparison.runs)
-        if run.name in study["best"]
-    ]
+    trials = []
+    for setting, run in zip(comparison.setting_of, comparison.runs, strict=True):
+        if run.name not in study["best"]:
+            continue
+        figures = {}
+        for metric in objectives:
+            value = metric.of(run)
+            figures[metric.key] = MISSING if value is None else metric.write(value)
+        values = {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]}
+        trials.append(
+            {"number": setting.number, "name": run.name, "figures": figures, "drawn": values}
+        )
+    return trials
 
 
 def _four_digits(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Comparison of spacing strategies on the same cases: means by slice thickness, and tables in Markdown."""
+"""Comparison of spacing strategies on the same cases: means by slice thickness, and tables."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,92 +47,108 @@ def thickness_of(slice_mm: float) -> str:
 
 
 def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
-    """Average the scores of a row by class of thickness and over `ALL`; a class without a sure reference is left out.
+    """Average the scores of a row by class of thickness and over `ALL`.
 
-    A case without a result has no score here: `Strategy.missing` belongs beside the means.
+    A class without a sure reference is left out. A case without a result has no score here:
+    `Strategy.missing` belongs beside the means.
 
     Returns:
         Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and
         their median `hd95_mm`: one missed region does not make it infinite.
     """
-    sure = [score for score in strategy.scores if score["trust"] in SURE]
-    groups = {
-        one: [score for score in sure if one in (thickness_of(score["slice_mm"]), ALL)]
-        for one in (*THICKNESSES, ALL)
-    }
-    return {
-        one: {
-            "number": len(scores),
-            "dice": fmean(score["dice"] for score in scores),
-            "nsd_1mm": fmean(score["nsd_1mm"] for score in scores),
-            "hd95_mm": median(score["hd95_mm"] for score in scores),
-        }
-        for one, scores in groups.items()
-        if scores
-    }
+    means = {}
+    for thickness in (*THICKNESSES, ALL):
+        scores = _sure_scores(strategy, thickness)
+        if scores:
+            means[thickness] = {
+                "number": len(scores),
+                "dice": fmean(score["dice"] for score in scores),
+                "nsd_1mm": fmean(score["nsd_1mm"] for score in scores),
+                "hd95_mm": median(score["hd95_mm"] for score in scores),
+            }
+    return means
+
+
+def _sure_scores(strategy: Strategy, thickness: str) -> list[dict[str, Any]]:
+    """Scores of a class of thickness, or of `ALL`, where the reference is sure."""
+    return [
+        score
+        for score in strategy.scores
+        if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
+    ]
 
 
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:
-    """Mean seconds and largest peak in GB over the predicted cases; not a number where there is none."""
-    cases = {
-        score["case"]: (score["predict_s"], score["predict_peak_gb"]) for score in strategy.scores
-    }.values()
-    return (
-        (fmean(s for s, _ in cases), max(gb for _, gb in cases)) if cases else (math.nan, math.nan)
-    )
+    """Mean seconds and largest peak in GB over the predicted cases; NaN where there is none."""
+    if not strategy.scores:
+        return math.nan, math.nan
+    # The scores of all regions of a case have the same costs.
+    seconds = {score["case"]: score["predict_s"] for score in strategy.scores}
+    peaks_gb = {score["case"]: score["predict_peak_gb"] for score in strategy.scores}
+    return fmean(seconds.values()), max(peaks_gb.values())
 
 
 def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None = None) -> str:
-    """Format the comparison: costs, means by thickness, the best of each class, failures, every case.
+    """Format the comparison in Markdown: costs, means by thickness, the best, failures, every case.
 
     Args:
         strategies: The rows.
         patients: Case to its patient; a case that is missing is a patient of its own.
     """
-    failures = "".join(
-        f"* {strategy.name}: failed, {strategy.failure}\n"
-        for strategy in strategies
-        if strategy.failure
-    )
-    done = {strategy.name: strategy for strategy in strategies if not strategy.failure}
+    done = {}
+    failure_lines = []
+    for strategy in strategies:
+        if strategy.failure:
+            failure_lines.append(f"* {strategy.name}: failed, {strategy.failure}\n")
+        else:
+            done[strategy.name] = strategy
     if not done:
-        return failures
+        return "".join(failure_lines)
     means = {name: means_of(strategy) for name, strategy in done.items()}
-    shown = [
-        thickness
-        for thickness in (*THICKNESSES, ALL)
-        if any(thickness in known for known in means.values())
-    ]
-    bests = {
-        one: max(
-            (name for name in done if one in means[name]), key=lambda name: means[name][one]["dice"]
-        )
-        for one in shown
-    }
+    scored_thicknesses = []
     lines = []
-    for thickness, best in bests.items():
-        mean = means[best][thickness]
-        sentence = (
-            f"{best} has the best mean Dice, {mean['dice']:.4f} over {mean['number']} regions"
-        )
-        rivals = [name for name in done if name != best and thickness in means[name]]
-        tied = _tied(done, best, rivals, thickness, patients or {})
-        if tied:
-            sentence += (
-                f"; not established against {', '.join(tied)} (paired t-test over the patients)"
-            )
-        lines.append(f"* {thickness}: {sentence}\n")
-    lines += [
-        f"* {name}: no result of {case} ({why})\n"
-        for name, one in done.items()
-        for case, why in one.missing.items()
-    ]
+    for thickness in (*THICKNESSES, ALL):
+        scored = {name: means[name][thickness] for name in done if thickness in means[name]}
+        if scored:
+            scored_thicknesses.append(thickness)
+            lines.append(f"* {thickness}: {_best_sentence(done, scored, thickness, patients)}\n")
+    for name, strategy in done.items():
+        for case, reason in strategy.missing.items():
+            lines.append(f"* {name}: no result of {case} ({reason})\n")
+    lines += failure_lines
     return (
         f"{_cost_table(done)}\n"
-        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable reference.\n\n"
-        f"{_mean_table(done, means, shown)}\n{''.join(lines)}{failures}\n"
+        "Slices: Dice / NSD at 1 mm / HD95 mm (mean, mean, median) over regions with a reliable "
+        "reference.\n\n"
+        f"{_mean_table(done, means, scored_thicknesses)}\n{''.join(lines)}\n"
         f"Dice / HD95 mm of every case:\n\n{_case_table(done)}"
     )
+
+
+def _best_sentence(
+    strategies: Mapping[str, Strategy],
+    means: Mapping[str, Mapping[str, float]],
+    thickness: str,
+    patients: Mapping[str, str] | None,
+) -> str:
+    """Say which row has the best mean Dice, and which others it is not established to beat.
+
+    Args:
+        strategies: The rows by name.
+        means: Means of the class of thickness, by the name of the row; at least one.
+        thickness: The class.
+        patients: Case to its patient.
+    """
+    best = max(means, key=lambda name: means[name]["dice"])
+    sentence = (
+        f"{best} has the best mean Dice, {means[best]['dice']:.4f} "
+        f"over {means[best]['number']} regions"
+    )
+    rivals = [name for name in means if name != best]
+    tied = _tied(strategies, best, rivals, thickness, patients or {})
+    if tied:
+        sentence += f"; not established against {', '.join(tied)} (paired t-test over the patients)"
+    return sentence
 
 
 def _tied(
@@ -142,29 +158,27 @@ def _tied(
     thickness: str,
     patients: Mapping[str, str],
 ) -> list[str]:
-    """Rows that the one with the best mean is not established to beat on the regions that both have.
+    """List the rows that the best one is not established to beat on the regions that both have.
 
     The best was chosen after all were seen, so every pair of rows counts as a comparison.
     """
     num_pairs = len(rivals) * (1 + len(rivals)) // 2
-    own = _sure_dices(strategies[best], thickness)
+    best_dices = _sure_dices(strategies[best], thickness)
     tied = []
     for rival in rivals:
-        other = _sure_dices(strategies[rival], thickness)
-        common = own.keys() & other.keys()
-        scores, other_scores = ({key: dices[key] for key in common} for dices in (own, other))
-        if not is_established(_case_means(scores), _case_means(other_scores), patients, num_pairs):
+        rival_dices = _sure_dices(strategies[rival], thickness)
+        common = best_dices.keys() & rival_dices.keys()
+        best_means = _case_means({key: best_dices[key] for key in common})
+        rival_means = _case_means({key: rival_dices[key] for key in common})
+        if not is_established(best_means, rival_means, patients, num_pairs):
             tied.append(rival)
     return tied
 
 
 def _sure_dices(strategy: Strategy, thickness: str) -> dict[tuple[str, str], float]:
     """Dice by case and region of a class of thickness, where the reference is sure."""
-    return {
-        (score["case"], score["region"]): score["dice"]
-        for score in strategy.scores
-        if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
-    }
+    scores = _sure_scores(strategy, thickness)
+    return {(score["case"], score["region"]): score["dice"] for score in scores}
 
 
 def _case_means(dices: Mapping[tuple[str, str], float]) -> dict[str, float]:
@@ -178,14 +192,19 @@ def _case_means(dices: Mapping[tuple[str, str], float]) -> dict[str, float]:
 def _cost_table(done: Mapping[str, Strategy]) -> str:
     """One line per strategy and stage."""
     headings = {
-        "strategy": "strategy", "stage": "stage", "spacing": "works on", "saved_bytes_per_voxel": "saved B/voxel",
-        "step_peak_mib": "peak of a step MiB", "whole_peak_mib": "of a whole crop MiB", "step_s": "s/step", "train_s": "training s",
-    }  # fmt: skip
-    rows = [
-        {"strategy": name, "stage": stage, **cost}
-        for name, one in done.items()
-        for stage, cost in one.costs.items()
-    ]
+        "strategy": "strategy",
+        "stage": "stage",
+        "spacing": "works on",
+        "saved_bytes_per_voxel": "saved B/voxel",
+        "step_peak_mib": "peak of a step MiB",
+        "whole_peak_mib": "of a whole crop MiB",
+        "step_s": "s/step",
+        "train_s": "training s",
+    }
+    rows = []
+    for name, strategy in done.items():
+        for stage, cost in strategy.costs.items():
+            rows.append({"strategy": name, "stage": stage, **cost})
     return markdown_table(
         rows,
         headings,
@@ -202,28 +221,19 @@ def _cost_table(done: Mapping[str, Strategy]) -> str:
 def _mean_table(
     done: Mapping[str, Strategy],
     means: Mapping[str, Mapping[str, Mapping[str, float]]],
-    shown: Sequence[str],
+    thicknesses: Sequence[str],
 ) -> str:
     """One line per strategy and one column per class of thickness."""
     rows = []
     for name, strategy in done.items():
-        predicted_s, peak_gb = prediction_costs(strategy)
-        rows.append(
-            {
-                "strategy": name,
-                **{
-                    one: f"{mean['dice']:.4f} / {mean['nsd_1mm']:.3f} / {distance_text(mean['hd95_mm'])}"
-                    for one, mean in means[name].items()
-                },
-                "prediction s": predicted_s,
-                "peak GB": peak_gb,
-            }
-        )
-    return markdown_table(
-        rows,
-        ("strategy", *shown, "prediction s", "peak GB"),
-        {"prediction s": ".1f", "peak GB": ".2f"},
-    )
+        row: dict[str, Any] = {"strategy": name}
+        for thickness, mean in means[name].items():
+            distance = distance_text(mean["hd95_mm"])
+            row[thickness] = f"{mean['dice']:.4f} / {mean['nsd_1mm']:.3f} / {distance}"
+        row["prediction s"], row["peak GB"] = prediction_costs(strategy)
+        rows.append(row)
+    columns = ("strategy", *thicknesses, "prediction s", "peak GB")
+    return markdown_table(rows, columns, {"prediction s": ".1f", "peak GB": ".2f"})
 
 
 def _case_table(done: Mapping[str, Strategy]) -> str:
@@ -232,18 +242,16 @@ def _case_table(done: Mapping[str, Strategy]) -> str:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, strategy in done.items():
         for score in strategy.scores:
-            row = rows.setdefault(
-                tuple(score[key] for key in keys), {key: score[key] for key in keys}
-            )
+            labels = {key: score[key] for key in keys}
+            row = rows.setdefault(tuple(labels.values()), labels)
             row[f"of {name}"] = f"{score['dice']:.4f} / {distance_text(score['hd95_mm'])}"
-    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")} | {
-        f"of {name}": name for name in done
-    }
-    return markdown_table(
-        [rows[key] for key in sorted(rows)], columns, {"slice_mm": "g"}, missing="none"
-    )
+    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")}
+    # A strategy may have the name of another column.
+    columns.update({f"of {name}": name for name in done})
+    sorted_rows = [rows[key] for key in sorted(rows)]
+    return markdown_table(sorted_rows, columns, {"slice_mm": "g"}, missing="none")
 
 
 def distance_text(value_mm: float) -> str:
-    """Format a surface distance in mm; an infinite one, of a region that was not found, is `none`."""
+    """Format a surface distance in mm; an infinite one, of a region not found, is `none`."""
     return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"

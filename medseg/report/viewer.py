@@ -123,9 +123,8 @@ def _packed(
     )
     steps = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
     first = [(factor - 1) / 2 for factor in factors]
-    small = VoxelGrid(
-        shape, tuple(steps), tuple(grid.index_to_world_xyz_mm(first).tolist()), grid.direction
-    )  # type: ignore[arg-type]
+    origin_xyz_mm = grid.index_to_world_xyz_mm(first).tolist()
+    small = VoxelGrid(shape, tuple(steps), tuple(origin_xyz_mm), grid.direction)  # type: ignore[arg-type]
     slope = (high - low) / 255
     centres = np.ix_(
         *(np.minimum(np.arange(number) * factor + factor // 2, size - 1)

@@ -1,1 +1,1 @@
-"""Run folders: status, signature, locks, start and stop of processes, sweeps."""
+"""Run folders: status, signature, locks, processes; one training, and sweeps of many."""

@@ -4,10 +4,13 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from medseg.conf_folder import conf_dir
 from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
-from medseg.config.overrides import PATH_KEYS
+from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.data.options import StageName
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import free_memory_bytes, private_bytes
@@ -15,6 +18,20 @@ from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import quote_for_shell, shell_line
 
+# Keys of `data` that choose the cases, the split and the values of a run: the next stage must not
+# train on other cases.
+SHARED_KEYS = (
+    "labels_column",
+    "hu_slope",
+    "hu_offset",
+    "train_trust",
+    "ignore_findings",
+    "cache",
+    "fold",
+    "num_folds",
+    "val_patients",
+    "test_patients",
+)
 # Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
@@ -49,40 +66,66 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         config: Configuration of the run.
         checkpoint: Its best checkpoint.
     """
-    trust = []
-    if config.trusted_targets:
-        trust = [f"trusted_targets=[{','.join(config.trusted_targets)}]"]
-    if config.stage.name is StageName.fine:
-        coarse = f"coarse={config.stage.coarse or '<checkpoint of the coarse stage>'}"
-        arguments = [
-            "predict",
-            "input=<scan>",
-            "output=<folder>",
-            coarse,
-            f"fine={checkpoint}",
-            *trust,
-        ]
-    elif config.stage.name is StageName.coarse and config.task.regions:
-        cases = [f"data.cases={config.data.cases}"] if config.data.cases else []
-        arguments = ["train", "stage=fine", *_task_argument(config), *cases]
-        arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}", *trust]
+    if config.stage.name is StageName.coarse and config.task.regions:
+        arguments = ["train", "stage=fine", *_task_argument(config), *_data_arguments(config)]
+        arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
     else:
-        arguments = ["predict", "input=<scan>", "output=<folder>", f"coarse={checkpoint}", *trust]
-    return " ".join(
-        [
-            "medseg",
-            *(argument if "<" in argument else quote_for_shell(argument) for argument in arguments),
-        ]
-    )
+        arguments = ["predict", "input=<scan>", "output=<folder>"]
+        if config.stage.name is StageName.fine:
+            coarse = config.stage.coarse or "<checkpoint of the coarse stage>"
+            arguments += [f"coarse={coarse}", f"fine={checkpoint}"]
+        else:
+            arguments.append(f"coarse={checkpoint}")
+    if config.trusted_targets:
+        arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
+    words = ["medseg"]
+    for argument in arguments:
+        is_to_be_filled_in = "<" in argument
+        words.append(argument if is_to_be_filled_in else quote_for_shell(argument))
+    return " ".join(words)
+
+
+def _data_arguments(config: TrainConfig) -> list[str]:
+    """Arguments for the cases of a run, the split and the values in their files, as far as they differ from the defaults."""
+    data = config.data
+    arguments = [f"data.cases={data.cases}"] if data.cases else []
+    defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")
+    for key in SHARED_KEYS:
+        value = getattr(data, key)
+        if value != defaults[key]:
+            # Paths stand as they are: `quote_paths` quotes them.
+            is_path = f"data.{key}" in PATH_KEYS
+            arguments.append(f"data.{key}={value if is_path else text_of(value)}")
+    # An imported task brings its values along.
+    if (
+        data.label_values
+        and data.label_values != config.task.labels
+        and SOURCE_VARIABLE not in os.environ
+    ):
+        arguments.append(f"++data.label_values={text_of(data.label_values)}")
+    return arguments
 
 
 def _task_argument(config: TrainConfig) -> list[str]:
     """Argument that names the task; none where it comes with the cases, or is the default."""
+    if os.environ.get(SOURCE_VARIABLE, ""):
+        return _task_file_argument()
+    name = config.task.name
+    is_preset = (conf_dir() / "task" / f"{name}.yaml").is_file()
+    if is_preset and name != INCLUDED_TASK:
+        return [f"task={name}"]
+    return []
+
+
+def _task_file_argument() -> list[str]:
+    """Argument that names the file of an imported task; none where it lies beside the cases.
+
+    There it is found again by `data.cases`.
+    """
     source = os.environ.get(SOURCE_VARIABLE, "")
-    if source:
-        return [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
-    is_preset = (conf_dir() / "task" / f"{config.task.name}.yaml").is_file()
-    return [f"task={config.task.name}"] if is_preset and config.task.name != INCLUDED_TASK else []
+    if source.endswith((".yaml", ".yml")):
+        return [f"task={source}"]
+    return []
 
 
 def _planned(overrides: Sequence[str]) -> list[str]:
@@ -96,9 +139,7 @@ def _planned(overrides: Sequence[str]) -> list[str]:
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":
-            source = os.environ.get(SOURCE_VARIABLE, "")
-            # A task beside the cases is found again by `data.cases`.
-            planned += [f"task={source}"] if source.endswith((".yaml", ".yml")) else []
+            planned += _task_file_argument()
             continue
         is_quoted = len(value) > 1 and value[0] == value[-1] == "'"
         if name in PATH_KEYS and is_quoted:
@@ -122,7 +163,10 @@ def _free_gib(config: TrainConfig) -> float:
 
 
 def _free_of_gpu(number: int) -> int:
-    """Bytes of a GPU that no other process holds; what the driver keeps for this one is not counted."""
+    """Bytes of a GPU that no other process holds.
+
+    What the driver keeps for this process is not counted.
+    """
     import torch
 
     free, _ = torch.cuda.mem_get_info(number)

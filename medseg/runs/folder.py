@@ -14,7 +14,7 @@ from medseg import __version__
 from medseg.config.check import to_config, to_typed
 from medseg.console import say
 from medseg.data.spacing import find_spacing
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
 from medseg.io.text import read_json, read_yaml_text
 from medseg.runs.signature import decisive, flat, plain, signature
@@ -60,21 +60,27 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
     if config.resume is None:
         run_dir = _make_folder(config, is_named)
     else:
-        run_dir = _existing_run(config.resume)
-        saved = load_config(run_dir, config.trusted_targets)
-        settle(saved)
-        _check_change(config.resume, decisive(plain(saved)), decisive(plain(config)))
-        if is_busy(run_dir):
-            raise UserError(
-                f"resume={config.resume}: another process is running it; wait for it, or stop it"
-            )
-        config.resume = None
-        _set_run_dir(config, run_dir)
-        if saved.steps < config.steps:  # it has not finished these
-            (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-        if (text := _text(config)) != (run_dir / CONFIG_FILE).read_text(encoding="utf-8"):
-            replace_text(run_dir / CONFIG_FILE, text)
+        run_dir = _open_again(config, config.resume)
     check_writable(run_dir / "checkpoints")
+    return run_dir
+
+
+def _open_again(config: TrainConfig, resume: str) -> Path:
+    """Prepare the folder of the run to resume, and write its changed configuration."""
+    run_dir = _existing_run(resume)
+    saved = load_config(run_dir, config.trusted_targets)
+    settle(saved)
+    _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
+    if is_busy(run_dir):
+        raise UserError(f"resume={resume}: another process is running it; wait for it, or stop it")
+    config.resume = None
+    _set_run_dir(config, run_dir)
+    # A run that finished has not made the steps that are asked for now.
+    if saved.steps < config.steps:
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    text = _text(config)
+    if text != (run_dir / CONFIG_FILE).read_text(encoding="utf-8"):
+        replace_text(run_dir / CONFIG_FILE, text)
     return run_dir
 
 
@@ -86,19 +92,21 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
             break
         if is_named and _take_over(run_dir):
             say(
-                f"{run_dir}: the run there ended before its first checkpoint; this one starts in its place"
+                f"{run_dir}: the run there ended before its first checkpoint; "
+                "this one starts in its place"
             )
             replace_text(run_dir / CONFIG_FILE, _text(config))
             break
-        require(
-            not is_named,
-            f"{run_dir} already contains a run; give resume={run_dir} to continue it, or another hydra.run.dir",
-        )
+        if is_named:
+            raise UserError(
+                f"{run_dir} already contains a run; give resume={run_dir} to continue it, "
+                "or another hydra.run.dir"
+            )
     return run_dir
 
 
 def _take_over(run_dir: Path) -> bool:
-    """Claim the folder of a run that ended without a checkpoint, such as one that was refused by its data.
+    """Claim the folder of a run that ended without a checkpoint, as when its data were refused.
 
     Exactly one of several processes can remove its summary. A run that began and has not ended has
     none.
@@ -114,25 +122,28 @@ def _take_over(run_dir: Path) -> bool:
             (run_dir / SUMMARY_FILE).unlink()
         except FileNotFoundError:
             return False
-    # Of the start that ended.
+    # It tells the versions of the start that ended.
     (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
     return True
 
 
 def note_abandoned(run_dir: Path) -> None:
     """Write the `summary.json` of a start that ended before its run began; a run writes its own."""
-    if not (run_dir / SUMMARY_FILE).exists() and not is_locked(run_dir / LOCK_FILE):
-        with suppress(UserError):  # the disk is full
-            write_end(run_dir, Status.interrupted, "ended before its first step")
+    if (run_dir / SUMMARY_FILE).exists() or is_locked(run_dir / LOCK_FILE):
+        return
+    with suppress(UserError):  # the disk is full
+        write_end(run_dir, Status.interrupted, "ended before its first step")
 
 
 def numbered(folder: Path) -> Iterator[Path]:
-    """Names for folders that are made in the same second: the given one, then with _2, _3 and so on."""
+    """Yield names for folders that are made in the same second: then with _2, _3 and so on."""
     yield folder
-    yield from (folder.with_name(f"{folder.name}_{number}") for number in itertools.count(2))
+    for number in itertools.count(2):
+        yield folder.with_name(f"{folder.name}_{number}")
 
 
 def _text(config: TrainConfig) -> str:
+    """Write a configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
 
 
@@ -143,7 +154,7 @@ def changed_config(
     overrides: Iterable[str],
     schema: type[Config],
 ) -> Config:
-    """The configuration of a run to resume, changed by what the command line says beside `resume`.
+    """Return the configuration of a run to resume, with the changes of the command line.
 
     Args:
         resume: Run folder.
@@ -158,34 +169,49 @@ def changed_config(
     """
     run_dir = _existing_run(resume)
     values = {**composed, **plain(load_config(run_dir, composed["trusted_targets"]))}
-    unchanged, changed = flat(default), OmegaConf.create(values)
-    names = [
-        override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
-        for override in overrides
-    ]
+    default_values = flat(default)
+    changed = OmegaConf.create(values)
+    names = list(map(_name_of, overrides))
     # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of
     # another class than that of the run.
-    foreign = [
-        f"{name}."
-        for name in EXTENSION_KEYS
-        if values[name].get(TARGET) != composed[name].get(TARGET)
-    ]
-    foreign.append(f"{_length_key(values['schedule'][TARGET])}.")
+    foreign = [_length_key(values["schedule"][TARGET])]
+    for name in EXTENSION_KEYS:
+        if values[name].get(TARGET) != composed[name].get(TARGET):
+            foreign.append(name)
     for key, value in flat(composed).items():
-        is_named = any(f"{key}.".startswith(f"{name}.") for name in names)
-        is_changed = (key not in unchanged or unchanged[key] != value) and not f"{key}.".startswith(
-            tuple(foreign)
-        )
-        if (is_named or is_changed) and key not in ("run_dir", "logger.save_dir"):
+        if key in ("run_dir", "logger.save_dir"):
+            continue
+        is_default = key in default_values and default_values[key] == value
+        is_changed = not is_default and not _is_below(key, foreign)
+        if is_changed or _is_below(key, names):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
     if any(name.partition(".")[0] == "logger" for name in names):
-        changed.logger, changed.run_dir = composed["logger"], composed["run_dir"]
+        changed.logger = composed["logger"]
+        changed.run_dir = composed["run_dir"]
     changed.resume = resume
     return to_config(changed, schema)
 
 
+def _name_of(override: str) -> str:
+    """Dotted name of the key or group that an argument sets.
+
+    Example:
+        >>> [_name_of(override) for override in ("+data.seed=1", "augment/noise@augment=none")]
+        ['data.seed', 'augment.noise']
+    """
+    name = override.lstrip("+~").partition("=")[0]
+    return name.partition("@")[0].replace("/", ".")
+
+
+def _is_below(key: str, groups: Iterable[str]) -> bool:
+    """Whether a dotted key is one of some keys, or lies in one of some groups."""
+    return any(f"{key}.".startswith(f"{group}.") for group in groups)
+
+
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
-    """Find the run that `resume=auto` resumes: that of the configured folder, else the newest beside it that can continue.
+    """Find the run that `resume=auto` resumes.
+
+    That of the configured folder, else the newest beside it that can continue.
 
     Args:
         config: Checked configuration.
@@ -195,35 +221,39 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
         configured folder. None = no such run.
     """
     settle(config)
-    wanted, own = signature(plain(config)), Path(config.run_dir).absolute()
-    times = {}
-    for path in own.parent.glob(f"*/{CONFIG_FILE}"):
+    expected_signature = signature(plain(config))
+    configured_dir = Path(config.run_dir).absolute()
+    # Folder to its place in the order of the search: the configured one first, then the newest.
+    ranks = {}
+    for path in configured_dir.parent.glob(f"*/{CONFIG_FILE}"):
         with suppress(FileNotFoundError):  # its run has just been removed
-            times[path] = (path.parent == own, path.stat().st_mtime)
-    for path in sorted(filter(Path.is_file, times), key=times.__getitem__, reverse=True):
-        status = status_of_run(path.parent)
-        may_go_on = status not in (Status.finished, Status.not_finite) or (
-            status is Status.finished and path.parent == own
-        )
-        if may_go_on and _signature(path.parent) == wanted:
-            return path.parent, status
+            ranks[path.parent] = (path.parent == configured_dir, path.stat().st_mtime)
+    for run_dir in sorted(ranks, key=ranks.__getitem__, reverse=True):
+        if not (run_dir / CONFIG_FILE).is_file():
+            continue
+        status = status_of_run(run_dir)
+        if status is Status.not_finite:
+            continue
+        if status is Status.finished and run_dir != configured_dir:
+            continue
+        if _signature(run_dir) == expected_signature:
+            return run_dir, status
     return None
 
 
 def status_of_run(run_dir: Path) -> Status:
-    """Status of a run. Without a summary it was interrupted: killed before it could write one."""
+    """Status of a run; without a summary it was killed before it could write one: interrupted."""
     if is_locked(run_dir / LOCK_FILE):
         return Status.running
     return Status(read_summary(run_dir).get("status"))
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether the run that `config.resume` names has finished, and the configuration asks for no more steps than it did then."""
+    """Whether the run that `config.resume` names has finished, and made the configured steps."""
     run_dir = _existing_run(str(config.resume))
-    return (
-        status_of_run(run_dir) is Status.finished
-        and load_config(run_dir, config.trusted_targets).steps >= config.steps
-    )
+    if status_of_run(run_dir) is not Status.finished:
+        return False
+    return load_config(run_dir, config.trusted_targets).steps >= config.steps
 
 
 def is_busy(run_dir: Path) -> bool:
@@ -236,7 +266,9 @@ def is_busy(run_dir: Path) -> bool:
 
 
 def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Read a file of a run folder; None where there is none, or, with a message, where it is damaged.
+    """Read a file of a run folder; None where there is none, or where it is damaged.
+
+    A damaged file is told.
 
     Args:
         path: The file.
@@ -244,15 +276,16 @@ def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
     """
     try:
         return read(path) if path.exists() else None
-    except (
-        Exception
-    ) as error:  # OmegaConf and the reader of CSV raise any exception on random bytes
+    # OmegaConf and the reader of CSV raise any exception on random bytes.
+    except Exception as error:
         say(f"{path} is damaged and left out: {first_line(error).removeprefix(f'{path}: ')}")
         return None
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of a run folder; empty where there is none, or, with a message, where it is damaged.
+    """Read a JSON file of a run folder; empty where there is none, or where it is damaged.
+
+    A damaged file is told.
 
     Args:
         path: The file.
@@ -275,14 +308,14 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 def write_end(run_dir: Path, status: Status, message: str) -> None:
     """Write the `summary.json` of a run that did not finish."""
-    replace_text(
-        run_dir / SUMMARY_FILE, json.dumps({"status": status.value, "message": message}, indent=1)
-    )
+    summary = {"status": status.value, "message": message}
+    replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
 
 
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
-    """Read the configuration of a run folder, which may have been moved, and check its names, types and ranges.
+    """Read the configuration of a run folder, and check its names, types and ranges.
 
+    The folder may have been moved.
     The rules between keys are not checked, because files that the configuration names may be gone;
     `train` checks them.
 
@@ -301,22 +334,34 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
 
 
 def _refuse_version_0_1(run_dir: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a run of version 0.1 by name; its configuration has no class of a network, which all later ones have."""
+    """Refuse a run of version 0.1: its configuration names no class of a network, as later do."""
     model = values.get("model")
     if isinstance(model, dict) and TARGET not in model:
         raise UserError(
-            f"resume={run_dir}: this is a run of medseg 0.1, which medseg {__version__} does not resume; start a new run from "
-            f"its weights with init_from={run_dir / 'checkpoints/last.ckpt'}, or use version 0.1"
+            f"resume={run_dir}: this is a run of medseg 0.1, which medseg {__version__} does not "
+            "resume; start a new run from its weights with "
+            f"init_from={run_dir / 'checkpoints/last.ckpt'}, or use version 0.1"
         )
 
 
 def settle(config: TrainConfig) -> None:
-    """Resolve relative paths and values that depend on the data, in place, so that a run can be resumed from anywhere."""
-    for group, key in (
-        (config.data, "cache"), (config.data, "cases"), (config.data.phantoms, "folder"), (config.stage, "coarse"), (config, "init_from"),
-    ):  # fmt: skip
-        if getattr(group, key):
-            setattr(group, key, os.path.abspath(getattr(group, key)))
+    """Make paths absolute and compute values that depend on the data, in place.
+
+    The run can then be resumed from anywhere.
+    """
+    path_keys = (
+        (config.data, "cache"),
+        (config.data, "cases"),
+        (config.data.phantoms, "folder"),
+        (config.stage, "coarse"),
+        (config, "init_from"),
+    )
+    for options, key in path_keys:
+        path = getattr(options, key)
+        if path:
+            setattr(options, key, os.path.abspath(path))
+    if config.stage.coarse_folds:
+        config.stage.coarse_folds = list(map(os.path.abspath, config.stage.coarse_folds))
     find_spacing(config.spacing, config.data, config.task)
 
 
@@ -338,7 +383,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         loaded = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # any exception of YAML's and OmegaConf's constructors
         raise UserError(
-            f"{path}: expected a configuration, but the file is damaged ({first_line(error)}); copy it again"
+            f"{path}: expected a configuration, but the file is damaged ({first_line(error)}); "
+            "copy it again"
         ) from error
     if not isinstance(loaded, dict) or not loaded:
         raise UserError(
@@ -348,63 +394,91 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def _existing_run(resume: str) -> Path:
+    """Folder of the run to resume; refused where there is no run in it."""
     run_dir = Path(resume).absolute()
-    require(
-        (run_dir / CONFIG_FILE).is_file(),
-        f"resume={resume}: there is no {CONFIG_FILE} in that folder, so it is no run of medseg",
-    )
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise UserError(
+            f"resume={resume}: there is no {CONFIG_FILE} in that folder, so it is no run of medseg"
+        )
     return run_dir
 
 
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     """Let a run, and its loggers, write to a folder, in place."""
-    for node in (config.logger, *(one for one in config.logger.values() if isinstance(one, dict))):
-        node.update(
-            {
-                key: value.replace(config.run_dir, str(run_dir))
-                for key, value in node.items()
-                if isinstance(value, str)
-            }
-        )
+    # A logger is one node, or a mapping of several.
+    nodes = [config.logger]
+    nodes += [value for value in config.logger.values() if isinstance(value, dict)]
+    for node in nodes:
+        for key, value in node.items():
+            if isinstance(value, str):
+                node[key] = value.replace(config.run_dir, str(run_dir))
     config.run_dir = str(run_dir)
 
 
-def _check_change(resume: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """Refuse a change of the result. More steps are allowed where the schedule does not depend on their number."""
+def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -> None:
+    """Refuse a change of the result.
+
+    Args:
+        resume: The argument, for messages.
+        saved: Decisive values of the run.
+        changed: Those of the command.
+    """
     # A moved table is the same data set; the cases themselves are compared with those of the
     # checkpoint.
-    keys = sorted((saved.keys() | given.keys()) - {"data.cases"})
-    differing = [key for key in keys if saved.get(key) != given.get(key)]
+    keys = sorted((saved.keys() | changed.keys()) - {"data.cases"})
+    differing = [key for key in keys if saved.get(key) != changed.get(key)]
     if not differing:
         return
-    begin, steps = f"resume={resume}: ", saved["steps"]
     length_key = _length_key(saved["schedule._target_"])
     if "steps" in differing and {*differing} <= {"steps", length_key}:
-        if given["steps"] < steps:
-            raise UserError(
-                f"{begin}steps={given['steps']} is less than steps={steps} of the run; choose {steps} or more"
-            )
-        # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed
-        # by them.
-        length = saved.get(length_key)
-        if differing == ["steps"] and (length is None or not steps <= length < given["steps"]):
-            return
-        raise UserError(
-            f"{begin}steps={given['steps']}: {length_key}={length}, so the schedule was built for that many steps and would change with another length; "
-            "start a new run, with schedule=constant if you want to extend it later"
-        )
+        is_length_changed = length_key in differing
+        _check_steps(resume, saved, changed["steps"], is_length_changed)
+        return
     changes = "; ".join(
-        f"{key}: {saved.get(key)} then, {given.get(key)} now" for key in differing[:5]
+        f"{key}: {saved.get(key)} then, {changed.get(key)} now" for key in differing[:5]
     )
     raise UserError(
-        f"{begin}the configuration has changed and would change the result ({changes}); restore these values, or start a new run"
+        f"resume={resume}: the configuration has changed and would change the result ({changes}); "
+        "restore these values, or start a new run"
     )
+
+
+def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_changed: bool) -> None:
+    """Allow more steps, where the schedule does not depend on their number.
+
+    Args:
+        resume: The argument, for messages.
+        saved: Decisive values of the run.
+        steps: Steps of the command, another number than those of the run.
+        is_length_changed: Whether the length of the schedule has changed with them.
+    """
+    saved_steps = saved["steps"]
+    if steps < saved_steps:
+        raise UserError(
+            f"resume={resume}: steps={steps} is less than steps={saved_steps} of the run; "
+            f"choose {saved_steps} or more"
+        )
+    length_key = _length_key(saved["schedule._target_"])
+    length = saved.get(length_key)
+    # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed
+    # by them.
+    is_end_passed = length is not None and saved_steps <= length < steps
+    if is_length_changed or is_end_passed:
+        raise UserError(
+            f"resume={resume}: steps={steps}: {length_key}={length}, so the schedule was built for "
+            "that many steps and would change with another length; "
+            "start a new run, with schedule=constant if you want to extend it later"
+        )
 
 
 def _length_key(target: str) -> str:
-    """Key with the length of a schedule, by its class; a key that does not exist for a schedule without an end."""
+    """Key with the length of a schedule, by its class.
+
+    For a schedule without an end it is a key that does not exist.
+    """
     return f"schedule.{LENGTH_KEYS.get(target.rpartition('.')[2])}"
 
 
 def _signature(run_dir: Path) -> str | None:
+    """Signature of the run in a folder; None where its configuration is damaged."""
     return read_file(run_dir / CONFIG_FILE, lambda path: signature(read_config(path.parent)))

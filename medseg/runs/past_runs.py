@@ -3,14 +3,15 @@
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from medseg.console import say
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import read_csv, write_csv
 from medseg.report.compare import (
@@ -30,6 +31,8 @@ from medseg.report.runs_page import difference_rows, render
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
 from medseg.runs.signature import flat
 from medseg.runs.sweeps import JOB_FILE
+
+T = TypeVar("T")
 
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
@@ -52,7 +55,9 @@ HIDDEN_KEYS = frozenset(
 def write_report(
     folder: Path, output: Path, num_pictures: int, baseline: str | None = None
 ) -> Comparison:
-    """Write `report.html` and `report.csv` over all runs of a folder, and `differences.csv` where there is a baseline.
+    """Write `report.html` and `report.csv` over all runs of a folder.
+
+    Where there is a baseline, `differences.csv` compares the other runs with it.
 
     Args:
         folder: Absolute path of a folder with runs at or below it.
@@ -69,49 +74,57 @@ def write_report(
             cases, or the output cannot be written.
     """
     runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
-    require(
-        bool(runs),
-        f"runs={folder}: no run lies below it; a run is a folder with {CONFIG_FILE} or {JOB_FILE}",
-    )
+    if not runs:
+        raise UserError(
+            f"runs={folder}: no run lies below it; "
+            f"a run is a folder with {CONFIG_FILE} or {JOB_FILE}"
+        )
     check_writable(output)
     if baseline is not None:
-        names = [run.name for run in runs if run.status == FINISHED and run.cases]
-        require(
-            baseline in names,
-            f"baseline={baseline}: expected a finished run with {VALIDATION_FILE} ({', '.join(names[:5]) or 'there is none'}); "
-            "give its name as in the column run of report.csv",
-        )
+        _check_baseline(baseline, runs)
     comparison = compare(runs, baseline)
     page = render(comparison, read_study(folder), folder.name, str(folder), num_pictures, say)
     write_csv(output / "report.csv", csv_rows(comparison))
     if baseline is not None:
-        rows = [
-            {key: value for key, value in row.items() if key != "colour"}
-            for row in difference_rows(comparison)
-        ]
-        write_csv(
-            output / "differences.csv", rows, ("name", "setting", *Difference._fields), FORMATS
-        )
+        rows = difference_rows(comparison)
+        for row in rows:
+            row.pop("colour", None)
+        columns = ("name", "setting", *Difference._fields)
+        write_csv(output / "differences.csv", rows, columns, FORMATS)
     replace_text(output / "report.html", page)
     return comparison
 
 
+def _check_baseline(baseline: str, runs: Sequence[Run]) -> None:
+    """Refuse a baseline that is no finished run with scores of cases."""
+    names = [run.name for run in runs if run.status == FINISHED and run.cases]
+    if baseline not in names:
+        examples = ", ".join(names[:5]) or "there is none"
+        raise UserError(
+            f"baseline={baseline}: expected a finished run with {VALIDATION_FILE} ({examples}); "
+            "give its name as in the column run of report.csv"
+        )
+
+
 def find_runs(folder: Path) -> list[Path]:
-    """Run folders at or below a folder in natural order (`2` before `10`), without hidden folders and those inside a run."""
-    found = []
+    """List the run folders at or below a folder in natural order (`2` before `10`).
+
+    Hidden folders and those inside a run are left out.
+    """
+    run_dirs = []
     for place, folders, files in os.walk(folder):
+        # `os.walk` goes into the folders that are left in the list.
         folders[:] = [name for name in folders if not name.startswith(".")]
         if CONFIG_FILE in files or JOB_FILE in files:
-            found.append(Path(place))
+            run_dirs.append(Path(place))
             folders.clear()
-    return sorted(found, key=_natural)
+    return sorted(run_dirs, key=_natural)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Sort key that compares digits as numbers."""
-    return [
-        (int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))
-    ]
+    parts = re.split(r"(\d+)", str(path))
+    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
 
 
 def read_run(run_dir: Path, folder: Path) -> Run:
@@ -121,63 +134,99 @@ def read_run(run_dir: Path, folder: Path) -> Run:
         run_dir: The run folder.
         folder: Folder that its name is relative to.
     """
-    job, summary = read_record(run_dir / JOB_FILE, dict), read_record(run_dir / SUMMARY_FILE, dict)
+    job = read_record(run_dir / JOB_FILE, dict)
+    summary = read_record(run_dir / SUMMARY_FILE, dict)
     config = read_file(run_dir / CONFIG_FILE, read_settings)
-    given = job.get("overrides")
-    # Quotes that Hydra's grammar needs are no part of a value.
-    overrides = {
-        key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value))
-        for key, value in (
-            given if isinstance(given, dict) and len(given) <= MAX_KEYS else {}
-        ).items()
-    }
-    # A refused job has its overrides only.
-    settings = (
-        config if config is not None else {key: _value(text) for key, text in overrides.items()}
-    )
+    overrides = _overrides_of(job)
+    settings = config
+    if settings is None:  # a refused job has its overrides only
+        settings = {key: _value(text) for key, text in overrides.items()}
     scores = read_scores(run_dir / VALIDATION_FILE)
-    by_step = [
-        [score for score in scores if score.step == step]
-        for step in {score.step for score in scores}
-    ]
-    pictures = sorted(
-        (int(match[1]), path)
-        for path in (run_dir / "pictures").glob("step_*.png")
-        if (match := re.fullmatch(r"step_(\d{1,18})_[^_]*", path.stem))
-    )
     return Run(
         name=str(run_dir.relative_to(folder)),
         folder=run_dir,
         status=str(job.get("status") or summary.get("status") or "unfinished"),
         message=str(job.get("message") or summary.get("message") or ""),
-        settings={key: value for key, value in settings.items() if key not in HIDDEN_KEYS},
+        settings=_without_hidden_keys(settings),
         has_config=config is not None,
-        overrides={key: value for key, value in overrides.items() if key not in HIDDEN_KEYS},
+        overrides=_without_hidden_keys(overrides),
         summary=summary,
         history=tuple(read_history(run_dir / HISTORY_FILE)),
-        pictures=tuple(
-            _picture(path, step, scores) for step, path in pictures if step == pictures[-1][0]
-        ),
-        cases=tuple(max(by_step, key=lambda one: fmean(score.dice for score in one), default=())),
+        pictures=tuple(_last_pictures(run_dir / "pictures", scores)),
+        cases=tuple(_best_step(scores)),
     )
+
+
+def _overrides_of(job: Mapping[str, Any]) -> dict[str, str]:
+    """Read the arguments of a job from its record; none where they are damaged."""
+    overrides = job.get("overrides")
+    if not isinstance(overrides, dict) or len(overrides) > MAX_KEYS:
+        return {}
+    # Quotes that Hydra's grammar needs are no part of a value.
+    return {key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in overrides.items()}
+
+
+def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
+    """Leave out the keys that are no settings of a run."""
+    return {key: value for key, value in values.items() if key not in HIDDEN_KEYS}
+
+
+def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
+    """Select the scores of the step with the highest mean Dice; none of none."""
+    by_step: dict[int, list[CaseScore]] = {}
+    for step in {score.step for score in scores}:
+        by_step[step] = [score for score in scores if score.step == step]
+    return max(by_step.values(), key=_mean_dice, default=[])
+
+
+def _mean_dice(scores: Sequence[CaseScore]) -> float:
+    """Mean Dice of at least one score."""
+    return fmean(score.dice for score in scores)
+
+
+def _last_pictures(folder: Path, scores: Sequence[CaseScore]) -> list[Picture]:
+    """List the overlays of the last step that has some."""
+    paths_by_step: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(folder.glob("step_*.png")):
+        match = re.fullmatch(r"step_(\d{1,18})_[^_]*", path.stem)
+        if match is not None:
+            paths_by_step[int(match[1])].append(path)
+    if not paths_by_step:
+        return []
+    last_step = max(paths_by_step)
+    return [_picture(path, last_step, scores) for path in paths_by_step[last_step]]
 
 
 def _picture(path: Path, step: int, scores: Sequence[CaseScore]) -> Picture:
     """Find the case of an overlay, and its Dice at that step."""
-    shown = [score for score in scores if (score.step, score.picture) == (step, path.name)]
-    return Picture(
-        path, step, shown[0].case if shown else "", {score.label: score.dice for score in shown}
-    )
+    case = ""
+    dice_by_label = {}
+    for score in scores:
+        if score.step == step and score.picture == path.name:
+            case = case or score.case
+            dice_by_label[score.label] = score.dice
+    return Picture(path, step, case, dice_by_label)
 
 
 def read_scores(path: Path) -> list[CaseScore]:
-    """Read the Dice of validation cases; a damaged line, or one without a score from 0 to 1, is left out."""
+    """Read the Dice of validation cases.
+
+    A damaged line, or one without a score from 0 to 1, is left out.
+    """
     scores = []
     for row in read_file(path, read_csv) or []:
         with suppress(KeyError, TypeError, ValueError):
-            step, dice, patient = int(row["step"]), float(row["dice"]), row.get("patient") or ""
-            scores.append(CaseScore(step, row["case"], row["label"], dice, row["picture"], patient))
-    return [score for score in scores if 0 <= score.dice <= 1 and score.case and score.label]
+            score = CaseScore(
+                int(row["step"]),
+                row["case"],
+                row["label"],
+                float(row["dice"]),
+                row["picture"],
+                row.get("patient") or "",
+            )
+            if 0 <= score.dice <= 1 and score.case and score.label:
+                scores.append(score)
+    return scores
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -188,42 +237,55 @@ def read_settings(path: Path) -> dict[str, Any]:
             take hours.
     """
     settings = flat(read_config(path.parent))
-    require(
-        len(settings) <= MAX_KEYS, f"expected at most {MAX_KEYS} keys, but found {len(settings)}"
-    )
+    if len(settings) > MAX_KEYS:
+        raise UserError(f"expected at most {MAX_KEYS} keys, but found {len(settings)}")
     return settings
 
 
 def read_study(folder: Path) -> Study | None:
-    """Read the result of a search in a folder; None where there is none, or none of known objectives."""
+    """Read the result of a search in a folder.
+
+    None where there is none, or where its objectives are no metrics of a report.
+    """
     saved = read_record(folder / STUDY_FILE, dict)
-    objectives, space, importances, best = (
-        saved.get(key) for key in ("objectives", "space", "importances", "best")
-    )
-    if not (isinstance(objectives, dict) and isinstance(space, dict) and objectives):
+    objectives = saved.get("objectives")
+    if not isinstance(objectives, dict) or not objectives:
+        return None
+    if not isinstance(saved.get("space"), dict):
         return None
     if not objectives.keys() <= {metric.key for metric in METRICS}:
         return None
+    importances = saved.get("importances")
+    if not isinstance(importances, dict):
+        importances = {}
+    best = saved.get("best")
+    if not isinstance(best, list):
+        best = []
     return {
         "name": folder.name,
         "num_trials": 0,
         **saved,
-        "importances": importances if isinstance(importances, dict) else {},
-        "best": list(map(str, best)) if isinstance(best, list) else [],
+        "importances": importances,
+        "best": list(map(str, best)),
     }
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """Read the lines of a `history.csv` without empty cells; a line that is being written, or has no finite number, is left out."""
+    """Read the lines of a `history.csv` without empty cells.
+
+    A line that is being written, or has no finite number, is left out.
+    """
     lines = []
-    for line in read_file(path, read_csv) or []:
+    for cells in read_file(path, read_csv) or []:
         with suppress(TypeError, ValueError):
-            lines.append({key: float(value) for key, value in line.items() if key and value})
-    return [line for line in lines if all(abs(value) <= LARGEST for value in line.values())]
+            line = {key: float(cell) for key, cell in cells.items() if key and cell}
+            if all(abs(value) <= LARGEST for value in line.values()):
+                lines.append(line)
+    return lines
 
 
 def _value(text: str) -> Any:
-    """The value of an override as the configuration would have it: numbers, booleans, null and lists of them."""
+    """Parse an override as the configuration does: numbers, booleans, null and lists of them."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -8,9 +8,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medseg.console import say
-from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, require
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, UserError
 from medseg.io.atomic import is_locked
 from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
@@ -18,6 +19,9 @@ from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
 from medseg.runs.train_run import run_rank
 from medseg.training.options import TrainConfig, TrainerOptions
 from medseg.training.preemption import SIGNALS, STOP
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 # How often the parent of a job looks at it.
 LOOK_S = 0.5
@@ -27,26 +31,27 @@ STOP_S = 600
 
 
 def check_start(trainer: TrainerOptions, resume: str | None) -> None:
-    """Refuse a run on several machines that was not started by torchrun, or that its restarted ranks could not resume.
+    """Refuse a run on several machines that torchrun did not start, or could not start again.
 
     Raises:
         UserError: With the command that works.
     """
     if trainer.num_nodes == 1:
         return
-    begin = f"trainer.num_nodes={trainer.num_nodes}: "
-    require(
-        is_under_torchrun(),
-        f"{begin}this command starts ranks on one machine only; run it with torchrun instead of python, on each machine",
-    )
-    require(
-        resume is not None,
-        f"{begin}after a restart by torchrun, the ranks must find their run folder; give hydra.run.dir=<run folder> resume=auto",
-    )
+    if not is_under_torchrun():
+        raise UserError(
+            f"trainer.num_nodes={trainer.num_nodes}: this command starts ranks on one machine "
+            "only; run it with torchrun instead of python, on each machine"
+        )
+    if resume is None:
+        raise UserError(
+            f"trainer.num_nodes={trainer.num_nodes}: after a restart by torchrun, the ranks must "
+            "find their run folder; give hydra.run.dir=<run folder> resume=auto"
+        )
 
 
 def start_ranks(config: TrainConfig) -> int:
-    """Train in this process, or with several ranks on this machine in processes of torchrun's elastic agent.
+    """Train in this process, or with several ranks in processes of torchrun's elastic agent.
 
     Args:
         config: Configuration of an opened run folder.
@@ -60,62 +65,66 @@ def start_ranks(config: TrainConfig) -> int:
     num_ranks = config.trainer.devices
     if num_ranks == 1 or is_under_torchrun():
         return run_rank(config)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     for number in SIGNALS:  # until the agent has its own handlers
         signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))
     exit_if_asked()
     run_dir = Path(config.run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # The ranks share the cores of this machine.
+    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    # The agent says nothing: each rank reports its own end.
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(
-            logging.CRITICAL
-        )  # each rank reports its own end
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as log_dir:
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            logs_specs=DefaultLogsSpecs(log_dir),
-            run_id=ascii(run_dir.name),  # a key of torch's store, which takes UTF-8 only
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            start_method="spawn",
-            signals_to_handle=",".join(number.name for number in (signal.SIGINT, *SIGNALS)),
-            shutdown_timeout=STOP_S,
-        )
-        before = num_oom_kills()
+        num_kills_before = num_oom_kills()
         try:
-            elastic_launch(launch, _rank)(config)
+            elastic_launch(_launch_config(run_dir, num_ranks, log_dir), _rank)(config)
         except ChildFailedError as failed:
-            # A killed rank makes the others fail, so it is reported first.
+            # A killed rank, of negative exit code, makes the others fail, so it is reported first.
             failed_rank, failure = min(
                 failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
             )
-            return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", before)
+            return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", num_kills_before)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
-            return _note_end(
-                run_dir,
-                exit_code_of(Status(read_summary(run_dir).get("status"))),
-                "the process",
-                before,
-            )
+            code = exit_code_of(Status(read_summary(run_dir).get("status")))
+            return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
 
 
-def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
-    """Run a job of a sweep in a process of its own, which may run out of memory or be killed without ending the sweep.
+def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig":
+    """Describe the ranks of one machine for torchrun's elastic agent."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
 
-    A stop signal to this process is only recorded in `STOP`, since a library could catch and lose
-    an exception. The job is then asked to stop, and saves. On Linux the job receives SIGINT when
-    this process dies.
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        logs_specs=DefaultLogsSpecs(log_dir),
+        run_id=ascii(run_dir.name),  # a key of torch's store, which takes UTF-8 only
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method="spawn",
+        signals_to_handle=",".join(number.name for number in (signal.SIGINT, *SIGNALS)),
+        shutdown_timeout=STOP_S,
+    )
+
+
+def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
+    """Run a job of a sweep in a process of its own.
+
+    It may run out of memory or be killed without ending the sweep. A stop signal to this process is
+    only recorded in `STOP`, since a library could catch and lose an exception. The job is then
+    asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
 
     Args:
         config: Configuration of an opened run folder.
@@ -131,24 +140,24 @@ def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: 
 
     STOP.install()
     exit_if_asked()
-    run_dir, before = Path(config.run_dir), num_oom_kills()
+    run_dir = Path(config.run_dir)
+    num_kills_before = num_oom_kills()
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    multiprocessing.set_start_method(
-        None, force=True
-    )  # joblib sets its own "loky", which a spawned process does not know
-    is_told = False
+    # Joblib sets its own "loky", which a spawned process does not know.
+    multiprocessing.set_start_method(None, force=True)
+    is_told_to_stop = False
     try:
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
         while process.exitcode is None:
             process.join(LOOK_S)
-            if not is_told and (STOP.is_asked or is_enough()):
-                is_told = True
+            if not is_told_to_stop and (STOP.is_asked or is_enough()):
+                is_told_to_stop = True
                 process.terminate()
     finally:
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
-    return _note_end(run_dir, process.exitcode, "the process", before)
+    return _note_end(run_dir, process.exitcode, "the process", num_kills_before)
 
 
 def exit_if_asked() -> None:
@@ -162,9 +171,13 @@ def exit_if_asked() -> None:
 
 
 def _rank(config: TrainConfig) -> None:
-    """Entry of a rank that the elastic agent starts; an exit code of failure makes the agent stop the other ranks."""
+    """Entry of a rank that the elastic agent starts.
+
+    An exit code of failure makes the agent stop the other ranks.
+    """
     _start_workers_as_usual()
-    if code := run_rank(config):
+    code = run_rank(config)
+    if code:
         sys.exit(code)
 
 
@@ -183,8 +196,8 @@ def _start_workers_as_usual() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
-def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int:
-    """Write the `summary.json` that a killed process could not write, and return the exit code of the run.
+def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int:
+    """Write the `summary.json` that a killed process could not write.
 
     No summary is written while another process trains this run: that process writes its own.
 
@@ -192,18 +205,24 @@ def _note_end(run_dir: Path, code: int, name: str, oom_kills_before: int) -> int
         run_dir: The run folder.
         code: Exit code of the process; negative where a signal killed it.
         name: Name of the process, for the message.
-        oom_kills_before: `num_oom_kills()` at the start of the process.
+        num_kills_before: `num_oom_kills()` at the start of the process.
+
+    Returns:
+        The exit code of the run.
     """
-    is_other = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
-    if not is_other and (code < 0 or (code and not (run_dir / SUMMARY_FILE).is_file())):
+    if code >= 0:
+        has_written = code == 0 or (run_dir / SUMMARY_FILE).is_file()
+        is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
+        if has_written or is_run_elsewhere:
+            return code
         message = f"{name} ended with exit code {code}"
-        if code < 0:
-            message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
-        if code == -signal.SIGKILL and num_oom_kills() > oom_kills_before:
-            code, message = (
-                EXIT_OUT_OF_MEMORY,
-                f"{message}: out of memory, the kernel has killed a process",
-            )
-        write_end(run_dir, status_of(code), message)
-        say(message)
-    return code if code >= 0 else exit_code_of(status_of(code))
+    else:
+        message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
+        if code == -signal.SIGKILL and num_oom_kills() > num_kills_before:
+            code = EXIT_OUT_OF_MEMORY
+            message += ": out of memory, the kernel has killed a process"
+    write_end(run_dir, status_of(code), message)
+    say(message)
+    if code < 0:
+        return exit_code_of(status_of(code))
+    return code

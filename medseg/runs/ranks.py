@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.memory.options import MemoryOptions
 from medseg.training.options import Strategy, TrainerOptions
 
@@ -49,17 +49,18 @@ def join_ranks(timeout: timedelta = JOIN_WITHIN) -> None:
 
     if num_ranks() == 1 or dist.is_initialized():
         return
-    if (local_rank := int(os.environ["LOCAL_RANK"])) < torch.cuda.device_count():
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if local_rank < torch.cuda.device_count():
         # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would
         # use the first GPU.
         torch.cuda.set_device(local_rank)
-    store, own, total = next(dist.rendezvous("env://", timeout=timeout))
+    store, own_rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         # torchrun keeps its store when it starts the ranks again, with the addresses of the dead
         # ones (torch 2.13). On several machines the counts differ: there
         # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
         store = dist.PrefixStore(str(num_restarts()), store)
-    dist.init_process_group(store=store, rank=own, world_size=total, timeout=timeout)
+    dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=timeout)
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
     # an exit code of failure.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
@@ -78,34 +79,37 @@ def from_first_rank(value: T) -> T:
 
 
 def choose_gpus(gpus: Sequence[int] | None) -> None:
-    """Let this process and those that it starts see some GPUs only; call it before torch looks for them.
+    """Let this process and those that it starts see some GPUs only.
 
-    Numbers count among the GPUs that are visible already.
+    Call it before torch looks for them. Numbers count among the GPUs that are visible already.
     """
-    if gpus is not None:
-        # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
-        visible = os.environ.setdefault(
-            "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        ).split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(
-            visible[n] if n < len(visible) and visible[n] else str(n) for n in gpus
-        )
+    if gpus is None:
+        return
+    # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
+    visible = os.environ.setdefault(
+        "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    )
+    # A number is a place in this list; beyond it, it counts among all GPUs.
+    names = dict(enumerate(visible.split(",")))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(gpu) or str(gpu) for gpu in gpus)
 
 
 def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
-    """Divide the batch among the ranks that were started, even if another number was configured, in place.
+    """Divide the batch among the ranks that were started, in place.
 
-    The micro-batch and the result stay the same: half as many ranks accumulate twice as often.
+    Their number may differ from the configured one. The micro-batch and the result stay the same:
+    half as many ranks accumulate twice as often.
 
     Raises:
         UserError: If the micro-batches of a step cannot be divided among the ranks.
     """
     num_micro_batches = trainer.devices * trainer.num_nodes * memory.accumulate
-    require(
-        num_micro_batches % num_ranks() == 0,
-        f"{num_ranks()} ranks cannot share the {num_micro_batches} micro-batches of a step (trainer.devices × trainer.num_nodes × "
-        "memory.accumulate); start a number of ranks that divides them",
-    )
+    if num_micro_batches % num_ranks() != 0:
+        raise UserError(
+            f"{num_ranks()} ranks cannot share the {num_micro_batches} micro-batches of a step "
+            "(trainer.devices × trainer.num_nodes × memory.accumulate); "
+            "start a number of ranks that divides them"
+        )
     memory.accumulate = num_micro_batches // num_ranks()
     trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"]) if is_under_torchrun() else 1
     trainer.num_nodes = num_ranks() // trainer.devices

@@ -16,14 +16,17 @@ from medseg.training.options import TrainConfig
 @functools.cache
 def neutral_keys(schema: type, prefix: str = "") -> frozenset[str]:
     """Collect the keys of a schema that cannot change the result of a run."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        group = hint if dataclasses.is_dataclass(hint) else POINT_SCHEMAS.get(f"{prefix}{name}")
+        key = f"{prefix}{name}"
+        group = hint if dataclasses.is_dataclass(hint) else POINT_SCHEMAS.get(key)
         if group is not None:
-            found |= neutral_keys(typing.cast(type, group), f"{prefix}{name}.")
-        elif typing.get_args(hint)[1].neutral:
-            found.add(f"{prefix}{name}")
-    return frozenset(found)
+            keys |= neutral_keys(typing.cast(type, group), f"{key}.")
+            continue
+        _, knob = typing.get_args(hint)
+        if knob.neutral:
+            keys.add(key)
+    return frozenset(keys)
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -33,11 +36,14 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def _plain(node: Any) -> Any:
+    """Convert the items of mappings and sequences; an enumeration member becomes its value."""
     if isinstance(node, dict):
         return {key: _plain(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
         return [_plain(value) for value in node]
-    return node.value if isinstance(node, Enum) else node
+    if isinstance(node, Enum):
+        return node.value
+    return node
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -49,11 +55,11 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     """
     if not isinstance(node, dict) or not node:
         return {prefix: node}
-    return {
-        key: value
-        for name, child in node.items()
-        for key, value in flat(child, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
+    values = {}
+    for name, child in node.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        values.update(flat(child, key))
+    return values
 
 
 def is_neutral(key: str) -> bool:
@@ -79,10 +85,13 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     micro_batch = values["stage.batch_size"] / (
         values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
     )
-    found = {key: value for key, value in values.items() if not is_neutral(key)}
+    decisive_values = {key: value for key, value in values.items() if not is_neutral(key)}
+    # Samples over which synchronised batch normalisation takes its statistics.
     if values.get("trainer.sync_batchnorm"):
-        found["norm_batch"] = values["stage.batch_size"] / values["memory.accumulate"]
-    return found | {"micro_batch": micro_batch}
+        norm_batch = values["stage.batch_size"] / values["memory.accumulate"]
+        decisive_values["norm_batch"] = norm_batch
+    decisive_values["micro_batch"] = micro_batch
+    return decisive_values
 
 
 def signature(config: Mapping[str, Any]) -> str:

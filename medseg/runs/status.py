@@ -72,8 +72,11 @@ def status_of(code: int) -> Status:
 
 
 def exit_code_of(status: Status) -> int:
-    """Translate a status to the exit code that carries it."""
-    return next((code for code, meant in _STATUS_OF.items() if meant is status), EXIT_FAILED)
+    """Translate a status to the first exit code that carries it."""
+    for code, status_of_code in _STATUS_OF.items():
+        if status_of_code is status:
+            return code
+    return EXIT_FAILED
 
 
 def end_of(
@@ -99,77 +102,120 @@ def end_of(
     cause = error.__cause__
     if isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker"):
         error = cause  # it has the signal or exit code of the worker
-    text = str(error).strip()
-    # An error in a loader worker arrives with the worker's traceback as its text; the last line is
-    # the error itself.
-    last = (text.splitlines() or [""])[-1]
-    message = (last.partition(": ")[2] or last) if text.startswith("Caught ") else text
-    line = (message.splitlines() or [type(error).__name__])[0].partition(". Details are lost")[0]
-    rest = (
-        "resume continues from the last checkpoint"
-        if is_saved
-        else "nothing was saved, so resume begins with the first step"
-    )
-    # A worker that is killed while it hands over a batch breaks the connection; no file of a run is
-    # read through one.
-    is_worker = isinstance(error, (ConnectionResetError, ConnectionRefusedError)) or (
-        isinstance(error, RuntimeError) and text.startswith("DataLoader worker")
-    )
-    is_file = (isinstance(error, OSError) and not is_worker) or "No space left on device" in text
+    rest = "nothing was saved, so resume begins with the first step"
+    if is_saved:
+        rest = "resume continues from the last checkpoint"
+    # A loader worker that ended after the request has received the signal too.
+    is_broken_off = _is_worker_end(error) or _is_lost_rank(error)
+    if isinstance(error, Preempted) or (is_asked and is_broken_off):
+        return EXIT_RESUME, f"stopped on request; {rest}", False
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, f"interrupted; {rest}", False
+    if isinstance(error, NotFiniteError):
+        return EXIT_NOT_FINITE, _message_of(error), False
+    if isinstance(error, UserError):
+        return EXIT_USER_ERROR, _message_of(error), False
+    line = _line_of(error)
+    end = _end_by_library(error, line) or _end_by_machine(error, line, rest, is_memory_full)
+    if end is None:
+        return EXIT_FAILED, f"{type(error).__name__}: {line}", True
+    code, message = end
+    return code, message, False
+
+
+def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
+    """Exit code and message where Lightning or torch's compiler refuses the configuration."""
     # By their names, since torch's compiler and Lightning take seconds to import.
-    class_names = {one.__name__ for one in type(error).__mro__}
+    class_names = {base.__name__ for base in type(error).__mro__}
+    if "MisconfigurationException" in class_names:
+        return EXIT_USER_ERROR, (
+            f"Lightning refuses the configuration ({line}); "
+            "change the callback or key that it names"
+        )
+    # Errors of memory and files may arise inside the compiler; their own messages say more.
     is_compiler = "TorchDynamoException" in class_names
-    is_misconfigured = "MisconfigurationException" in class_names
-    is_lost = isinstance(error, RuntimeError) and any(
-        words in f"{type(error).__name__} {text}" for words in _LOST_RANK
-    )
-    ends: list[tuple[bool, int, str]] = [
-        # A loader worker that ended after the request has received the signal too.
-        (
-            isinstance(error, Preempted) or (is_asked and (is_worker or is_lost)),
-            EXIT_RESUME,
-            f"stopped on request; {rest}",
-        ),
-        (isinstance(error, KeyboardInterrupt), EXIT_INTERRUPTED, f"interrupted; {rest}"),
-        (isinstance(error, NotFiniteError), EXIT_NOT_FINITE, message),
-        (isinstance(error, UserError), EXIT_USER_ERROR, message),
-        (
-            is_misconfigured,
-            EXIT_USER_ERROR,
-            f"Lightning refuses the configuration ({line}); change the callback or key that it names",
-        ),
-        (
-            is_out_of_memory(error) or (is_worker and is_memory_full),
-            EXIT_OUT_OF_MEMORY,
-            f"out of memory: {line}",
-        ),
-        (
-            is_file,
-            EXIT_USER_ERROR,
-            f"a file could not be read or written ({line}); check its folder, permissions and space: {rest}",
-        ),
-        (
-            is_compiler,
-            EXIT_USER_ERROR,
-            f"torch.compile cannot compile this network ({line}); give memory.compile=false, or samples of one shape (stage.patch_size)",
-        ),
-        (is_worker, EXIT_FAILED, f"a loader worker ended ({line}); {rest}"),
-        (
-            is_lost,
-            EXIT_FAILED,
-            f"the connection to another rank broke off ({line}); the log of that rank is in the folder ranks; {rest}",
-        ),
-    ]
-    known = next(((code, told, False) for is_it, code, told in ends if is_it), None)
-    return known or (EXIT_FAILED, f"{type(error).__name__}: {line}", True)
+    if is_compiler and not is_out_of_memory(error) and not _is_file_error(error):
+        return EXIT_USER_ERROR, (
+            f"torch.compile cannot compile this network ({line}); "
+            "give memory.compile=false, or samples of one shape (stage.patch_size)"
+        )
+    return None
+
+
+def _end_by_machine(
+    error: BaseException, line: str, rest: str, is_memory_full: bool
+) -> tuple[int, str] | None:
+    """Exit code and message where memory, a disk, a loader worker or another rank failed."""
+    is_worker = _is_worker_end(error)
+    if is_out_of_memory(error) or (is_worker and is_memory_full):
+        return EXIT_OUT_OF_MEMORY, f"out of memory: {line}"
+    if _is_file_error(error):
+        return EXIT_USER_ERROR, (
+            f"a file could not be read or written ({line}); "
+            f"check its folder, permissions and space: {rest}"
+        )
+    if is_worker:
+        return EXIT_FAILED, f"a loader worker ended ({line}); {rest}"
+    if _is_lost_rank(error):
+        return EXIT_FAILED, (
+            f"the connection to another rank broke off ({line}); "
+            f"the log of that rank is in the folder ranks; {rest}"
+        )
+    return None
+
+
+def _message_of(error: BaseException) -> str:
+    """Text of an error, as it was raised.
+
+    An error in a loader worker arrives with the worker's traceback as its text; the last line is
+    the error itself.
+    """
+    text = str(error).strip()
+    if not text.startswith("Caught "):
+        return text
+    last_line = text.splitlines()[-1]
+    return last_line.partition(": ")[2] or last_line
+
+
+def _line_of(error: BaseException) -> str:
+    """First line of an error, or its class."""
+    lines = _message_of(error).splitlines() or [type(error).__name__]
+    return lines[0].partition(". Details are lost")[0]
+
+
+def _is_worker_end(error: BaseException) -> bool:
+    """Whether a loader worker ended.
+
+    A worker that is killed while it hands over a batch breaks the connection; no file of a run is
+    read through one.
+    """
+    if isinstance(error, (ConnectionResetError, ConnectionRefusedError)):
+        return True
+    return isinstance(error, RuntimeError) and str(error).strip().startswith("DataLoader worker")
+
+
+def _is_lost_rank(error: BaseException) -> bool:
+    """Whether the connection to another rank broke off."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = f"{type(error).__name__} {error}"
+    return any(words in text for words in _LOST_RANK)
+
+
+def _is_file_error(error: BaseException) -> bool:
+    """Whether a file could not be read or written."""
+    if isinstance(error, OSError):
+        return not _is_worker_end(error)
+    return "No space left on device" in str(error)
 
 
 def num_oom_kills() -> int:
-    """Count the processes that the kernel of this machine has killed for lack of memory, in whatever control group; 0 outside Linux."""
+    """Count the processes that the kernel of this machine has killed for lack of memory.
+
+    Those of all control groups count. 0 outside Linux.
+    """
     path = Path("/proc/vmstat")
-    found = (
-        re.search(r"^oom_kill (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-        if path.is_file()
-        else None
-    )
-    return int(found[1]) if found else 0
+    if not path.is_file():
+        return 0
+    match = re.search(r"^oom_kill (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return int(match[1]) if match else 0

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -67,54 +68,55 @@ class Job:
     def write(self, job_dir: Path) -> None:
         """Write the record into the job's folder."""
         job_dir.mkdir(parents=True, exist_ok=True)
-        replace_text(
-            job_dir / JOB_FILE, json.dumps({**asdict(self), "status": self.status.value}, indent=1)
-        )
+        record = {**asdict(self), "status": self.status.value}
+        replace_text(job_dir / JOB_FILE, json.dumps(record, indent=1))
 
 
 def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
-    """Read the jobs of a sweep by their folder, in the order of their numbers; a job with a damaged record is left out, and named."""
+    """Read the jobs of a sweep by their folder, in the order of their numbers.
 
-    def read(path: Path) -> Job:
-        record = read_json(path)
-        texts = {str(key): str(value) for key, value in record["overrides"].items()}
-        return Job(
-            int(record["number"]),
-            Status(record["status"]),
-            str(record["message"]),
-            texts,
-            str(record["signature"]),
-        )
-
-    jobs = {
-        path.parent: job
-        for path in sweep_dir.rglob(JOB_FILE)
-        if (job := read_file(path, read)) is not None
-    }
+    A job with a damaged record is left out, and named.
+    """
+    jobs = {}
+    for path in sweep_dir.rglob(JOB_FILE):
+        job = read_file(path, _read_job)
+        if job is not None:
+            jobs[path.parent] = job
     return dict(sorted(jobs.items(), key=lambda item: (item[1].number, str(item[0]))))
 
 
+def _read_job(path: Path) -> Job:
+    """Read a `job.json`; any exception means that it is damaged."""
+    record = read_json(path)
+    return Job(
+        number=int(record["number"]),
+        status=Status(record["status"]),
+        message=str(record["message"]),
+        overrides={str(key): str(value) for key, value in record["overrides"].items()},
+        signature=str(record["signature"]),
+    )
+
+
 class SweepFolder(Callback):
-    """Hydra callback at the start of a multirun: one folder for the whole sweep, with a record of what is swept.
+    """Hydra callback at the start of a multirun: one folder for the whole sweep.
 
     A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be
-    another one for each job.
+    another one for each job. `sweep.json` in it records what is swept.
     """
 
     started: ClassVar[list[Path]] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Fix the folder for all jobs, in whatever process they are composed, and write `sweep.json`."""
-        given = [str(override) for override in config.hydra.overrides.task]
+        """Fix the folder for all jobs, in whatever process they run, and write `sweep.json`."""
+        overrides = [str(override) for override in config.hydra.overrides.task]
         is_named = any(
             argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra
         )
         # Two sweeps that start in the same second are named by the same time; a sweep in a folder
         # that the user named is resumed.
-        folders = numbered(Path(config.hydra.sweep.dir).absolute())
-        sweep_dir = next(
-            folder for folder in folders if create_text(folder / SWEEP_FILE, "{}") or is_named
-        )
+        for sweep_dir in numbered(Path(config.hydra.sweep.dir).absolute()):
+            if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
+                break
         self.started.append(sweep_dir)
         if _is_basic_launcher(config.hydra):
             STOP.install()
@@ -124,14 +126,12 @@ class SweepFolder(Callback):
         with open_dict(config):
             config.hydra.sweep.dir = str(sweep_dir)
             config.hydra.overrides.hydra.extend(quote_paths([f"hydra.sweep.dir={sweep_dir}"]))
-        parsed = OverridesParser.create().parse_overrides(given)
+        parsed = OverridesParser.create().parse_overrides(overrides)
         swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-        swept |= set((config.hydra.sweeper.get("params") or {}).keys())
-        swept |= set(_swept(sweep_dir))
-        replace_text(
-            sweep_dir / SWEEP_FILE,
-            json.dumps({"overrides": given, "swept": sorted(swept)}, indent=1),
-        )
+        swept.update(config.hydra.sweeper.get("params") or {})
+        swept.update(_swept(sweep_dir))
+        record = {"overrides": overrides, "swept": sorted(swept)}
+        replace_text(sweep_dir / SWEEP_FILE, json.dumps(record, indent=1))
 
 
 def run_job(config: TrainConfig) -> int:
@@ -142,15 +142,23 @@ def run_job(config: TrainConfig) -> int:
     """
     if config.resume not in (None, "auto"):
         raise UserError(
-            f"resume={config.resume}: to resume a multirun, leave resume out and give hydra.sweep.dir=<its folder>"
+            f"resume={config.resume}: to resume a multirun, leave resume out "
+            "and give hydra.sweep.dir=<its folder>"
         )
     settle(config)
     sweep_dir, job_dir = _folders()
-    job = Job(HydraConfig.get().job.num, Status.running, "", _overrides(), signature(plain(config)))
-    earlier = find_job(sweep_dir, job)
-    if earlier is not None:
+    job = Job(
+        number=HydraConfig.get().job.num,
+        status=Status.running,
+        message="",
+        overrides=_overrides(),
+        signature=signature(plain(config)),
+    )
+    earlier_dir = find_job(sweep_dir, job)
+    if earlier_dir is not None:
         remove_if_empty(job_dir)
-        job_dir, status = earlier, read_jobs(earlier)[earlier].status
+        job_dir = earlier_dir
+        status = read_jobs(job_dir)[job_dir].status
         if status is Status.finished or (status in FAILURES and not config.retry_failed):
             say(f"job {job.number} has already ended ({status.value.replace('_', ' ')}): {job_dir}")
             return exit_code_of(status)
@@ -158,14 +166,24 @@ def run_job(config: TrainConfig) -> int:
             say(f"job {job.number} is running elsewhere: {job_dir}")
             return exit_code_of(Status.running)
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
-    elif (job_dir / CONFIG_FILE).is_file():  # of another job: what is swept has changed since
+    elif (job_dir / CONFIG_FILE).is_file():
+        # The run of another job: what is swept has changed since.
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
     if STOP.is_asked:
         remove_if_empty(job_dir)
         exit_if_asked()
+    code = _run_and_record(config, job, job_dir, sweep_dir)
+    exit_if_asked()  # the system wants this process to end, not the next job to begin
+    return code
+
+
+def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Path) -> int:
+    """Run a job, and record its begin and its end; returns its exit code."""
     job.write(job_dir)
-    code, message = exit_code_of(Status.interrupted), ""  # unless the job comes to an end
+    # The end that is recorded unless the job comes to another one.
+    code = exit_code_of(Status.interrupted)
+    message = ""
     # A launcher's worker process may survive the launcher; its job must not.
     parent = os.getppid()
 
@@ -178,30 +196,32 @@ def run_job(config: TrainConfig) -> int:
         code = run_in_process(config, is_orphan)
         message = read_summary(job_dir).get("message", "")
     except UserError as error:
-        code, message = exit_code_of(Status.refused), str(error)
+        code = exit_code_of(Status.refused)
+        message = str(error)
         say(message)
     finally:
-        if not is_locked(
-            job_dir / LOCK_FILE
-        ):  # else another process runs the job, and records its end
+        # A process that holds the lock runs the job, and records its end.
+        if not is_locked(job_dir / LOCK_FILE):
             replace(job, status=status_of(code), message=message).write(job_dir)
-        compare(sweep_dir)  # after each job: a launcher may run the jobs in other processes
+        # After each job: a launcher may run the jobs in other processes.
+        compare(sweep_dir)
     if is_orphan():
         os._exit(code)  # nobody is left to receive the code
-    exit_if_asked()  # the system wants this process to end, not the next job to begin
     return code
 
 
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
-    """Find the folder of the same job in a sweep: of the same signature, and with the same choices of what is swept.
+    """Find the folder of the same job in a sweep.
 
-    The choices count beside the signature, since a sweep may compare what changes no result, such
-    as `data.num_workers`.
+    It has the same signature, and the same choices of what is swept. The choices count beside the
+    signature, since a sweep may compare what changes no result, such as `data.num_workers`.
     """
     swept = _swept(sweep_dir) or list(job.overrides)
-    for folder, other in read_jobs(sweep_dir).items():
-        is_same = all(other.overrides.get(key) == job.overrides.get(key) for key in swept)
-        if is_same and other.signature == job.signature:
+    for folder, earlier_job in read_jobs(sweep_dir).items():
+        has_same_choices = all(
+            earlier_job.overrides.get(key) == job.overrides.get(key) for key in swept
+        )
+        if has_same_choices and earlier_job.signature == job.signature:
             return folder
     return None
 
@@ -220,15 +240,14 @@ def note_refusal(message: str) -> None:
 
 def exit_codes() -> list[int]:
     """Exit codes of all jobs of the sweeps that this process started, wherever the jobs ran."""
-    return [
-        exit_code_of(job.status)
-        for sweep_dir in SweepFolder.started
-        for job in read_jobs(sweep_dir).values()
-    ]
+    codes = []
+    for sweep_dir in SweepFolder.started:
+        codes += [exit_code_of(job.status) for job in read_jobs(sweep_dir).values()]
+    return codes
 
 
 def compare(sweep_dir: Path) -> Path:
-    """Write `comparison.csv`, one line per job: the arguments in which the jobs differ, status, and results.
+    """Write `comparison.csv`, one line per job: differing arguments, results and status.
 
     Args:
         sweep_dir: Folder of a multirun; a job is a folder below it with a `job.json`.
@@ -237,42 +256,45 @@ def compare(sweep_dir: Path) -> Path:
         Path of the table.
     """
     jobs = read_jobs(sweep_dir)
-    keys = list(dict.fromkeys(key for job in jobs.values() for key in job.overrides))
-    differing = [key for key in keys if len({job.overrides.get(key) for job in jobs.values()}) > 1]
-    rows = [
-        {
-            "run": str(job_dir.relative_to(sweep_dir)),
-            **{key: job.overrides.get(key) for key in differing},
-            **{
-                key: value
-                for key, value in read_summary(job_dir).items()
-                if isinstance(value, (int, float, str))
-            },
-            "status": job.status.value,
-            "message": job.message,
-        }
-        for job_dir, job in jobs.items()
-    ]
+    # In the order in which the arguments first appear.
+    keys = dict.fromkeys(chain.from_iterable(job.overrides for job in jobs.values()))
+    differing = []
+    for key in keys:
+        values = {job.overrides.get(key) for job in jobs.values()}
+        if len(values) > 1:
+            differing.append(key)
+    rows = []
+    for job_dir, job in jobs.items():
+        row: dict[str, Any] = {"run": str(job_dir.relative_to(sweep_dir))}
+        row.update({key: job.overrides.get(key) for key in differing})
+        for key, value in read_summary(job_dir).items():
+            if isinstance(value, (int, float, str)):
+                row[key] = value
+        row["status"] = job.status.value
+        row["message"] = job.message
+        rows.append(row)
     path = sweep_dir / "comparison.csv"
     write_csv(path, rows)
     return path
 
 
 def _stop_jobs(sweep_dir: Path) -> NoReturn:
-    """Ask all jobs of a sweep on this machine to stop, give them the time to save, and end this process.
+    """Ask all jobs of a sweep on this machine to stop, and end this process once they have saved.
 
     The launcher would kill its worker processes at once, and with them the jobs.
     """
-    busy = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
+    busy_dirs = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
     for process in psutil.Process().children(recursive=True):
         process.send_signal(signal.SIGTERM)  # loader workers ignore it
     deadline_s = time.monotonic() + STOP_S
-    while (
-        any(job.status is Status.running for folder in busy for job in read_jobs(folder).values())
-        and time.monotonic() < deadline_s
-    ):
+    while any(map(_is_recorded_as_running, busy_dirs)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     sys.exit(EXIT_RESUME)
+
+
+def _is_recorded_as_running(job_dir: Path) -> bool:
+    """Whether the record of a job has no end yet."""
+    return any(job.status is Status.running for job in read_jobs(job_dir).values())
 
 
 def _is_basic_launcher(hydra_config: Any) -> bool:
@@ -287,11 +309,12 @@ def _swept(sweep_dir: Path) -> list[str]:
 
 
 def _folders() -> tuple[Path, Path]:
+    """Folders of the sweep and of the present job."""
     hydra_config = HydraConfig.get()
     return Path(hydra_config.sweep.dir).absolute(), Path(hydra_config.runtime.output_dir)
 
 
 def _overrides() -> dict[str, str]:
-    return dict(
-        override.split("=", 1) for override in HydraConfig.get().overrides.task if "=" in override
-    )
+    """Arguments of the present job, by key."""
+    arguments = HydraConfig.get().overrides.task
+    return dict(argument.split("=", 1) for argument in arguments if "=" in argument)

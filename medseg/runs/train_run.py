@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,10 @@ from medseg.training.options import DebugOptions, Profiler, TrainConfig
 from medseg.training.preemption import STOP
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
     from medseg.models.stage_network import StageNetwork
+    from medseg.training.history import History
 
 
 def run_rank(config: TrainConfig) -> int:
@@ -43,10 +46,14 @@ def run_rank(config: TrainConfig) -> int:
     Returns:
         Exit code.
     """
-    run_dir, before = Path(config.run_dir), num_oom_kills()
+    run_dir = Path(config.run_dir)
+    num_kills_before = num_oom_kills()
     STOP.install()
     redirect_output(run_dir)
-    with locked(run_dir / LOCK_FILE, LOCK_WAIT_S) if rank() == 0 else nullcontext(True) as is_ours:
+    lock: AbstractContextManager[bool] = nullcontext(True)
+    if rank() == 0:
+        lock = locked(run_dir / LOCK_FILE, LOCK_WAIT_S)
+    with lock as is_ours:
         if not is_ours:
             say(f"another process is running {run_dir}")
             return EXIT_USER_ERROR
@@ -61,7 +68,7 @@ def run_rank(config: TrainConfig) -> int:
                 error,
                 is_asked=STOP.is_asked,
                 is_saved=(run_dir / "checkpoints" / "last.ckpt").is_file(),
-                is_memory_full=num_oom_kills() > before,
+                is_memory_full=num_oom_kills() > num_kills_before,
             )
             if is_defect:
                 traceback.print_exc()
@@ -87,9 +94,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     share_among_ranks(config.trainer, config.memory)
     # Imported after the configuration is known to be right: this takes seconds.
     import torch
-    from lightning.pytorch.callbacks import LearningRateMonitor
 
-    from medseg.memory.device import pick_device
     from medseg.training.assemble import (
         make_data_module,
         make_metadata,
@@ -97,16 +102,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         make_trainer,
         make_views,
     )
-    from medseg.training.callbacks import (
-        Distortions,
-        MemorySnapshot,
-        ValidationPictures,
-        ValidationScores,
-    )
+    from medseg.training.callbacks import ValidationPictures, ValidationScores
     from medseg.training.checkpoints import Checkpoints
     from medseg.training.extensions import make_callbacks
     from medseg.training.history import History, HistoryBar
-    from medseg.training.machine_load import peak_bytes
     from medseg.training.network import load_initial_weights, make_network
     from medseg.training.versions import collect_versions
     from medseg.weights.files import load_checkpoint
@@ -130,24 +129,15 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     pictures = ValidationPictures(run_dir / "pictures", make_views(config))
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
-    if config.spacing.strategy is SpacingStrategy.fixed_size:
-        is_fine = config.stage.name is StageName.fine
-        callbacks.append(
-            Distortions(list(config.task.regions or {}) if is_fine else ["whole scan"])
-        )
-    if config.logger:
-        callbacks.append(LearningRateMonitor("step"))
-    if (
-        config.debug.profiler is Profiler.torch
-        and pick_device(config.trainer.accelerator).type == "cuda"
-    ):
-        callbacks.append(MemorySnapshot(run_dir / "memory_snapshot.pickle"))
+    callbacks += _optional_callbacks(config, run_dir)
     callbacks += make_callbacks(config)
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))
 
-    best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
-    start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"] if last.is_file() else 0
+    last = run_dir / "checkpoints" / "last.ckpt"
+    start_step = 0
+    if last.is_file():
+        start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"]
     join_ranks()
     trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
@@ -156,36 +146,20 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
     validation_scores.patients = data.patients
+    start_path = str(last) if start_step else None
     try:
-        trainer.fit(
-            module, datamodule=data, ckpt_path=str(last) if start_step else None, weights_only=True
-        )
+        trainer.fit(module, datamodule=data, ckpt_path=start_path, weights_only=True)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes exit code 1 of it
             raise KeyboardInterrupt from None
         raise
 
-    measured = {
-        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
-        "seconds_per_step": median(
-            [float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")]
-            or [0.0]
-        ),
-    }
-    checkpoint = best if best.is_file() else last
-    summary = {
-        "status": "finished",
-        "stage": config.stage.name.value,
-        "steps": trainer.global_step,
-        "val_dice_best": checkpoints.best_score,
-        "train_s": round(history.train_s(), 1),
-        "peak_gib": round(peak_bytes() / 2**30, 3),
-        **measured,
-        "plan": compare_with_plan(config, measured) if trainer.is_global_zero else {},
-        "num_parameters": sum(p.numel() for p in network.parameters()),
-        "checkpoint": str(checkpoint),
-        "versions": collect_versions(),
-    }
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    if not checkpoint.is_file():
+        checkpoint = last
+    summary = _summarise(config, trainer, history, network)
+    summary["val_dice_best"] = checkpoints.best_score
+    summary["checkpoint"] = str(checkpoint)
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
         print(f"checkpoint: {checkpoint}")
@@ -194,21 +168,82 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     return summary
 
 
+def _optional_callbacks(config: TrainConfig, run_dir: Path) -> list[Any]:
+    """Make the callbacks that only some configurations need."""
+    from lightning.pytorch.callbacks import LearningRateMonitor
+
+    from medseg.memory.device import pick_device
+    from medseg.training.callbacks import Distortions, MemorySnapshot
+
+    callbacks: list[Any] = []
+    if config.spacing.strategy is SpacingStrategy.fixed_size:
+        names = ["whole scan"]
+        if config.stage.name is StageName.fine:
+            names = list(config.task.regions or {})
+        callbacks.append(Distortions(names))
+    if config.logger:
+        callbacks.append(LearningRateMonitor("step"))
+    is_profiled = config.debug.profiler is Profiler.torch
+    if is_profiled and pick_device(config.trainer.accelerator).type == "cuda":
+        callbacks.append(MemorySnapshot(run_dir / "memory_snapshot.pickle"))
+    return callbacks
+
+
+def _summarise(
+    config: TrainConfig, trainer: "Trainer", history: "History", network: "StageNetwork"
+) -> dict[str, Any]:
+    """Collect the content of `summary.json`, except for what checkpoints say."""
+    from medseg.training.machine_load import peak_bytes
+    from medseg.training.versions import collect_versions
+
+    seconds = [
+        float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")
+    ]
+    measured = {
+        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
+        "seconds_per_step": median(seconds or [0.0]),
+    }
+    plan = {}
+    if trainer.is_global_zero:
+        plan = compare_with_plan(config, measured)
+    return {
+        "status": "finished",
+        "stage": config.stage.name.value,
+        "steps": trainer.global_step,
+        "val_dice_best": None,
+        "train_s": round(history.train_s(), 1),
+        "peak_gib": round(peak_bytes() / 2**30, 3),
+        **measured,
+        "plan": plan,
+        "num_parameters": sum(weight.numel() for weight in network.parameters()),
+        "checkpoint": None,
+        "versions": collect_versions(),
+    }
+
+
 def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     """Describe the network of a run and the switches that are on, in one line."""
     from medseg.memory.switches import select_blocks
 
-    stage, memory, trainer = config.stage, config.memory, config.trainer
+    memory = config.memory
     num_weights = sum(weight.numel() for weight in network.parameters())
     patch = "whole volumes or crops"
-    if stage.patch_size:
-        patch = f"patch {'×'.join(map(str, stage.patch_size))}"
-    ranks = trainer.devices * trainer.num_nodes
-    parts = [f"{ranks} ranks"] if ranks > 1 else []
-    parts += [f"{memory.accumulate} micro-batches"] if memory.accumulate > 1 else []
-    shares = f" ({', '.join(parts)})" if parts else ""
-    policy, blocks = memory.checkpointing, network.blocks()
-    recomputed = select_blocks(blocks, policy if isinstance(policy, str) else tuple(policy))
+    if config.stage.patch_size:
+        patch = f"patch {'×'.join(map(str, config.stage.patch_size))}"
+    shares = []
+    ranks = config.trainer.devices * config.trainer.num_nodes
+    if ranks > 1:
+        shares.append(f"{ranks} ranks")
+    if memory.accumulate > 1:
+        shares.append(f"{memory.accumulate} micro-batches")
+    batch = f"batch {config.stage.batch_size}"
+    if shares:
+        batch += f" ({', '.join(shares)})"
+    blocks = network.blocks()
+    policy = memory.checkpointing
+    if not isinstance(policy, str):
+        policy = tuple(policy)  # names of blocks
+    recomputed = select_blocks(blocks, policy)
     switches = {
         "offload": memory.offload,
         "channels_last": memory.channels_last,
@@ -221,7 +256,7 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
         [
             f"{class_name} with {num_weights / 1e6:.2g} million weights",
             patch,
-            f"batch {stage.batch_size}{shares}",
+            batch,
             memory.precision.value,
             f"{len(recomputed)} of {len(blocks)} blocks recomputed",
             *(name for name, is_on in switches.items() if is_on),
@@ -230,7 +265,10 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
 
 
 def remove_parts(run_dir: Path) -> None:
-    """Remove what was half-written when the run was killed; other files stay, since the user may have chosen a folder with some."""
+    """Remove what was half-written when the run was killed.
+
+    Other files stay, since the user may have chosen a folder with some.
+    """
     for part in run_dir.rglob(f"{PART_PREFIX}*.part*"):
         part.unlink(missing_ok=True)
 
@@ -248,6 +286,11 @@ def _announce(debug: DebugOptions) -> None:
 
 
 def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
-    """Add a start of the run, with what its result depends on beside the configuration, to `versions.json`."""
+    """Add a start of the run to `versions.json`.
+
+    Args:
+        run_dir: The run folder.
+        start: What the result depends on beside the configuration.
+    """
     path = run_dir / VERSIONS_FILE
     replace_text(path, json.dumps([*read_record(path, list), start], indent=1))

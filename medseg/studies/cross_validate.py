@@ -24,12 +24,13 @@ from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
 from medseg.studies.recipes import (
     BOUND,
     Step,
-    cascade_steps,
     check_experiments,
+    coarse_arguments,
     experiments,
     label_values_argument,
     last_checkpoint,
     run_steps,
+    stage_steps,
 )
 from medseg.task import Task
 from medseg.task_options import make_task
@@ -81,8 +82,13 @@ def cross_validate(config: CrossValidateConfig) -> int:
         region: [value for value, name in values.items() if name in labels]
         for region, labels in parts.items()
     }
-    steps: list[Step] = []
-    for fold in range(config.num_folds):
+    folders = [output / f"fold_{fold}" for fold in range(config.num_folds)]
+    more = coarse_arguments(config, folders)
+    # The fine stage of a fold may see what the coarse stages of all folds say about their held-out
+    # cases.
+    coarse_steps: list[Step] = []
+    fine_steps: list[Step] = []
+    for fold, folder in enumerate(folders):
         held_out = list(split_cases(cases, fold=fold, num_folds=config.num_folds).val)
         whole = [case for case in held_out if case.labels]
         made = {
@@ -104,13 +110,13 @@ def cross_validate(config: CrossValidateConfig) -> int:
             groups[heading] |= {case.name for case in some}
         held_out = [case for some in made.values() for case in some]
         scored |= {case.name: (fold, case) for case in held_out}
-        folder = output / f"fold_{fold}"
         data = [
             f"data.cases={table}", f"data.fold={fold}", f"data.num_folds={config.num_folds}", "data.val_patients=[]",
             "data.test_patients=[]", f"data.labels_column={config.data.labels_column}", label_values,
         ]  # fmt: skip
-        steps += cascade_steps(config, folder, data, output)
-        steps.append(
+        coarse_steps += stage_steps(config, "coarse", folder, data, output)
+        fine_steps += stage_steps(config, "fine", folder, data, output, more)
+        fine_steps.append(
             [
                 "predict",
                 f"input={write_case_table(folder / 'held_out.csv', held_out)}",
@@ -119,7 +125,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
             ]
         )
     reference = write_case_table(output / "scored.csv", [case for _, case in scored.values()])
-    steps.append(
+    fine_steps.append(
         [
             "evaluate",
             f"pred={output / 'predictions'}",
@@ -130,7 +136,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         ]
     )
     # The folds share the trainings on phantoms: equal commands run once.
-    run_steps(list(dict.fromkeys(map(tuple, steps))))
+    run_steps(list(dict.fromkeys(map(tuple, [*coarse_steps, *fine_steps]))))
     rows = fold_rows(scored, output, task, values)
     write_rows(rows, output, groups)
     # `predict` states no bound for a region to which anything was added, so these do not calibrate

@@ -41,9 +41,8 @@ from medseg.studies.recipes import (
     train_arguments,
     train_steps,
 )
-from medseg.task_options import make_task
 from medseg.training.extensions import make_loss
-from medseg.training.network import count_classes, make_network
+from medseg.training.network import count_channels, count_classes, make_network
 from medseg.training.optimisation import find_lr_factor, make_optimizer
 from medseg.training.options import TrainConfig
 from medseg.workers import Worker, WorkerDiedError
@@ -270,7 +269,7 @@ def measure_row(
     """
     if packages is not None:
         sys.path.insert(0, str(packages))
-    task, num_classes = make_task(config.task), count_classes(config)
+    num_classes = count_classes(config)
     precision, device = config.memory.precision.value, pick_device(config.trainer.accelerator)
     is_timed = timed_steps > 0
     try:
@@ -293,7 +292,7 @@ def measure_row(
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
     samples = samples_per_rank(config)
-    image = torch.rand(samples, len(task.channels), *shape, device=device) * 2 - 1
+    image = torch.rand(samples, count_channels(config), *shape, device=device) * 2 - 1
     if make_other:
         network = make_other().to(device)
     else:

@@ -12,7 +12,7 @@ from typing import Any
 
 import hydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from medseg.cascade.bound import DiceBound
@@ -26,7 +26,8 @@ from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
-from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, write_weights
+from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, shipped_weights, write_weights
+from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import shell_line
 
 BOUND = "bound.json"
@@ -45,6 +46,7 @@ FOLDER_KEYS = (
     "data.cache",
     "data.phantoms.folder",
     "stage.coarse",
+    "stage.coarse_folds",
     "logger.save_dir",
 )
 
@@ -126,37 +128,65 @@ def last_checkpoint(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "last.ckpt"
 
 
-def cascade_steps(
-    config: RecipeConfig, folder: Path, data: Sequence[str], phantom_runs: Path
+def stage_steps(
+    config: RecipeConfig,
+    stage: str,
+    folder: Path,
+    data: Sequence[str],
+    phantom_runs: Path,
+    more: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Step]:
-    """The commands that train both stages.
+    """The commands that train one stage.
 
     Args:
         config: Names the experiments of each stage, and the experiment on phantoms whose weights
             the first one starts from; null = random weights.
+        stage: `coarse` or `fine`.
         folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`,
             `coarse_2` …
         data: Arguments that select the training cases. Trainings on phantoms do not get them: they
             use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
             study.
+        more: Experiment to further arguments of its training, see `coarse_arguments`.
 
     Raises:
         UserError: If the folder has runs of other experiments.
     """
     _note_experiments(folder, config)
     cache, steps = f"data.cache={phantom_runs / 'cache'}", []
-    for stage in ("coarse", "fine"):
-        begin = []
-        if pretrain := getattr(config, f"pretrain_{stage}"):
-            steps += train_steps(phantom_runs / pretrain, f"experiment={text_of(pretrain)}", cache)
-            begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
-        chain = getattr(config, stage)
-        for number, experiment in enumerate(chain, start=1):
-            run_dir = folder / (stage if number == len(chain) else f"{stage}_{number}")
-            steps += train_steps(run_dir, f"experiment={text_of(experiment)}", cache, *data, *begin)
-            begin = [f"init_from={last_checkpoint(run_dir)}"]
+    begin = []
+    if pretrain := getattr(config, f"pretrain_{stage}"):
+        steps += train_steps(phantom_runs / pretrain, f"experiment={text_of(pretrain)}", cache)
+        begin = [f"init_from={last_checkpoint(phantom_runs / pretrain)}"]
+    chain = getattr(config, stage)
+    for number, experiment in enumerate(chain, start=1):
+        run_dir = folder / (stage if number == len(chain) else f"{stage}_{number}")
+        arguments = [f"experiment={text_of(experiment)}", cache, *data, *begin]
+        steps += train_steps(run_dir, *arguments, *(more or {}).get(experiment, ()))
+        begin = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
+
+
+def sees_coarse_stage(experiment: str, where: str) -> bool:
+    """Whether the network of an experiment sees the probabilities of a coarse stage; `where` names its key."""
+    composed = _compose([f"experiment={text_of(experiment)}"], where)
+    return bool(OmegaConf.select(composed, "stage.coarse_channel"))
+
+
+def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
+    """Find the experiments of the fine stage that see the coarse stage, and tell them its checkpoints.
+
+    Args:
+        config: Names the experiments.
+        folds: Folder of each fold, with its run `coarse`.
+    """
+    checkpoints = ",".join(text_of(str(last_checkpoint(folder / "coarse"))) for folder in folds)
+    return {
+        experiment: [f"data.num_folds={len(folds)}", f"stage.coarse_folds=[{checkpoints}]"]
+        for experiment in config.fine
+        if sees_coarse_stage(experiment, "fine")
+    }
 
 
 def check_experiments(config: RecipeConfig) -> None:
@@ -167,7 +197,13 @@ def check_experiments(config: RecipeConfig) -> None:
     """
     for key, given in experiments(config).items():
         for name in [given] if isinstance(given, str) else given or []:
-            compose_train([f"experiment={text_of(name)}", "run_dir=none"], key)
+            arguments = [f"experiment={text_of(name)}", "run_dir=none"]
+            if sees_coarse_stage(name, key):
+                # Any file stands for the checkpoint that is still to be trained.
+                arguments.append(
+                    f"stage.coarse={text_of(str(shipped_weights(INCLUDED_TASK, 'coarse')))}"
+                )
+            compose_train(arguments, key)
 
 
 def _note_experiments(folder: Path, config: RecipeConfig) -> None:
@@ -198,14 +234,21 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
     Raises:
         UserError: If `train` would refuse the arguments.
     """
+    composed = _compose(arguments, where)
     try:
-        config = to_config(hydra.compose("train", targets_first(arguments)), TrainConfig)
+        config = to_config(composed, TrainConfig)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    except HydraException as error:
-        raise UserError(f"{where}: {explain(error)}") from error
     settle(config)
     return config
+
+
+def _compose(arguments: Sequence[str], where: str) -> DictConfig:
+    """Compose the arguments of a training, unchecked; a mistake names the key that gave them."""
+    try:
+        return hydra.compose("train", targets_first(arguments))
+    except HydraException as error:
+        raise UserError(f"{where}: {explain(error)}") from error
 
 
 def key_of(argument: str) -> str:
@@ -319,7 +362,15 @@ def make_weights(config: MakeWeightsConfig) -> int:
         "data.val_patients=[]",
         "data.test_patients=[]",
     ]
-    run_steps(cascade_steps(config, runs / "all", data, runs))
+    folds = sorted(runs.glob("fold_*"))
+    more = coarse_arguments(config, folds)
+    if more and not all(last_checkpoint(fold / "coarse").is_file() for fold in folds or [runs]):
+        raise UserError(
+            f"runs={runs}: the fine stage sees what the coarse stages of all folds say about their held-out cases, "
+            f"and they are not here; start cross_validate with output={runs} and the same experiments first"
+        )
+    steps = stage_steps(config, "coarse", runs / "all", data, runs)
+    run_steps([*steps, *stage_steps(config, "fine", runs / "all", data, runs, more)])
     sums = ""
     for stage in ("coarse", "fine"):
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
@@ -377,6 +428,9 @@ def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:
     """Remove the folders of the training machine from the metadata of a checkpoint; file names stay."""
     config = OmegaConf.create(metadata["config"])
     for key in FOLDER_KEYS:
-        if isinstance(folder := OmegaConf.select(config, key), str):
-            OmegaConf.update(config, key, Path(folder).name)
+        value = OmegaConf.select(config, key)
+        if isinstance(value, str):
+            OmegaConf.update(config, key, Path(value).name)
+        elif value is not None:
+            OmegaConf.update(config, key, [Path(path).name for path in value])
     return {**metadata, "config": OmegaConf.to_container(config)}

@@ -1,1 +1,1 @@
-"""The Lightning module, the data module, callbacks and schedules."""
+"""A training run's objects: Lightning module, data module, callbacks and schedules."""

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medseg.cascade.load import load_stage
-from medseg.data.case_table import CaseSource
-from medseg.data.cases import find_sources
+from medseg.cascade.stage import TrainedStage
+from medseg.data.case_table import CaseSource, split_cases
+from medseg.data.cases import find_cases, find_sources
 from medseg.data.options import StageName
 from medseg.data.spacing import make_grid_rule
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.memory.accounting import count_step
 from medseg.memory.device import pick_device
 from medseg.memory.device_map import named_parts, plan_device_map, resolve_device_map
@@ -31,6 +32,7 @@ from medseg.training.data_module import CasesDataModule
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
 from medseg.training.module import SegmentationModule
 from medseg.training.network import (
+    count_channels,
     count_classes,
     find_divisor,
     make_network,
@@ -40,7 +42,7 @@ from medseg.training.network import (
 from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.training.options import Profiler, Strategy, TrainConfig
 from medseg.training.versions import collect_versions
-from medseg.weights.files import METADATA_FORMAT, NATIVE
+from medseg.weights.files import METADATA_FORMAT, NATIVE, read_weights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -206,31 +208,98 @@ def make_data_module(
         config: Checked configuration.
         sources: Cases; None = those of the configuration.
     """
-    task = make_task(config.task)
-    device = pick_device(config.trainer.accelerator)
-    coarse = (
-        load_stage(Path(config.stage.coarse), "coarse", device, trusted=config.trusted_targets)
-        if config.stage.coarse
-        else None
-    )
-    if coarse is not None:
-        ours, theirs = (
-            (one.labels, one.regions, [channel.modality for channel in one.channels])
-            for one in (task, coarse.task)
-        )
-        require(
-            ours == theirs,
-            f"stage.coarse={config.stage.coarse}: it was trained for the task {coarse.task.name} with the labels {coarse.task.labels} and the "
-            f"channels {theirs[2]}, but the task {task.name} has {task.labels} and {ours[2]}; give a checkpoint of the same task",
-        )
+    coarse = None
+    coarse_by_case: dict[str, TrainedStage] = {}
+    if config.stage.coarse:
+        coarse = _load_coarse("stage.coarse", config.stage.coarse, config)
+    elif config.stage.coarse_folds:
+        folds = [
+            _load_coarse("stage.coarse_folds", path, config) for path in config.stage.coarse_folds
+        ]
+        _check_folds(config)
+        # Phantoms are in every fold's training; their shapes are drawn anew, so any stage will do.
+        coarse = folds[0]
+        coarse_by_case = _unseen(config, folds)
     return CasesDataModule(
         config,
         find_sources(config.data, config.task) if sources is None else sources,
-        task,
+        make_task(config.task),
         divisor=find_divisor(config),
         augmentation=make_transforms(config),
         coarse=coarse,
+        coarse_by_case=coarse_by_case,
     )
+
+
+def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
+    """Load a coarse stage whose result the fine stage sees.
+
+    Raises:
+        UserError: If it cannot be used, or is of another task.
+    """
+    task, device = make_task(config.task), pick_device(config.trainer.accelerator)
+    coarse = load_stage(Path(path), "coarse", device, trusted=config.trusted_targets)
+    our_modalities = [channel.modality for channel in task.channels]
+    their_modalities = [channel.modality for channel in coarse.task.channels]
+    is_same = task.labels == coarse.task.labels and task.regions == coarse.task.regions
+    if not is_same or our_modalities != their_modalities:
+        raise UserError(
+            f"{key}={path}: it was trained for the task {coarse.task.name} with the labels "
+            f"{coarse.task.labels} and the channels {their_modalities}, but the task {task.name} has "
+            f"{task.labels} and {our_modalities}; give a checkpoint of the same task"
+        )
+    return coarse
+
+
+def _check_folds(config: TrainConfig) -> None:
+    """Refuse coarse checkpoints in another order than that of the folds that they left out.
+
+    Raises:
+        UserError: With the first that was trained on another fold.
+    """
+    for fold, path in enumerate(config.stage.coarse_folds or ()):
+        trained = read_weights(Path(path), "coarse", "stage.coarse_folds")[0]["config"].get(
+            "data", {}
+        )
+        trained_fold = 0 if trained.get("fold") is None else trained["fold"]
+        if (trained_fold, trained.get("num_folds")) != (fold, config.data.num_folds):
+            raise UserError(
+                f"stage.coarse_folds: expected the coarse stage of fold {fold} of {config.data.num_folds}, but {path} was "
+                f"trained with data.fold={trained_fold} data.num_folds={trained.get('num_folds')}; give one for each "
+                "fold, in their order"
+            )
+
+
+def _unseen(config: TrainConfig, folds: Sequence[TrainedStage]) -> dict[str, TrainedStage]:
+    """Assign each case the coarse stage that was validated on its patient, as nnU-Net's cascade does.
+
+    Raises:
+        UserError: If there is none for a case.
+    """
+    cases = find_cases(config.data, config.task)[0][0]
+    if any(case.split == "val" for case in cases):
+        raise UserError(
+            "stage.coarse_folds: the case table marks its validation cases in the column split, so that "
+            "there are no folds; leave the column out, or give stage.coarse"
+        )
+    chosen: dict[str, TrainedStage] = {}
+    for fold, stage in enumerate(folds):
+        split = split_cases(
+            cases,
+            fold=fold,
+            num_folds=len(folds),
+            val_patients=[],
+            test_patients=config.data.test_patients,
+        )
+        chosen.update({case.name: stage for case in split.val})
+    used = find_sources(config.data, config.task)[0].split
+    for case in (*used.train, *used.val):
+        if case.name not in chosen:
+            raise UserError(
+                f"stage.coarse_folds: the case {case.name} is validated in no fold, so every coarse stage "
+                "has seen it; give it a fold in the case table, or give stage.coarse"
+            )
+    return chosen
 
 
 def make_views(config: TrainConfig) -> list[View]:
@@ -266,6 +335,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "tile_size": list(config.inference.tile_size) if config.inference.tile_size else None,
         "region_margin_mm": stage.region_margin_mm or 0.0,
         "add_parts_mm": stage.add_parts_mm,
+        "coarse_channel": stage.coarse_channel,
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),
         "config": plain_config,
@@ -305,7 +375,7 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         lambda: make_network(config),
         (
             1,
-            len(make_task(config.task).channels),
+            count_channels(config),
             *(config.stage.patch_size or config.spacing.size or (128, 128, 128)),
         ),
         loss=make_loss(config),

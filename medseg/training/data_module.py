@@ -5,7 +5,7 @@ import gc
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -19,20 +19,29 @@ import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
-from medseg.cascade.localise import localise
+from medseg.cascade.localise import Localisation, localise
 from medseg.cascade.stage import TrainedStage
 from medseg.console import say
 from medseg.data.absent_classes import absence_note, absent_classes
 from medseg.data.audit.table import DUPLICATE
-from medseg.data.cache import CachedCase, is_current, open_case, prepare_case, spacing_text
+from medseg.data.cache import (
+    CachedCase,
+    CoarseProbs,
+    coarse_probs,
+    is_current,
+    open_case,
+    prepare_case,
+    spacing_text,
+)
 from medseg.data.case_table import Case, CaseSource
 from medseg.data.crops import ScanSpacings, StageCrops
+from medseg.data.options import RegionFrom
 from medseg.data.sampler import StepBatchSampler
 from medseg.data.samples import Samples, collate, init_worker
 from medseg.data.spacing import make_grid_rule
 from medseg.data.transforms import Transforms
 from medseg.errors import UserError
-from medseg.geometry.grid import VoxelBox
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape
 from medseg.inference.options import InferenceOptions
 from medseg.memory.device import pick_device
@@ -62,6 +71,9 @@ class CasesDataModule(pl.LightningDataModule):
         num_workers: Loader processes; samples do not depend on it.
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
+        coarse: Trained coarse stage, for its boxes and probabilities; None where neither is used.
+        coarse_by_case: Case name to the coarse stage whose probabilities it sees instead; the other
+            cases see those of `coarse`.
     """
 
     def __init__(
@@ -73,10 +85,12 @@ class CasesDataModule(pl.LightningDataModule):
         divisor: Shape,
         augmentation: Transforms | None = None,
         coarse: TrainedStage | None = None,
+        coarse_by_case: Mapping[str, TrainedStage] | None = None,
     ) -> None:
         super().__init__()
         self.config, self.sources, self.task = config, sources, task
-        self.divisor, self.augmentation, self.coarse = divisor, augmentation, coarse
+        self.divisor, self.augmentation = divisor, augmentation
+        self.coarse, self.coarse_by_case = coarse, coarse_by_case or {}
         self.rule = make_grid_rule(config.spacing)
         data = config.data
         self.num_workers = propose_workers(config) if data.num_workers is None else data.num_workers
@@ -127,11 +141,14 @@ class CasesDataModule(pl.LightningDataModule):
             scan_spacings = ScanSpacings(
                 spacings_mm, [weight / sum(self.weights) for weight in self.weights]
             )
-        if self.coarse is not None:
-            boxes = {
-                case.name: coarse_boxes(case, self.coarse, self.task)
-                for case in (*self.train_cases, *self.val_cases)
-            }
+        probs: dict[str, CoarseProbs] = {}
+        cases = (*self.train_cases, *self.val_cases)
+        if self.coarse is not None and options.region_from is RegionFrom.coarse:
+            boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in cases}
+        if self.coarse is not None and options.coarse_channel:
+            for case in cases:
+                stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
+                probs[case.name] = kept_probs(case, stage_of_case, self.task)
         self.crops = StageCrops(
             self.rule,
             scan_spacings,
@@ -141,6 +158,7 @@ class CasesDataModule(pl.LightningDataModule):
             tile_size=self.config.inference.tile_size,
             divisor=self.divisor,
             coarse_boxes=boxes,
+            coarse_probs=probs,
         )
         # Lightning attaches its trainer; other users of the module have one process. `plan` brings
         # its own case later.
@@ -369,6 +387,31 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
         task: Task of the fine stage, with the channels of the case; those of the coarse stage may
             have another intensity.
     """
+    found = _localise(case, coarse, task)
+    return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}
+
+
+def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProbs:
+    """Find or predict what the coarse stage says about a cached case; arguments as in `coarse_boxes`."""
+
+    def predict() -> tuple[np.ndarray, VoxelGrid]:
+        found = _localise(case, coarse, task, keep_probs=True)
+        assert found.probs is not None, "they were asked for"
+        assert found.probs_grid is not None, "it comes with them"
+        return found.probs.numpy(), found.probs_grid
+
+    key = [*coarse.checkpoints.values(), coarse.precision]
+    return coarse_probs(case, " ".join(key), predict)
+
+
+def _localise(
+    case: CachedCase,
+    coarse: TrainedStage,
+    task: Task,
+    *,
+    keep_probs: bool = False,
+) -> Localisation:
+    """Run the coarse stage on a cached case."""
     intensities = [
         own
         if own and channel == ours
@@ -380,5 +423,5 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
     images = [np.asarray(image) for image in case.images]
     # No budget: training has no key for it, and a lack of memory is reported in one sentence.
     options = InferenceOptions(budget_gib=math.inf)
-    found = localise(images, case.grid, coarse, options, case.audit.grid.spacing_mm, intensities)
-    return {name: case.grid.box_from(found.grid, box) for name, box in found.boxes.items()}
+    scan_mm = case.audit.grid.spacing_mm
+    return localise(images, case.grid, coarse, options, scan_mm, intensities, keep_probs=keep_probs)

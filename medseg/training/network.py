@@ -4,6 +4,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
 from medseg.geometry.strides import level_strides
@@ -36,8 +39,17 @@ def make_network(config: TrainConfig) -> StageNetwork:
         except ValueError as error:
             raise UserError(f"model: {error}") from error
     return make_described_network(
-        node, make_task(config.task), config.stage.name.value, config.trusted_targets
+        node,
+        make_task(config.task),
+        config.stage.name.value,
+        config.trusted_targets,
+        has_coarse_channel=config.stage.coarse_channel,
     )
+
+
+def count_channels(config: TrainConfig) -> int:
+    """Count the channels of the network's input: those of the task and the coarse channel."""
+    return len(make_task(config.task).channels) + config.stage.coarse_channel
 
 
 def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, Any]:
@@ -67,6 +79,9 @@ def make_network_on_meta(config: TrainConfig) -> StageNetwork:
 def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
+    A file without the coarse channel starts a network with it: the weights of that channel are
+    zero, so that the network predicts at first what that of the file does.
+
     Raises:
         UserError: If the file cannot be used, or holds another network than the configured one.
     """
@@ -80,12 +95,31 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         raise UserError(
             f"{given}: its network is {theirs}, but the configured one is {ours}; give the same model"
         )
+    if config.stage.coarse_channel and not metadata.get("coarse_channel"):
+        weights = _with_zero_channel(network, weights)
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(
             f"{given}: its weights do not fit the task {config.task.name} ({first_line(error)})"
         ) from error
+
+
+def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add zeros for the last channel of the input to the weights of each layer that sees the input.
+
+    The channels of the input come in order, also where a stem folds voxels into channels, so that
+    the last one is the end of the second axis.
+    """
+    shapes = {name: value.shape for name, value in network.state_dict().items()}
+    extended = dict(weights)
+    for name, value in weights.items():
+        shape = shapes.get(name, value.shape)
+        is_longer = value.ndim > 1 and len(shape) == value.ndim and shape[1] > value.shape[1]
+        if is_longer and (shape[0], *shape[2:]) == (value.shape[0], *value.shape[2:]):
+            added = value.new_zeros(shape[0], shape[1] - value.shape[1], *shape[2:])
+            extended[name] = torch.cat([value, added], dim=1)
+    return extended
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ SUFFIX = ".safetensors"
 PREFIX = "network."
 SHIPPED = Path(__file__).parent
 CHECKSUMS = "SHA256SUMS"
-# Measured with the included lung weights, see docs/predict.md.
+# Measured with the included lung weights, see docs/prediction_memory.md.
 TILE_CHANGES = (
     "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 to "
     "0.99, tiles of 64×64×64 to one of 0.76 to 0.93"

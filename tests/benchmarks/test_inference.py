@@ -188,9 +188,7 @@ def test_a_process_is_measured_by_the_system_without_the_memory_of_this_one() ->
 @pytest.mark.slow
 def test_the_command_measures_medseg_from_file_to_file(tmp_path: Path) -> None:
     phantom = make_phantom(
-        PhantomSpec(
-            seed=5, index=0, spacing_mm=(8.0, 4.0, 4.0), matrix=(90, 90), num_vessel_ends=50
-        )
+        PhantomSpec(seed=5, index=0, spacing_mm=(8.0, 4.0, 4.0), matrix=(90, 90))
     )
     write_image(tmp_path / "Thorax (1).nii.gz", phantom.image_hu, phantom.grid)
     command = [sys.executable, app.__file__, "input=Thorax (1).nii.gz", "output=a=b", "peers=false"]

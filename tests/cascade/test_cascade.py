@@ -10,7 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import GRID, LEFT, RIGHT, TASK, Alternating, CoarseOracle, FineOracle, dice, scan, stage
+from oracle import (
+    AS_ORIENTED,
+    GRID,
+    LEFT,
+    RIGHT,
+    TASK,
+    Alternating,
+    CoarseOracle,
+    FineOracle,
+    dice,
+    scan,
+    stage,
+)
+from torch import Tensor
 
 from medseg.cascade import cascade as cascade_module
 from medseg.cascade.bound import DiceBound
@@ -250,6 +263,52 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
         InferenceOptions(add_parts=False),
     )
     assert np.array_equal(unasked.segment(volume).labels, without.labels)
+
+
+class SeesProbability(FineOracle):
+    """Foreground is what the coarse stage finds, or with `uses_it=False` what is bright."""
+
+    def __init__(self, *, uses_it: bool) -> None:
+        super().__init__()
+        self.uses_it = uses_it
+
+    def forward(self, image: Tensor) -> Tensor:
+        assert image.shape[1] == 2
+        return super().forward(image[:, 1:] if self.uses_it else image[:, :1])
+
+
+def test_a_fine_stage_that_ignores_its_coarse_channel_gives_the_same_labels() -> None:
+    volume, _ = scan()
+    coarse = stage(CoarseOracle(), "coarse")
+    without = Cascade(coarse, stage(FineOracle(), "fine")).segment(volume)
+    fine = stage(SeesProbability(uses_it=False), "fine", has_coarse_channel=True)
+    result = Cascade(coarse, fine).segment(volume)
+    assert np.array_equal(result.labels, without.labels)
+    assert (result.volumes_ml, result.agreements) == (without.volumes_ml, without.agreements)
+
+
+@pytest.mark.parametrize("stored", [AS_ORIENTED, Orientation((2, 0, 1), (True, False, True))])
+def test_the_coarse_channel_shows_each_region_at_its_place(stored: Orientation) -> None:
+    volume, target = scan(stored)
+    fine = stage(SeesProbability(uses_it=True), "fine", has_coarse_channel=True)
+    result = Cascade(stage(CoarseOracle(), "coarse"), fine).segment(volume)
+    for value in (1, 2):
+        assert dice(result.labels == value, target == value) > 0.93
+
+
+def test_to_a_fine_stage_with_a_coarse_channel_nothing_is_added() -> None:
+    class UpperOfTwo(Upper):
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image[:, :1])
+
+    volume, _ = scan()
+    coarse = stage(CoarseOracle(), "coarse", add_parts_mm=8.0)
+    result = Cascade(coarse, stage(UpperOfTwo(), "fine", has_coarse_channel=True)).segment(volume)
+    without = Cascade(coarse, stage(Upper(), "fine"), InferenceOptions(add_parts=False)).segment(
+        volume
+    )
+    assert result.added_ml == {}
+    assert np.array_equal(result.labels, without.labels)
 
 
 def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added() -> None:

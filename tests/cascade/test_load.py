@@ -153,6 +153,38 @@ def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) 
         load_initial_weights(make_network(other), other)
 
 
+def test_a_coarse_channel_starts_without_effect(tmp_path: Path) -> None:
+    weights, coarse = tmp_path / "w.safetensors", tmp_path / "coarse.safetensors"
+    old = write(weights, compose())
+    write(coarse, compose(stage="coarse"))
+    config = compose(
+        "stage.coarse_channel=true", f"stage.coarse='{coarse}'", f"init_from='{weights}'"
+    )
+    new = make_network(config)
+    load_initial_weights(new, config)
+    image = torch.rand(1, 2, 32, 32, 32).double() * 2 - 1
+    torch.testing.assert_close(new.double()(image), old.double()(image[:, :1]))
+    # Its weights take part in the first step.
+    new(image).square().sum().backward()
+    first = next(iter(new.parameters()))
+    assert first.grad is not None
+    assert first.grad[:, -1].abs().max() > 0
+
+
+def test_a_checkpoint_brings_its_coarse_channel_and_older_ones_have_none(tmp_path: Path) -> None:
+    coarse, path, older = (tmp_path / f"{name}.safetensors" for name in ("coarse", "w", "older"))
+    write(coarse, compose(stage="coarse"))
+    write(path, compose("stage.coarse_channel=true", f"stage.coarse='{coarse}'"))
+    write(older, compose(), coarse_channel=None)
+    stage = load_stage(path, "fine", CPU)
+    assert (stage.has_coarse_channel, stage.num_channels) == (True, 2)
+    described = describe_stage(stage, None)
+    assert (described["coarse_channel"], described["input"]["shape"][1]) == (True, 2)
+    assert not load_stage(older, "fine", CPU).has_coarse_channel
+    with pytest.raises(UserError, match="cannot be averaged: has_coarse_channel is"):
+        load_stages([path, older], "fine", CPU)
+
+
 def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for path, overrides in zip(
@@ -356,7 +388,7 @@ def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(
     )
     seen: list[dict[str, Any]] = []
 
-    def described(model: dict[str, Any], *_: Any) -> StageNetwork:
+    def described(model: dict[str, Any], *_: Any, **__: Any) -> StageNetwork:
         seen.append(model)
         raise ValueError
 

@@ -32,7 +32,7 @@ ODD: dict[str, dict[str, Any]] = {
     "apex only": {"view": "apex"},
     "bases only": {"view": "bases"},
     "prone": {"is_prone": True, "flips": (False, True, True)},
-    "feet first": {"is_feet_first": True},
+    "stored from head to feet": {"flips": (True, False, False)},
 }
 # Axes of the stored array that are turned round while the header stays as it was; pairs, since a
 # patient is turned, not mirrored.
@@ -58,7 +58,6 @@ def phantom(
             spacing_mm=(4.0, 3.2, 3.2),
             matrix=(120, 120),
             model_spacing_mm=(3.0, 3.0, 3.0),
-            num_vessel_ends=150,
             **odd,
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,11 @@ from composed import train_config
 from oracle import GRID, RULES, TASK, CoarseOracle, FineOracle, scan, stage
 from torch import Tensor, nn
 
-from medseg.cascade.cascade import Cascade
+from medseg.cascade.cascade import Cascade, RegionBox
 from medseg.data.cache import CachedCase, prepare_case
 from medseg.data.case_table import Case, CaseSource, Split
 from medseg.data.crops import StageCrops
-from medseg.data.options import StageName, StageOptions
+from medseg.data.options import RegionFrom, StageName, StageOptions
 from medseg.data.samples import Samples, collate
 from medseg.geometry.grid_rule import Crop, GridRule
 from medseg.io.read import read_image
@@ -24,7 +24,7 @@ from medseg.io.write import write_image, write_labels
 from medseg.preprocess.options import Fill, Resampling, SpacingOptions, SpacingStrategy
 from medseg.preprocess.resample import RESAMPLINGS
 from medseg.task import Channel, Region
-from medseg.training.data_module import CasesDataModule
+from medseg.training.data_module import CasesDataModule, kept_probs
 
 LOW_HU, HIGH_HU = TASK.window_hu
 ONE_HU = 2.0 / (HIGH_HU - LOW_HU)  # the cache holds whole HU
@@ -42,6 +42,32 @@ class Watching(nn.Module):
     def forward(self, image: Tensor) -> Tensor:
         self.seen.append(image.clone())
         return self.oracle(image)
+
+
+class FirstChannel(nn.Module):
+    """Shows an oracle the first channel alone."""
+
+    def __init__(self, oracle: nn.Module) -> None:
+        super().__init__()
+        self.oracle = oracle
+        self.divisor = oracle.divisor
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.oracle(image[:, :1])
+
+
+@dataclass(frozen=True)
+class PredictedCrops(StageCrops):
+    """Crops of a prediction.
+
+    Attributes:
+        boxes: Region name to the crop in which the prediction refined it.
+    """
+
+    boxes: dict[str, RegionBox] = field(default_factory=dict)
+
+    def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
+        return Crop(case.grid, self.boxes[region.name].voxels)
 
 
 def written(folder: Path) -> Case:
@@ -89,17 +115,13 @@ def test_a_padded_scan_with_metal_looks_the_same_in_training_and_in_prediction(
     )[0]["image"]
     torch.testing.assert_close(coarse.seen[0][0], whole, rtol=0, atol=ONE_HU)
 
-    class PredictedCrops(StageCrops):
-        def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
-            return Crop(case.grid, result.boxes[region.name].voxels)
-
-    samples = Samples(
-        entries[1:], TASK, PredictedCrops(), StageOptions(name=StageName.fine), seed=0
-    )
-    crops = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
-    assert np.ptp(crops[0].numpy()) == 2.0
+    crops = PredictedCrops()
+    crops.boxes.update(result.boxes)
+    samples = Samples(entries[1:], TASK, crops, StageOptions(name=StageName.fine), seed=0)
+    images = {sample["region"]: sample["image"] for sample in (samples[n] for n in range(2))}
+    assert np.ptp(images[0].numpy()) == 2.0
     for number, seen in enumerate(fine.seen):
-        torch.testing.assert_close(seen[0], crops[number], rtol=0, atol=ONE_HU)
+        torch.testing.assert_close(seen[0], images[number], rtol=0, atol=ONE_HU)
 
 
 def spacing_of(
@@ -145,7 +167,13 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(
         base = train_config("stage=coarse" if one is coarse else "stage=fine", "data.num_workers=0")
         config = replace(
             base,
-            stage=replace(base.stage, slab_share=None, elsewhere_share=None, region_margin_mm=15.0),
+            stage=replace(
+                base.stage,
+                slab_share=None,
+                elsewhere_share=None,
+                region_margin_mm=15.0,
+                region_from=RegionFrom.coarse,
+            ),
             spacing=spacing_of(how, spacing_mm, resampling),
             data=replace(base.data, cache=str(tmp_path)),
         )
@@ -166,6 +194,32 @@ def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(
                 assert sample["spacing_mm"] == result.boxes[region.name].grid.spacing_mm
 
 
+def test_the_coarse_channel_is_the_same_in_training_and_in_prediction(tmp_path: Path) -> None:
+    case = written(tmp_path)
+    watching = Watching(FirstChannel(FineOracle()))
+    coarse = stage(CoarseOracle(), "coarse")
+    fine = stage(watching, "fine", region_margin_mm=15.0, has_coarse_channel=True)
+    result = Cascade(coarse, fine).segment(read_image(case.image))
+    entry = prepare_case(case, tmp_path, fine.spacing_mm, TASK, {1: "left_lung", 2: "right_lung"})
+    crops = PredictedCrops(coarse_probs={"a": kept_probs(entry, coarse, TASK)})
+    crops.boxes.update(result.boxes)
+    samples = Samples([entry], TASK, crops, StageOptions(name=StageName.fine), seed=0)
+    images = {sample["region"]: sample for sample in (samples[n] for n in range(2))}
+    for number, seen in enumerate(watching.seen):
+        image, target = images[number]["image"], images[number]["target"]
+        torch.testing.assert_close(seen[0, 0], image[0], rtol=0, atol=ONE_HU)
+        assert (image[1].min(), image[1].max()) == (-1.0, 1.0)
+        # In training the coarse stage sees the cached scan, resampled once more: edges differ a
+        # little.
+        differences = (seen[0, 1] - image[1]).abs()
+        assert differences.mean() < 0.05
+        # It shows this region, not the other one.
+        for channel in (image[1], seen[0, 1]):
+            found = channel > 0
+            assert (found & (target == 1)).sum() > 0.9 * (target == 1).sum()
+            assert (found & (target == 0)).sum() < 0.5 * found.sum()
+
+
 @pytest.mark.parametrize("normalise", ["zscore", "percentile"])
 def test_a_second_channel_looks_the_same_in_training_and_in_prediction(
     normalise: str, tmp_path: Path
@@ -177,11 +231,7 @@ def test_a_second_channel_looks_the_same_in_training_and_in_prediction(
     case = replace(case, more_images=(tmp_path / "mr.nii.gz",))
     task = replace(TASK, regions=(), channels=(*TASK.channels, Channel("mr", None, normalise)))
 
-    class FirstChannel(CoarseOracle):
-        def forward(self, image: Tensor) -> Tensor:
-            return super().forward(image[:, :1])
-
-    watching = Watching(FirstChannel())
+    watching = Watching(FirstChannel(CoarseOracle()))
     one = stage(watching, "coarse", task)
     Cascade(one).segment(read_image(case.image), [read_image(tmp_path / "mr.nii.gz").array])
     entry = prepare_case(case, tmp_path, one.spacing_mm, task, {1: "left_lung", 2: "right_lung"})

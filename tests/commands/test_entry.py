@@ -226,3 +226,45 @@ def test_a_command_exits_with_the_code_of_its_job_and_a_multirun_says_how_many_f
         entry.run("phantom", lambda config: codes[config.seed])
     assert ended.value.code == exit_code
     assert capsys.readouterr().err == said
+
+
+DEFECT = """
+import sys
+from medseg.commands import entry
+
+def job(config):
+    {statement}
+
+sys.argv[1:] = ["output=b"]
+entry.run("phantom", job)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "last_line"),
+    [
+        ("from pathlib import Path; Path('/proc/x').mkdir()", "FileNotFoundError: "),
+        ("from omegaconf import OmegaConf; OmegaConf.create({'a': '${b}'}).a", "omegaconf.errors."),
+    ],
+)
+def test_a_defect_of_a_job_keeps_its_traceback(
+    statement: str, last_line: str, tmp_path: Path
+) -> None:
+    """Also where Hydra raises errors of the same type for a mistake of the user."""
+    code = DEFECT.format(statement=statement)
+    result = forked.run([sys.executable, "-c", code], cwd=tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "in job" in result.stderr
+    assert last_line in result.stderr
+    assert "JobDefectError" not in result.stderr
+
+
+def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    """Hydra opens a file of its own in it."""
+    (tmp_path / "sweep" / "multirun.yaml").mkdir(parents=True)
+    arguments = ["phantom", "-m", "seed=1,2", "output=o", "hydra.sweep.dir=sweep"]
+    result = forked.run([*MEDSEG, *arguments], cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert "sweep/multirun.yaml: cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr

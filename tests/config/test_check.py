@@ -158,6 +158,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=fine", "stage.slab_share=0.3"], "augment.truncate_probability"),
         (["stage=fine", "stage.side_share=0.3"], "augment.narrow_probability"),
         (["stage=fine", "stage.region_from=coarse"], "go together"),
+        (["stage=fine", "stage.coarse_channel=true"], "go together"),
+        (["stage=coarse", "stage.coarse_channel=true"], "only the fine stage uses it"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "stage.elsewhere_share=0.1"], "leave it out with stage=single"),

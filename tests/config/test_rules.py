@@ -271,8 +271,27 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"stage.slab_share": 0.0}, "stage.slab_share: only the coarse stage uses it"),
     ("fine", {"stage.side_share": 0.0}, "stage.side_share: only the coarse stage uses it"),
     ("fine", {"stage.add_parts_mm": 5.0}, "stage.add_parts_mm: only the coarse stage uses it"),
-    ("fine", {"stage.coarse": FILE}, "stage.region_from=coarse and stage.coarse=<checkpoint> go together"),
-    ("fine", {"stage.region_from": RegionFrom.coarse}, "stage.region_from=coarse and stage.coarse=<checkpoint> go together"),
+    ("fine", {"stage.coarse": FILE}, "stage.coarse: nothing uses it; add stage.region_from=coarse"),
+    ("fine", {"stage.region_from": RegionFrom.coarse}, "add stage.coarse=<checkpoint>"),
+    ("fine", {"stage.coarse_channel": True}, "add stage.coarse=<checkpoint>"),
+    ("coarse", {"stage.coarse_channel": True}, "leave it out with stage=coarse"),
+    ("coarse", {"stage.coarse_folds": [FILE]}, "stage.coarse_folds: only the fine stage uses it"),
+    ("fine", {"stage.coarse_folds": [FILE] * 5}, "stage.coarse_folds: it stands in place of stage.coarse"),
+    (
+        "fine",
+        {"stage.coarse_folds": [FILE] * 5, "stage.coarse": FILE, "stage.coarse_channel": True},
+        "give one of the two",
+    ),
+    (
+        "fine",
+        {"stage.coarse_folds": [FILE] * 4, "stage.coarse_channel": True},
+        "names 4 checkpoints, but data.num_folds=5",
+    ),
+    (
+        "fine",
+        {"stage.coarse_folds": ["no.ckpt"] * 5, "stage.coarse_channel": True},
+        "stage.coarse_folds=no.ckpt: there is no such file",
+    ),
     (
         "fine",
         {"task.regions": regions(both=["left_lung", "right_lung"], left=["left_lung"])},
@@ -422,6 +441,8 @@ ACCEPTED: list[tuple[str, Change]] = [
         },
     ),
     ("fine", {"stage.coarse": FILE, "stage.region_from": RegionFrom.coarse}),
+    ("fine", {"stage.coarse": FILE, "stage.coarse_channel": True}),
+    ("fine", {"stage.coarse_folds": [FILE] * 5, "stage.coarse_channel": True}),
 ]
 
 

@@ -23,6 +23,7 @@ import pytest
 from medseg.data.cache import (
     FORMAT_VERSION,
     CachedCase,
+    coarse_probs,
     is_current,
     open_case,
     prepare_case,
@@ -523,6 +524,42 @@ def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one
         ):
             getattr(used, name)
     assert rebuilt.labels.any()
+
+
+def no_room(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_probabilities_of_a_coarse_stage_are_made_once_and_go_with_the_entry(
+    case: Case,
+    tmp_path: Path,
+    task: Task,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    grid = VoxelGrid((2, 3, 4), (4.0, 5.0, 6.0), (1.0, 2.0, 3.0))
+    calls = []
+
+    def predict() -> tuple[np.ndarray, VoxelGrid]:
+        calls.append(len(calls))
+        return np.full((3, *grid.shape), len(calls), dtype=np.float16), grid
+
+    first = coarse_probs(entry, "weights a", predict)
+    again = pickle.loads(pickle.dumps(coarse_probs(entry, "weights a", predict)))
+    assert calls == [0]
+    assert again.grid == first.grid == grid
+    assert np.array_equal(again.probs, np.ones((3, *grid.shape), dtype=np.float16))
+    assert coarse_probs(entry, "weights b", predict).probs.max() == 2.0
+    assert open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES) == entry
+    with monkeypatch.context() as full:
+        full.setattr(np, "save", no_room)
+        with pytest.raises(UserError, match=r"has room \(data\.cache\)"):
+            coarse_probs(entry, "weights c", predict)
+    assert not list(entry.folder.glob(".building*"))
+    # An entry that is built anew has other voxels, and so other probabilities.
+    (entry.folder / "case.json").unlink()
+    rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    assert coarse_probs(rebuilt, "weights a", predict).probs.max() == 4.0
 
 
 def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: Task) -> None:

@@ -110,7 +110,12 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
     ("text", "parts"),
     [
         ("case,labels\na,a_l.nii.gz\n", ["line 1", "; add image."]),
-        ("case;image;labels\na;a.nii.gz;b\n", ["line 1", "commas"]),
+        (
+            "case;image;labels\na;a.nii.gz;b\n",
+            ["line 1", "found case;image;labels; separate the cells by commas"],
+        ),
+        ("case\timage\na\ta.nii.gz\n", ["line 1", "; separate the cells by commas"]),
+        ("case\na\n", ["line 1", "found case; add image, labels."]),
         ("case,image,labels,image\n", ["line 1", "'image' appears twice"]),
         (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),
         (ROW + "b,a.nii.gz\n", ["line 3", "expected 3 cells, got 2"]),

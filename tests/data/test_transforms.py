@@ -10,7 +10,7 @@ import monai.transforms as monai
 import pytest
 import torch
 
-from medseg.data.augment import Affine, Circle, Flip, Noise, Truncate, WindowShift
+from medseg.data.augment import Affine, Circle, Flip, Narrow, Noise, Truncate, WindowShift
 from medseg.data.sampler import sample_rng
 from medseg.data.transforms import Transforms, check_transform, default_arguments
 
@@ -44,6 +44,25 @@ def test_a_mixed_list_depends_on_the_number_of_the_sample_alone() -> None:
         assert type(forward[n][0]) is torch.Tensor
         assert (forward[n][0].dtype, forward[n][1].dtype) == (torch.float32, torch.uint8)
     assert len({float(image.sum()) for image, _ in forward.values()}) > 4
+
+
+def test_a_channel_that_no_scanner_made_follows_voxels_alone() -> None:
+    labels = torch.zeros(12, 14, 16, dtype=torch.uint8)
+    labels[3:7, 4:9, 5:12] = 1
+    scanned = torch.rand(1, *labels.shape, generator=torch.Generator().manual_seed(0))
+    # A second channel that shows the labels shows them after each transform that moves or cuts.
+    image = torch.cat([scanned, 2.0 * labels[None] - 1.0])
+    effects = [
+        Noise(1.0, (0.1, 0.2)), made(monai.RandGaussianNoised, prob=1.0), Flip([1]), Truncate(1.0, 0.4),
+        Narrow(1.0, 0.4), Circle(1.0, (0.5, 0.9)), made(monai.RandFlipd, prob=1.0, spatial_axis=0),
+    ]  # fmt: skip
+    for n in range(4):
+        rngs = sample_rng(7, n), sample_rng(7, n)
+        transforms = Transforms(effects)
+        changed, moved = transforms.alter(image.clone(), labels.clone(), rngs[0], SPACING_MM, 1)
+        assert torch.equal(changed[1], 2.0 * moved - 1.0)
+        alone, _ = transforms.alter(scanned.clone(), labels.clone(), rngs[1], SPACING_MM)
+        assert torch.equal(changed[0], alone[0])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Codes of findings: the page on results has every code that the package uses, and no other."""
+"""Codes of findings: their page has every code that the package uses, and no other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import medseg
 from medseg.data.audit.finding import KINDS
 
 PACKAGE = Path(medseg.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "predict.md"
+PAGE = PACKAGE.parent / "docs" / "findings.md"
 MAKERS = {"warnings_of", "information_of"}
 
 
@@ -32,7 +32,7 @@ def codes_in_use() -> Iterator[str]:
 
 
 def test_the_page_has_all_codes_of_a_result() -> None:
-    section = PAGE.read_text(encoding="utf-8").partition("### Findings")[2].partition("\n### ")[0]
+    section = PAGE.read_text(encoding="utf-8").partition("## Codes")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert sorted(documented) == sorted(set(codes_in_use()))
     named = set(re.findall(r"`(\w+)`", section.partition("|")[0]))

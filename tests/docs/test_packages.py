@@ -135,3 +135,4 @@ def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0 AND 0BSD AND BSD-2-Clause" in metadata
     assert all(f"License-File: {licence}\n" in metadata for licence in licences)
     assert "](docs/" not in metadata, "links of a page on the index must not be relative"
+    assert "Outline: reference" not in metadata, "the caption goes with its picture"

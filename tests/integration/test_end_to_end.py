@@ -214,6 +214,22 @@ def test_the_fine_stage_trains_in_the_boxes_of_the_coarse_one(
     assert torch.load(checkpoint, weights_only=True)["medseg"]["step"] == 2
 
 
+def test_a_fine_stage_with_a_coarse_channel_trains_from_one_without_and_predicts(
+    trained: tuple[Path, Path],
+    tiny_table: Path,
+    tmp_path: Path,
+) -> None:
+    coarse, fine = trained
+    overrides = ["stage.coarse_channel=true", f"stage.coarse='{coarse}'", f"init_from='{fine}'"]
+    checkpoint = train(tmp_path / "fine", tiny_table, *FINE, "steps=2", *overrides)
+    assert torch.load(checkpoint, weights_only=True)["medseg"]["coarse_channel"] is True
+    scan = tiny_table.parent / "c0.nii.gz"
+    stages = [f"coarse={coarse}", f"fine={checkpoint}"]
+    result = medseg("predict", f"input={scan}", "output=o.nii", *stages, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "o.nii").is_file()
+
+
 def test_one_bad_case_does_not_stop_the_rest(
     trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path
 ) -> None:

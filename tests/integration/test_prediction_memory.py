@@ -76,7 +76,6 @@ def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: 
         num_slices=num_slices // repeats,
         model_spacing_mm=(4.0, 4.0, 4.0),
         padding_hu=-2048,
-        num_vessel_ends=60,
     )
     made = make_phantom(spec)
     image_hu = made.image_hu.repeat(repeats, 0).repeat(4, 1).repeat(4, 2)

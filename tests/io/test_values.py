@@ -135,6 +135,18 @@ def test_labels_that_miss_a_whole_number_by_rounding(
     assert np.array_equal(read_labels(tmp_path / f"l{suffix}").array, want)
 
 
+@pytest.mark.parametrize("residue", [1e-8, -1e-7])
+def test_labels_that_resampling_has_mixed_with_the_background(
+    tmp_path: Path, residue: float
+) -> None:
+    """Interpolation at the places of the voxels leaves 1e-08 of a label in the background."""
+    want = make_labels()
+    values = want.astype(np.float32)
+    values[want == 0] = residue
+    save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))
+    assert np.array_equal(read_labels(tmp_path / "l.mha").array, want)
+
+
 @pytest.mark.parametrize("num_labels", [2, 7, 117])
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
 def test_labels_that_were_rounded_to_the_steps_of_their_scale(

@@ -2,7 +2,7 @@
 
 A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the
 sentence that is stated there. `python tests/matrix/matrix.py docs/matrix.md` runs the full array,
-with several ranks, and writes its table (`make matrix`).
+with several ranks, and writes the page and `docs/matrix/rows.csv` beside it (`make matrix`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiny import make_tiny_table
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import EXIT_USER_ERROR, UserError
-from medseg.io.tables import markdown_table
+from medseg.io.tables import markdown_table, write_csv
 from medseg.prediction.segmenter import Segmenter
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
@@ -104,13 +104,23 @@ FACTORS: dict[str, dict[str, Sequence[str]]] = {
 }
 # Several ranks are processes of their own, and belong to the full array only.
 RANKS = {"ddp": ["trainer=ddp"]}
-INTRODUCTION = """# Networks, stages, losses and switches together
+# Column that says whether a row did all three.
+OUTCOME = "trains, resumes, predicts"
+PAGE = """# Networks, stages, losses and switches together
 
-Written by `make matrix`. The rows hold every pair of values of two columns at least once; the last rows do so with several ranks. Each row is a
-small training of two steps. It trains; a run that is stopped after the first step and resumed ends with the same weights, bit for bit; and
-its checkpoint predicts. `tests/matrix` checks the rows of one rank in the slow tests.
+    make matrix
 
-"""
+{num_rows} small trainings of two steps ([each row](matrix/rows.csv)) hold every pair of values of two columns of this
+table at least once; the last {num_rank_rows} do so with several ranks. Each row trains; a run that is stopped after the
+first step and resumed ends with the same weights, bit for bit; and its checkpoint predicts. `tests/matrix` checks the
+rows of one rank in the slow tests.
+
+**{num_passed} of {num_rows} rows train, resume and predict.**
+
+{factors}
+## Refused
+
+{refused}"""
 # Values that are refused together, with a part of the sentence that says so.
 REFUSED: list[tuple[Row, str]] = [
     *(
@@ -239,10 +249,8 @@ def run_row(table: Path, row: Mapping[str, str], folder: Path, others: Mapping[s
 
 
 def main() -> None:
-    """Run all rows, one after the other, and write the table of the page that the command line names after each."""
+    """Run all rows, one after the other, and write the page that the command line names after each."""
     page, lines = Path(sys.argv[1]), []
-    combinations = [{"combination": " ".join(f"{key}={value}" for key, value in values.items()), "refused because": said}
-                    for values, said in REFUSED]  # fmt: skip
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "cases").mkdir()
@@ -261,22 +269,40 @@ def main() -> None:
                 outcome = "yes"
             except Exception as error:  # a row that fails must not end the others
                 outcome = f"FAILS: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            lines.append(
-                {"row": number, "ranks": "one", **row, "trains, resumes, predicts": outcome}
-            )
+            lines.append({"row": number, "ranks": "one", **row, OUTCOME: outcome})
             print(
                 f"{number} of {len(rows)}: {outcome}, {time.perf_counter() - start_s:.1f} s",
                 flush=True,
             )
             shutil.rmtree(folder / str(number), ignore_errors=True)
-            text = (
-                INTRODUCTION
-                + markdown_table(lines)
-                + "\n## Refused\n\n"
-                + markdown_table(combinations)
-            )
-            page.write_text(text, encoding="utf-8")
-    sys.exit(any(line["trains, resumes, predicts"] != "yes" for line in lines))
+            write_page(page, lines)
+    sys.exit(any(line[OUTCOME] != "yes" for line in lines))
+
+
+def write_page(page: Path, lines: Sequence[Mapping[str, str | int]]) -> None:
+    """Write the page, and its rows into `<page without suffix>/rows.csv`."""
+    factors = [
+        {"column": factor, "values": ", ".join(f"`{value}`" for value in values)}
+        for factor, values in FACTORS.items()
+    ]
+    refused = [
+        {
+            "combination": " ".join(f"{key}={value}" for key, value in values.items()),
+            "refused because": sentence,
+        }
+        for values, sentence in REFUSED
+    ]
+    text = PAGE.format(
+        num_rows=len(lines),
+        num_rank_rows=sum(line["ranks"] != "one" for line in lines),
+        num_passed=sum(line[OUTCOME] == "yes" for line in lines),
+        factors=markdown_table(factors),
+        refused=markdown_table(refused),
+    )
+    page.write_text(text, encoding="utf-8")
+    rows = page.with_suffix("") / "rows.csv"
+    rows.parent.mkdir(exist_ok=True)
+    write_csv(rows, lines)
 
 
 if __name__ == "__main__":

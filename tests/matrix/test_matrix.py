@@ -9,6 +9,7 @@ import pytest
 from covering import Row, allowed_pairs, covering_rows, pairs_of
 from matrix import (
     FACTORS,
+    OUTCOME,
     RANK_ROWS,
     RANKS,
     REFUSED,
@@ -18,9 +19,11 @@ from matrix import (
     is_allowed,
     run_row,
     train_and_resume,
+    write_page,
 )
 
 from medseg.errors import UserError
+from medseg.io.tables import read_csv
 from medseg.training.check import check_objects
 
 
@@ -39,6 +42,20 @@ def test_rows_hold_every_pair_that_is_allowed_and_nothing_that_is_not() -> None:
         {"a": "1", "b": "3"},
         {"a": "2", "b": "3"},
     ]
+
+
+def test_the_page_counts_the_rows_of_the_file_beside_it(tmp_path: Path) -> None:
+    lines = [
+        {"row": 1, "ranks": "one", **ROWS[0], OUTCOME: "yes"},
+        {"row": 2, "ranks": "ddp", **ROWS[1], OUTCOME: "FAILS: UserError: no"},
+    ]
+    page = tmp_path / "matrix.md"
+    write_page(page, lines)
+    text = page.read_text(encoding="utf-8")
+    assert "**1 of 2 rows train, resume and predict.**" in text
+    assert "the last 1 do so with several ranks" in text
+    rows = read_csv(tmp_path / "matrix" / "rows.csv")
+    assert [row[OUTCOME] for row in rows] == ["yes", "FAILS: UserError: no"]
 
 
 def begin(table: Path, row: Mapping[str, str], folder: Path) -> None:

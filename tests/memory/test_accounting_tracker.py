@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medseg.memory.tracker import MemoryTracker, Owner
+from medseg.memory.tracker import MemoryTracker, Owner, Timeline
 
 
 def total(tracker: MemoryTracker) -> int:
@@ -66,3 +66,15 @@ def test_results_can_be_corrected() -> None:
     ) as tracker:
         assert torch.zeros(100).exp().dtype == torch.float16
         assert total(tracker) == 0
+
+
+def test_the_marks_of_the_profiler_are_no_operations() -> None:
+    """Each mark has an address among its arguments, so it would be measured anew in each plan."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    timeline = Timeline()
+    with MemoryTracker(timeline=timeline):
+        optimizer.step()
+    assert timeline.calls
+    assert not any("record_function" in key or " at 0x" in key for key in timeline.calls)

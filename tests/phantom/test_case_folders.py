@@ -34,8 +34,7 @@ def _coarse(seed: int, index: int, detail: str) -> PhantomSpec:
         matrix=(60, 90),
         num_slices=5 if detail == "small" else 6,
         model_spacing_mm=(6.0, 5.0, 5.0),
-        num_vessel_ends=20,
-        is_feet_first=True,
+        flips=(True, False, False),
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,3 +278,19 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
         )
         assert one.beside == expected  # type: ignore[comparison-overlap]
         assert one.config.memory == memory
+
+
+def test_only_the_width_of_our_network_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_divisor", lambda _: (16, 16, 16))
+    config = compose("allow=other_run", "stage.batch_size=2", "model.width=16")
+    other_network = replace(config, model={**config.model, "_target_": "package.Network"})
+    runs = list(closer_runs(other_network, (32, 32, 48)))
+    assert runs
+    assert not any("model.width" in changes for changes, _, _ in runs)
+    assert all(changed.model == other_network.model for _, changed, _ in runs)
+
+
+def test_a_narrow_network_is_not_halved_to_nothing() -> None:
+    config = compose("allow=other_run", "model.width=3")
+    widths = {changed.model["width"] for _, changed, _ in closer_runs(config, (32, 32, 48))}
+    assert widths == {3, 1}

@@ -176,13 +176,7 @@ def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
     """With the included weights, in a process of its own, which says that `import medseg` brings no torch."""
     for index in range(2):
         phantom = make_phantom(
-            PhantomSpec(
-                seed=5,
-                index=index,
-                spacing_mm=(4.0, 3.4, 3.4),
-                matrix=(110, 110),
-                num_vessel_ends=100,
-            )
+            PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110))
         )
         write_image(tmp_path / "scans" / f"{index}.nii.gz", phantom.image_hu, phantom.grid)
     command = [

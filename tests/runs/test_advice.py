@@ -135,6 +135,26 @@ def test_a_finished_run_names_the_command_that_follows(
     )
 
 
+def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path) -> None:
+    """Otherwise it would train on the patients that the first stage validated, or refuse cases that were accepted."""
+    (tmp_path / "cases.csv").touch()
+    (tmp_path / "best.ckpt").touch()
+    overrides = [
+        f"data.cases={tmp_path / 'cases.csv'}",
+        f"data.cache={tmp_path / 'the cache'}",
+        "data.val_patients=['Doe, John',p2]",
+        "data.test_patients=['7']",
+        "data.num_folds=3",
+        "data.hu_offset=-1024",
+        "data.train_trust=[reference]",
+        "data.ignore_findings=[near_copy]",
+        "data.label_values={left_lung: [10, 11], right_lung: Lung_R}",
+    ]
+    run = compose("train", "stage=coarse", *quote_paths(overrides))
+    _, config = follow(next_command(run, tmp_path / "best.ckpt"))
+    assert config.data == run.data
+
+
 def test_a_run_out_of_memory_ends_with_its_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -15,6 +16,12 @@ from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import recipes
 from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
+
+
+def cascade_steps(config: MakeWeightsConfig, *place: Any) -> list[recipes.Step]:
+    """The commands of both stages."""
+    coarse, fine = (recipes.stage_steps(config, stage, *place) for stage in ("coarse", "fine"))
+    return [*coarse, *fine]
 
 
 def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: Path) -> None:
@@ -29,7 +36,7 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
     )
 
     def steps(folder: str) -> list[recipes.Step]:
-        return recipes.cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
+        return cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
 
     pretrain, coarse, fine = steps("fold_0")
     assert pretrain[:2] == ["train", "experiment=p"]
@@ -58,7 +65,7 @@ def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) 
         pretrain_coarse=None,
         pretrain_fine=None,
     )
-    steps = recipes.cascade_steps(config, tmp_path, ["data.cases=t.csv"], tmp_path)
+    steps = cascade_steps(config, tmp_path, ["data.cases=t.csv"], tmp_path)
     folders = [tmp_path / name for name in ("coarse_1", "coarse_2", "coarse", "fine")]
     assert [step[1] for step in steps] == [f"experiment={name}" for name in "abcd"]
     assert all(
@@ -93,6 +100,49 @@ def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -
                 recipes.check_experiments(MakeWeightsConfig(**{**common, **good, key: value}))
 
 
+def test_an_experiment_that_sees_the_coarse_stage_gets_those_of_all_folds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "sees_coarse_stage", lambda experiment, _: experiment == "c")
+    config = MakeWeightsConfig(
+        cases="t.csv",
+        output="out",
+        runs="r",
+        coarse=["a"],
+        fine=["b", "c"],
+        pretrain_coarse=None,
+        pretrain_fine=None,
+    )
+    folds = [tmp_path / "fold_0", tmp_path / "fold_1"]
+    more = recipes.coarse_arguments(config, folds)
+    first, second = recipes.stage_steps(config, "fine", folds[0], [], tmp_path, more)
+    (argument,) = [argument for argument in second if argument.startswith("stage.coarse_folds=")]
+    assert all(str(recipes.last_checkpoint(fold / "coarse")) in argument for fold in folds)
+    assert "data.num_folds=2" in second
+    assert not any(argument.startswith("stage.coarse") for argument in first)
+
+
+def test_weights_of_a_stage_that_sees_the_coarse_one_need_the_folds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
+    monkeypatch.setattr(recipes, "read_cases", lambda path: [])
+    monkeypatch.setattr(recipes, "sees_coarse_stage", lambda *_: True)
+    config = MakeWeightsConfig(
+        cases="t.csv",
+        output=str(tmp_path / "out"),
+        runs=str(tmp_path / "runs"),
+        coarse=["a"],
+        fine=["b"],
+        pretrain_coarse=None,
+        pretrain_fine=None,
+    )
+    with pytest.raises(
+        UserError, match=r"start cross_validate with output=.*runs and the same experiments first"
+    ):
+        recipes.make_weights(config)
+
+
 def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
     def plan(coarse: str) -> list[recipes.Step]:
         config = MakeWeightsConfig(
@@ -104,7 +154,7 @@ def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
             pretrain_coarse=None,
             pretrain_fine=None,
         )
-        return recipes.cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
+        return cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
 
     assert plan("a") == plan("a")
     with pytest.raises(
@@ -175,6 +225,7 @@ def test_weights_are_written_in_half_precision_with_their_checksums(
         )
     monkeypatch.setattr(recipes, "run_steps", lambda steps: None)
     monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
+    monkeypatch.setattr(recipes, "coarse_arguments", lambda *_: {})
     folders = {
         "cases": str(tmp_path / "t.csv"),
         "output": str(tmp_path),

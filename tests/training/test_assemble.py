@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.training.assemble import make_module, make_trainer
+from medseg.data.cases import find_sources
+from medseg.errors import UserError
+from medseg.io.tables import write_csv
+from medseg.training import assemble
+from medseg.training.assemble import make_data_module, make_module, make_trainer
 from medseg.training.device_map_strategy import DeviceMapStrategy
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
@@ -118,3 +123,91 @@ def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., Tra
     assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "value")
     shorter = make_trainer(compose("steps=4", "stage.validate_every=10"), [])
     assert shorter.val_check_interval == 4, "a run shorter than the interval validates at its end"
+
+
+@pytest.fixture
+def coarse_of_folds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """Coarse stages of the folds 0 and 1 of two, which are their paths."""
+    paths = [tmp_path / f"fold_{fold}.ckpt" for fold in range(2)]
+    for path in paths:
+        path.touch()
+
+    def read_weights(path: Path, *_: str) -> tuple[dict[str, dict[str, dict[str, int]]], None]:
+        data = {"fold": paths.index(path), "num_folds": 2}
+        return {"config": {"data": data}}, None
+
+    monkeypatch.setattr(assemble, "read_weights", read_weights)
+    monkeypatch.setattr(assemble, "_load_coarse", lambda key, path, config: path)
+    return paths
+
+
+@pytest.fixture
+def table(tiny_table: Path) -> Path:
+    """The tiny case table without the column split."""
+    with tiny_table.open(newline="") as file:
+        rows = [{**row, "split": ""} for row in csv.DictReader(file)]
+    path = tiny_table.with_name("unmarked.csv")
+    write_csv(path, rows)
+    return path
+
+
+def channel_arguments(table: Path, checkpoints: list[Path], *others: str) -> list[str]:
+    listed = ",".join(map(str, checkpoints))
+    return [
+        "stage=fine",
+        f"data.cases='{table}'",
+        "data.num_folds=2",
+        "stage.coarse_channel=true",
+        f"stage.coarse_folds=[{listed}]",
+        *others,
+    ]
+
+
+@pytest.mark.parametrize("fold", ["0", "1", "all"])
+def test_a_case_sees_the_coarse_stage_that_has_not_trained_on_its_patient(
+    fold: str,
+    compose: Callable[..., TrainConfig],
+    table: Path,
+    coarse_of_folds: list[Path],
+) -> None:
+    config = compose(*channel_arguments(table, coarse_of_folds, f"data.fold={fold}"))
+    seen = make_data_module(config).coarse_by_case
+    split = find_sources(config.data, config.task)[0].split
+    assert seen.keys() == {case.name for case in (*split.train, *split.val)}
+    for number, path in enumerate(coarse_of_folds):
+        held_out = compose(
+            "stage=fine", f"data.cases='{table}'", "data.num_folds=2", f"data.fold={number}"
+        )
+        for case in find_sources(held_out.data, held_out.task)[0].split.val:
+            assert seen[case.name] == str(path)
+
+
+def test_coarse_stages_in_another_order_than_their_folds_are_refused(
+    compose: Callable[..., TrainConfig], table: Path, coarse_of_folds: list[Path]
+) -> None:
+    config = compose(*channel_arguments(table, coarse_of_folds[::-1]))
+    with pytest.raises(
+        UserError, match=r"expected the coarse stage of fold 0 of 2, but .*fold_1.ckpt was trained"
+    ):
+        make_data_module(config)
+
+
+def test_a_table_with_marks_has_no_folds(
+    compose: Callable[..., TrainConfig], tiny_table: Path, coarse_of_folds: list[Path]
+) -> None:
+    config = compose(*channel_arguments(tiny_table, coarse_of_folds))
+    with pytest.raises(UserError, match="marks its validation cases in the column split"):
+        make_data_module(config)
+
+
+def test_a_case_that_every_coarse_stage_has_seen_is_refused(
+    compose: Callable[..., TrainConfig], table: Path, coarse_of_folds: list[Path]
+) -> None:
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    sides = [("val", "train"), ("train", "val"), ("train", "train"), ("train", "train")]
+    for row, (first, second) in zip(rows, sides, strict=True):
+        row |= {"fold_0": first, "fold_1": second}
+    write_csv(table, rows)
+    with pytest.raises(UserError, match="is validated in no fold"):
+        make_data_module(compose(*channel_arguments(table, coarse_of_folds)))

@@ -319,7 +319,7 @@ def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
     )
     given: list[list[Intensity]] = []
 
-    def localise(*arguments: Any) -> Any:
+    def localise(*arguments: Any, **_: Any) -> Any:
         given.append(arguments[-1])
         return SimpleNamespace(boxes={})
 

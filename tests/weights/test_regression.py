@@ -18,9 +18,7 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 RECORDED = Path(__file__).parent / "recorded_labels.npz"
-SPEC = PhantomSpec(
-    seed=5, index=0, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110), num_vessel_ends=100
-)
+SPEC = PhantomSpec(seed=5, index=0, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110))
 # Processors with and without bf16, and numbers of threads, differ in single voxels.
 MIN_DICE = 0.999
 

@@ -128,9 +128,9 @@ class DataSet:
                 ]
                 choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
                 raise UserError(
-                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure {_shown(member, label)}{part} is "
-                    "missing, and would be trained on as background; add it, leave the label out with medseg import … "
-                    f"{choice}, or state with missing=absent that these patients do not have it."
+                    f"{first_few(lacking, MAX_CASES)} ({len(lacking)} of {len(self.structures or ())} cases): the structure "
+                    f"{_shown(member, label)}{part} is missing, and would be trained on as background; add it, leave the label "
+                    f"out (medseg import … {choice}), or state that these patients do not have it (medseg import … missing=absent)."
                 )
 
     def state_absence(self) -> "DataSet":
@@ -283,6 +283,29 @@ class DataSet:
         }
 
 
+def _groups_of(wanted: Any) -> dict[str, Any]:
+    """Read the value of `labels`: a name, a list of names, or new names with their members.
+
+    Raises:
+        UserError: If it is something else, or a new name cannot name a label.
+    """
+    if isinstance(wanted, str):
+        wanted = [wanted]
+    if isinstance(wanted, list | tuple):
+        return {str(name): [name] for name in wanted}
+    if not isinstance(wanted, Mapping):
+        raise UserError(
+            f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {wanted!r}."
+        )
+    for label in map(str, wanted):
+        name = f"label_{label}" if label.isdigit() else safe_name(label)
+        if name != label:
+            raise UserError(
+                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; write {name}."
+            )
+    return {str(label): members for label, members in wanted.items()}
+
+
 def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
     """Find the members of each label that a person has chosen.
 
@@ -293,7 +316,7 @@ def _choose(wanted: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
     Raises:
         UserError: If a name is not in the data set, or none is chosen.
     """
-    groups = wanted if isinstance(wanted, Mapping) else {name: [name] for name in wanted}
+    groups = _groups_of(wanted)
     members = {member for several in named.values() for member in several}
     choices = ", ".join(named)
     if not groups:

@@ -17,7 +17,7 @@ from medseg.data.importers.dataset import (
     plain_name,
 )
 from medseg.errors import UserError, require
-from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, read_catalogue
+from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, is_copy, read_catalogue
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.wording import first_few
 
@@ -60,7 +60,9 @@ def import_dicom(folder: Path) -> DataSet:
         structures[name] = file.names
         for empty in file.empty:
             account.use(
-                Kind.structure, f"{empty} of {name}", "empty there, which states its absence"
+                Kind.structure,
+                f"{empty} of {name}",
+                "empty there: nothing is enclosed, which states its absence",
             )
     names = [name for file in chosen.values() for name in file.names]
     labels = named_groups(sorted(names, key=plain_name), account)
@@ -94,7 +96,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
         other = chosen.setdefault(image.uid, file)
         if other is file:
             continue
-        if file.uid and file.uid == other.uid:
+        if is_copy(file, other):
             account.explain(file.path, f"a copy of {other.path.relative_to(folder)}")
             continue
         raise UserError(

@@ -21,6 +21,7 @@ from medseg.data.importers.dataset import (
     Structures,
     channel_of,
     named_groups,
+    plain_name,
     require_pairs,
 )
 from medseg.data.importers.json_lists import guess_modality, values_in
@@ -49,7 +50,8 @@ LUNA16_LABELS: dict[str, list[int | str]] = {"left_lung": [3], "right_lung": [4]
 LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
-LOBE = re.compile(r"(\w+)_(?:upper|middle|lower)_lobe_(left|right)")
+# A lobe of a paired organ, as `plain_name` writes it.
+LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -57,7 +59,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
     """Read TotalSegmentator's data set: `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of `meta.csv`.
 
     Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left` are
-    `left_lung`.
+    `left_lung`, and so is `lung_left` beside them.
 
     Raises:
         UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
@@ -82,12 +84,8 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         cases.append(Case(one.name, image, one / MASK_FOLDER, one.name, splits.get(one.name)))
     for name in sorted(splits.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
-    names = {name for several in structures.values() for name in several}
-    lobes = {name: f"{match[2]}_{match[1]}" for name in names if (match := LOBE.fullmatch(name))}
-    labels = named_groups(sorted(names - lobes.keys()), account)
-    for name, organ in sorted(lobes.items()):
-        labels.setdefault(organ, []).append(name)
-    labels = dict(sorted(labels.items(), key=lambda item: str(item[1][0])))
+    names = sorted({name for several in structures.values() for name in several})
+    labels = _merge_lobes(named_groups(names, account))
     modalities = {case_name(case.image): case for case in cases}
     if len(modalities) > 1:
         raise UserError(
@@ -104,6 +102,27 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         structures=structures,
         account=account,
     )
+
+
+def _merge_lobes(structures: FileValues) -> FileValues:
+    """Merge the lobes of an organ, and its mask as a whole where there is one: it must not compete with its lobes.
+
+    Args:
+        structures: Labels of one structure each.
+
+    Returns:
+        Labels in the order of their first structure.
+    """
+    plain_names = {label: plain_name(str(members[0])) for label, members in structures.items()}
+    lobes = {
+        label: match[1] for label, name in plain_names.items() if (match := LOBE.fullmatch(name))
+    }
+    organs = set(lobes.values())
+    merged: FileValues = {}
+    for label, members in structures.items():
+        organ = lobes.get(label, plain_names[label])
+        merged.setdefault(organ if organ in organs else label, []).extend(members)
+    return dict(sorted(merged.items(), key=lambda item: str(item[1][0])))
 
 
 def _is_case(folder: Path) -> bool:
@@ -154,8 +173,8 @@ def import_luna16(folder: Path) -> DataSet:
         UserError: If the masks are missing, or that of a scan, or a scan or a mask is there twice.
     """
     account = Account()
-    images = _by_stem(folder.glob("subset*/**/*.mhd"))
-    masks = _by_stem((folder / LUNA16_MASKS).rglob("*.mhd"))
+    images = _by_stem(folder.glob("subset*/**/*"))
+    masks = _by_stem((folder / LUNA16_MASKS).rglob("*"))
     require(
         bool(masks),
         f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of its own; download and unpack it there.",
@@ -202,14 +221,14 @@ def import_luna16(folder: Path) -> DataSet:
 
 
 def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
-    """Index scans or masks of LUNA16 by the UID of their series.
+    """Index the scans or masks of LUNA16 among some files by the UID of their series.
 
     Raises:
         UserError: If one is there twice.
     """
     files: dict[str, Path] = {}
     for path in sorted(paths):
-        if path.name.startswith("."):
+        if path.name.startswith(".") or volume_suffix(path) != ".mhd":
             continue
         other = files.setdefault(path.stem, path)
         if other != path:
@@ -327,32 +346,26 @@ def _slicer_groups(
     """Make labels of segments of 3D Slicer.
 
     Returns:
-        Segments of each case, and the labels: by value where all files give a name the same values,
-        else by the names.
+        Segments of each case, and the labels: by value where all files give each name one value of
+        its own, else by the names.
     """
-    by_name: dict[str, list[int]] = {}
-    owners: dict[int, str] = {}
-    is_by_value = True
-    for several in segments.values():
-        for segment in several:
-            is_by_value &= (
-                segment.num_layers == 1
-                and owners.setdefault(segment.value, segment.name) == segment.name
-            )
-            if segment.value not in by_name.setdefault(segment.name, []):
-                by_name[segment.name].append(segment.value)
-    groups = named_groups(sorted(by_name), account)
-    # A value names one spelling only.
-    if not is_by_value or len(groups) < len(by_name):
+    every_segment = [segment for several in segments.values() for segment in several]
+    names = sorted({segment.name for segment in every_segment})
+    groups = named_groups(names, account)
+    places = {(segment.name, segment.value) for segment in every_segment}
+    num_values = len({segment.value for segment in every_segment})
+    has_layers = any(segment.num_layers > 1 for segment in every_segment)
+    # Each name has one value and each value one name, of which no other spelling exists.
+    if has_layers or not len(places) == len(names) == num_values == len(groups):
         return {
             name: [segment.name for segment in several] for name, several in segments.items()
         }, groups
-    values = {label: sorted(by_name[str(members[0])]) for label, members in groups.items()}
-    ordered = dict(sorted(values.items(), key=lambda item: item[1]))
-    by_value: FileValues = {label: list(members) for label, members in ordered.items()}
+    values = dict(places)
+    by_value: FileValues = {label: [values[str(members[0])]] for label, members in groups.items()}
+    ordered = dict(sorted(by_value.items(), key=lambda item: item[1][0]))
     return {
         name: [segment.value for segment in several] for name, several in segments.items()
-    }, by_value
+    }, ordered
 
 
 def is_slicer_file(path: Path) -> bool:
@@ -367,9 +380,9 @@ def is_totalsegmentator(folder: Path) -> bool:
 
 def is_luna16(folder: Path) -> bool:
     """Whether a folder looks like LUNA16."""
-    return (folder / LUNA16_MASKS).is_dir() or next(
-        folder.glob("subset*/**/*.mhd"), None
-    ) is not None
+    if (folder / LUNA16_MASKS).is_dir():
+        return True
+    return any(volume_suffix(path) == ".mhd" for path in folder.glob("subset*/**/*"))
 
 
 def is_pairs(folder: Path) -> bool:

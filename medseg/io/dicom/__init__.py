@@ -1,1 +1,1 @@
-"""DICOM: file headers (`frames`), choice of one stack (`stacks`), pixels of a slice (`pixels`), grid of a stack (`read`)."""
+"""DICOM: catalogue and choice of series, stacks of slices and their pixels, SEG and RTSTRUCT read and written."""

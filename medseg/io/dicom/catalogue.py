@@ -42,7 +42,7 @@ class LabelEntry:
     Attributes:
         path: The file.
         names: Names of its structures, in the order of the file.
-        empty: Those of them without a contour or a frame.
+        empty: Those of them without a closed contour or a frame.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names
             none.
         patient: Patient ID, "" where there is none.
@@ -107,3 +107,11 @@ def read_catalogue(folder: Path) -> Catalogue:
         common = Path(os.path.commonpath([path.parent for path in paths]))
         catalogue.series[uid] = ImageSeries(uid, common, *about[uid], tuple(paths))
     return catalogue
+
+
+def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
+    """Whether two files hold one object: the identity alone is no proof, since corrected labels may keep it."""
+    if not file.uid or file.uid != other.uid or file.names != other.names:
+        return False
+    with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+        return bool(dcmread(file.path, force=True) == dcmread(other.path, force=True))

@@ -133,12 +133,27 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 
 def empty_structures(file: LabelFile) -> list[str]:
-    """List the structures of a file that have no frame (SEG) or no contour (RTSTRUCT)."""
+    """List the structures of a file that have no frame (SEG) or no closed contour (RTSTRUCT)."""
     if file.dataset.get("SegmentationType") == "LABELMAP":
         return []  # only the pixels tell
     with _explained(file.path):
-        filled = _filled_numbers(file.dataset, file.kind)
+        is_contoured = file.kind == "RTSTRUCT"
+        filled = (
+            _enclosing_numbers(file.dataset)
+            if is_contoured
+            else _filled_numbers(file.dataset, file.kind)
+        )
     return [name for number, name in file.names.items() if number not in filled]
+
+
+def _enclosing_numbers(dataset: Dataset) -> set[int]:
+    """Find the regions of interest of an RTSTRUCT that have a closed contour, apart from points and open lines."""
+    numbers = set()
+    for item in dataset.get("ROIContourSequence") or []:
+        contours = item.get("ContourSequence") or []
+        if any(contour.get("ContourGeometricType") in CLOSED for contour in contours):
+            numbers.add(int(item.ReferencedROINumber))
+    return numbers
 
 
 def read_label_file(

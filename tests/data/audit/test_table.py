@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,11 +207,7 @@ def test_mistaken_codes_are_told() -> None:
 
 def test_the_page_of_the_audit_has_a_line_for_every_finding() -> None:
     page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text(encoding="utf-8")
-    lines = {
-        line.split("`")[1]: line.split("|")[2]
-        for line in page.splitlines()
-        if line.startswith("| `")
-    }
+    lines = dict(re.findall(r"^\* `(\w+)` \(([^)]+)\): ", page, re.MULTILINE))
     severities: dict[str, set[str]] = {}
     for kind, (severity, *_) in KINDS.items():
         severities.setdefault(kind.partition(":")[0], set()).add(severity.value)

@@ -141,6 +141,21 @@ def segmentation(**fields: str | None) -> Callable[[Path], Any]:
     return spoil
 
 
+def relabelled(values: np.ndarray, **fields: str) -> Callable[[Path], Any]:
+    """Give the segments of a case other values, in the voxels and in the header."""
+
+    def spoil(at: Path) -> None:
+        source = SimpleITK.ReadImage(str(at / "p1.seg.nrrd"))
+        image = SimpleITK.GetImageFromArray(values[SimpleITK.GetArrayFromImage(source)])
+        image.CopyInformation(source)
+        for key in source.GetMetaDataKeys():
+            image.SetMetaData(key, source.GetMetaData(key))
+        SimpleITK.WriteImage(image, str(at / "p1.seg.nrrd"), True)
+        segmentation(**fields)(at)
+
+    return spoil
+
+
 def layered(at: Path) -> None:
     """Left and right in layers of their own, both with the value 1, as 3D Slicer stores segments that once overlapped."""
     for index in range(3):
@@ -212,7 +227,19 @@ def empty_contours(dataset: Any) -> None:
     del dataset.ROIContourSequence[0].ContourSequence
 
 
+def only_points(dataset: Any) -> None:
+    for contour in dataset.ROIContourSequence[0].ContourSequence:
+        contour.ContourGeometricType = "POINT"
+        contour.ContourData = list(contour.ContourData)[:3]
+        contour.NumberOfContourPoints = 1
+
+
+def drop_contour(dataset: Any) -> None:
+    del dataset.ROIContourSequence[0].ContourSequence[-1]
+
+
 RTSTRUCT = "LCTSC-Train-S1-001/*/*.2/1-1.dcm"
+LOBE_OF_1 = "s0001/segmentations/lung_lower_lobe_left"
 ODDITIES: dict[str, Oddity] = {
     # nnU-Net
     "fold names an unknown case": Oddity(
@@ -455,6 +482,13 @@ ODDITIES: dict[str, Oddity] = {
         copy("s0000/ct.nii.gz", "s0009/ct.nii.gz"),
         "segmentations: expected masks such as liver.nii.gz",
     ),
+    "lobe in another spelling": Oddity(
+        make_totalsegmentator,
+        lambda at: (at / f"{LOBE_OF_1}.nii.gz").rename(
+            at / f"{LOBE_OF_1.replace('lung', 'Lung')}.nii.gz"
+        ),
+        line=("structure", "merged", "Lung_lower_lobe_left", "into left_lung, in 3 of 3 cases"),
+    ),
     "table beside the masks": Oddity(
         make_totalsegmentator,
         stray("s0000/segmentations/notes.csv"),
@@ -481,6 +515,14 @@ ODDITIES: dict[str, Oddity] = {
         make_luna16,
         lambda at: (at / "subset1").rename(at / "subset_b"),
         "subset_b: expected folders subset0, subset1",
+    ),
+    "header in upper case": Oddity(
+        make_luna16,
+        lambda at: shutil.move(
+            *(next(at.glob("subset0/*.0.mhd")).with_suffix(end) for end in (".mhd", ".MHD"))
+        ),
+        line=("case", "used", "6279.6001.0", "validated in fold 0"),
+        num_cases=4,
     ),
     "header without its voxels": Oddity(
         make_luna16, lambda at: next(at.glob("subset0/*.?raw")).unlink(), "does not exist, but"
@@ -535,6 +577,26 @@ ODDITIES: dict[str, Oddity] = {
         change_dicom(RTSTRUCT, lambda dataset: None, "second/1.dcm"),
         line=("file", "left out", "second/1.dcm", "a copy of LCTSC-Train-S1-001"),
     ),
+    "corrected labels with the identity of the first": Oddity(
+        make_dicom,
+        change_dicom(RTSTRUCT, rename_rois("Lung_R", "Lung_L"), "second/1.dcm"),
+        "label the same series of LCTSC-Train-S1-001; which one counts is not said",
+    ),
+    "moved contours with the identity of the first": Oddity(
+        make_dicom,
+        change_dicom(RTSTRUCT, drop_contour, "second/1.dcm"),
+        "label the same series of LCTSC-Train-S1-001; which one counts is not said",
+    ),
+    "structure of points": Oddity(
+        make_dicom,
+        change_dicom(RTSTRUCT, only_points),
+        line=(
+            "structure",
+            "used",
+            "Lung_L of LCTSC-Train-S1-001",
+            "empty there: nothing is enclosed",
+        ),
+    ),
     "object that is no image": Oddity(
         make_dicom,
         change_dicom("*/*/*.1/*", lambda dataset: setattr(dataset, "Modality", "SR"), "report.dcm"),
@@ -578,6 +640,16 @@ ODDITIES: dict[str, Oddity] = {
         make_slicer,
         segmentation(Segment1_LabelValue=None),
         "expected a value from 1 and a layer of the segment 'right lung'",
+    ),
+    "other value of a segment in a case": Oddity(
+        make_slicer,
+        relabelled(np.array([0, LEFT, 3], np.uint8), Segment1_LabelValue="3"),
+        line=("structure", "used", "right lung", "in 3 of 3 cases"),
+    ),
+    "segment twice in a case": Oddity(
+        make_slicer,
+        segmentation(Segment2_Name="right lung", Segment2_LabelValue="3"),
+        line=("structure", "merged", "right lung = right lung of p1", "are one structure"),
     ),
     "scene file": Oddity(
         make_slicer, stray("scene.mrml"), line=("file", "left out", "scene.mrml", "not an image")
@@ -696,6 +768,36 @@ def test_segments_are_found_in_layers_and_by_name(tmp_path: Path, spoil: str) ->
     volume, names = read_reference(case.labels, file_values(data.task()["data"]["label_values"]))
     values = {name: value for value, name in names.items()}
     assert np.array_equal(volume.array == values["left_lung"], blocks(1)[1] == RIGHT)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_segments_of_other_values_keep_their_voxels(tmp_path: Path, index: int) -> None:
+    folder = make_slicer(tmp_path / "data")
+    ODDITIES["other value of a segment in a case"].spoil(folder)
+    data = import_dataset(folder)
+    assert list(data.labels) == ["left_lung", "right_lung"]
+    assert_voxels(data, index)
+
+
+@pytest.mark.parametrize("whole", ["lung_left", "left_lung"])
+def test_a_whole_organ_beside_its_lobes_is_the_same_label(tmp_path: Path, whole: str) -> None:
+    folder = make_totalsegmentator(tmp_path)
+    for index in range(3):
+        for name, value in ((whole, LEFT), ("lung_right", RIGHT)):
+            mask = (blocks(index)[1] == value).astype(np.uint8)
+            save(folder / f"s{index:04d}" / "segmentations" / f"{name}.nii.gz", mask)
+    data = import_dataset(folder)
+    assert sorted(data.labels) == ["left_lung", "liver", "right_lung"]
+    assert_line(data, ("structure", "merged", whole, "into left_lung, in 3 of 3 cases"))
+    assert_voxels(data, 1)
+
+
+def test_a_lobe_in_another_spelling_makes_no_label_of_its_own(tmp_path: Path) -> None:
+    folder = make_totalsegmentator(tmp_path)
+    ODDITIES["lobe in another spelling"].spoil(folder)
+    data = import_dataset(folder)
+    assert sorted(data.labels) == ["left_lung", "liver", "right_lung"]
+    assert_voxels(data, 1)
 
 
 def assert_voxels(data: DataSet, index: int) -> None:

@@ -77,6 +77,31 @@ def test_labels_are_kept_and_merged_by_name() -> None:
         UserError, match="labels: spleen is not in the data set, which has trachea, left_lung"
     ):
         dataset(lobes).keep(["spleen"])
+    assert dataset(lobes).keep("liver").labels == {"liver": ["liver"]}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            {"a/b": "x"},
+            "labels: 'a/b' cannot name a label, which has letters, digits, _ and -; write a_b.",
+        ),
+        (
+            {7: "x"},
+            "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7.",
+        ),
+        (5, "labels: expected names, [a,b], or new labels, {both: [a,b]}, but got 5."),
+        (
+            "lung",
+            "labels: lung is not in the data set, which has trachea, x; give some of these names.",
+        ),
+    ],
+)
+def test_labels_that_cannot_be_chosen(wanted: Any, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        dataset({"x": [1]}).keep(wanted)
+    assert str(error.value) == said
 
 
 @pytest.mark.parametrize(

@@ -498,3 +498,15 @@ def test_a_datalist_accounts_for_the_folders_of_its_files_alone(tmp_path: Path) 
     assert "beside.txt" in named
     assert "notes.txt" not in named
     assert "elsewhere.txt" not in named
+
+
+def test_a_case_whose_name_is_not_utf_8_is_told_so(tmp_path: Path) -> None:
+    make_nnunet(tmp_path)
+    for place, end in (("imagesTr", "_0000"), ("labelsTr", "")):
+        (tmp_path / place / f"chest_001{end}.nii.gz").rename(
+            tmp_path / place / f"M\udcfcller{end}.nii.gz"
+        )
+    with pytest.raises(
+        UserError, match=r"'M\\udcfcller' cannot name a file; .* letters in UTF-8 alone"
+    ):
+        import_dataset(tmp_path)

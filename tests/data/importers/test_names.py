@@ -97,6 +97,8 @@ def test_the_labels_that_a_refusal_proposes_are_complete_in_all_cases() -> None:
     cases = tuple(Case(name, Path(name), Path(name), name) for name in structures)
     labels = {"heart": ["heart"], "lung": ["lung"], "lung_2": ["lung 2"]}
     data = DataSet("dicom", "x", cases, labels, (), {}, structures=structures)
-    with pytest.raises(UserError, match=r"labels=\[heart\], or state"):
+    with pytest.raises(
+        UserError, match=r"medseg import … labels=\[heart\]\), .*\(medseg import … missing=absent\)"
+    ):
         data.require_structures()
     data.keep(["heart"]).require_structures()

@@ -1,0 +1,244 @@
+"""Airway tracker: the lumen of trachea and main bronchi down to the hilum, found in the scan alone.
+
+It measures how much of the airway a segmentation calls lung, so it looks at no prediction. On a
+grid of 1 mm it finds the trachea, an upright tube of air, and follows the air downwards as far as a
+ball of `CORE_MM` fits through. Where a threshold lets the tube open into the lung, a lower one is
+tried.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy import ndimage, sparse
+from scipy.sparse.csgraph import dijkstra
+
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.preprocess.crop import body_box
+from medseg.preprocess.resample import resample_image
+
+GRID_MM = 1.0
+LIMITS_HU = (-1024.0, 600.0)
+# Half-way between air and wall first; walls that thick slices blur need less.
+THRESHOLDS_HU = (-500.0, -600.0, -700.0, -800.0, -850.0, -900.0, -930.0)
+# Radius of the ball that must fit through. Lobar bronchi have 3 to 4 mm, gaps in a wall less.
+CORE_MM = 3.0
+# The mediastinum lies within this distance of the middle of the body.
+HALF_WIDTH_MM = 90.0
+# Cross-section of the trachea without a layer of `CORE_MM` at its wall, mm²; that of its lumen is
+# 100 to 450 mm².
+TRACHEA_MM2 = (8.0, 450.0)
+MAX_LENGTH_TO_WIDTH = 3.0
+MIN_HEIGHT_MM = 20.0
+# A tube whose upper end lies lower than that of another one by more is not the trachea.
+MAX_BELOW_MM = 30.0
+MIN_SHARE_OF_LARGEST = 0.5
+# The tissue about it is looked at up to this distance, in voxels of 1 mm.
+RING = 7
+TISSUE_HU, MIN_TISSUE_SHARE = -500.0, 0.6
+# Lung beside the trachea, as seen in one slice.
+LUNG_HU, MIN_LUNG_MM2 = (-980.0, -500.0), 2000.0
+# A part of the core that is larger, or a place of it that is wider than the trachea by this factor,
+# lies in the lung.
+MAX_CORE_ML = 60.0
+MAX_WIDENING = 3.0
+# Main bronchi and the intermediate one end within this distance of the carina.
+REACH_MM = 45.0
+SHELL_MM = 4.0
+MIN_BRANCH_MM2 = 4.0
+
+
+@dataclass(frozen=True)
+class Airway:
+    """Airway of a scan.
+
+    Attributes:
+        lumen: Its voxels (D, H, W), bool, on the grid of the scan; none if no trachea was found.
+        remark: Why there is no lumen; empty if there is one.
+        threshold_hu: Voxels below are air; None without a lumen.
+    """
+
+    lumen: np.ndarray
+    remark: str = ""
+    threshold_hu: float | None = None
+
+
+def track_airway(image_hu: np.ndarray, grid: VoxelGrid) -> Airway:
+    """Find the lumen of trachea and main bronchi.
+
+    Args:
+        image_hu: Oriented scan (D, H, W) in HU: z to the head, y to the back, x to the left.
+        grid: Its grid.
+    """
+    fine = _mediastinum(image_hu, grid)
+    hu = resample_image(image_hu, grid, fine, LIMITS_HU[0], limits=LIMITS_HU).numpy()
+    remark = "no trachea is visible"
+    for threshold_hu in THRESHOLDS_HU:
+        is_air = hu < threshold_hu
+        core = GRID_MM * ndimage.distance_transform_edt(is_air) > CORE_MM
+        parts, _ = ndimage.label(core)
+        for tube in upright_tubes(core, hu):
+            airway_core = follow(parts, tube)
+            if airway_core is None:
+                remark = "each upright tube of air opens into a lung"
+                continue
+            lumen = is_air & (GRID_MM * ndimage.distance_transform_edt(~airway_core) <= CORE_MM)
+            share = resample_image(lumen.astype(np.float32), fine, grid, outside=0.0).numpy()
+            return Airway(share > 0.5, "", threshold_hu)
+    return Airway(np.zeros(grid.shape, dtype=bool), remark)
+
+
+def _mediastinum(image_hu: np.ndarray, grid: VoxelGrid) -> VoxelGrid:
+    """Make the grid of the tracker: 1 mm, about the middle of the body."""
+    body = body_box(image_hu, grid.spacing_mm)
+    fine = grid.resampled((GRID_MM,) * 3)
+    box = fine.box_from(grid, body).clipped(fine.shape)
+    middle = (box.start[2] + box.stop[2]) // 2
+    half = round(HALF_WIDTH_MM / GRID_MM)
+    columns = VoxelBox((0, 0, middle - half), (fine.shape[0], fine.shape[1], middle + half))
+    return fine.crop(box.intersect(columns))
+
+
+def upright_tubes(core: np.ndarray, hu: np.ndarray) -> Iterator[np.ndarray]:
+    """Find upright tubes of air in soft tissue with lung beside them.
+
+    The trachea is the largest that does not open into a lung.
+
+    Args:
+        core: Air at some distance from its border (D, H, W), on the grid of the tracker.
+        hu: The scan on that grid.
+
+    Yields:
+        The voxels (D, H, W), bool, of each tube of `MIN_HEIGHT_MM` or more, the largest first.
+    """
+    discs = np.zeros_like(core)
+    for plane, plane_hu, disc in zip(core, hu, discs, strict=True):
+        parts, count = ndimage.label(plane)
+        areas_mm2 = GRID_MM**2 * np.bincount(parts.ravel(), minlength=1 + count)
+        places = ndimage.find_objects(parts)
+        has_area = (areas_mm2 >= TRACHEA_MM2[0]) & (areas_mm2 <= TRACHEA_MM2[1])
+        for index in np.flatnonzero(has_area[1:]).tolist():
+            rows, columns = places[index]
+            wide = (_widened(rows), _widened(columns))
+            part = parts[wide] == index + 1
+            if _is_disc(part, plane_hu[wide]):
+                disc[wide] |= part
+    tubes, _ = ndimage.label(discs)
+    sizes = np.bincount(tubes.ravel())
+    tops: dict[int, int] = {}
+    for number, place in enumerate(ndimage.find_objects(tubes), start=1):
+        height_mm = GRID_MM * (place[0].stop - place[0].start)
+        if height_mm >= MIN_HEIGHT_MM and _is_beside_lung(hu, place):
+            tops[number] = place[0].stop
+    # The trachea ends higher than the gas of the bowel.
+    least_top = max(tops.values(), default=0) - MAX_BELOW_MM / GRID_MM
+    highest = [number for number, top in tops.items() if top >= least_top]
+    highest.sort(key=lambda number: -sizes[number])
+    for number in highest:
+        # An oesophagus with air is smaller.
+        if sizes[number] >= MIN_SHARE_OF_LARGEST * sizes[highest[0]]:
+            yield tubes == number
+
+
+def _widened(along: slice) -> slice:
+    """Add `RING` pixels at both ends of a range."""
+    return slice(max(0, along.start - RING), along.stop + RING)
+
+
+def _is_disc(part: np.ndarray, hu: np.ndarray) -> bool:
+    """Whether a part of a slice is compact and lies in soft tissue.
+
+    Args:
+        part: Its pixels (H, W), bool, with a margin of `RING` pixels.
+        hu: The slice there.
+    """
+    ys, xs = np.nonzero(part)
+    width, length = sorted((np.ptp(ys) + 1, np.ptp(xs) + 1))
+    if length > MAX_LENGTH_TO_WIDTH * width:
+        return False
+    away_mm = GRID_MM * ndimage.distance_transform_edt(~part)
+    ring = (away_mm > CORE_MM + GRID_MM) & (away_mm <= GRID_MM * RING)
+    return float((hu[ring] > TISSUE_HU).mean()) >= MIN_TISSUE_SHARE
+
+
+def _is_beside_lung(hu: np.ndarray, place: tuple[slice, slice, slice]) -> bool:
+    """Whether the lowest slice of a tube shows lung on a side, and more lung than its highest one.
+
+    The lungs narrow along the trachea towards the apices, and widen along the bowel below the
+    diaphragm.
+    """
+    low, high = place[0].start, place[0].stop - 1
+    x = (place[2].start + place[2].stop) // 2
+    is_lung = (hu[[low, high]] > LUNG_HU[0]) & (hu[[low, high]] < LUNG_HU[1])
+    right_mm2 = GRID_MM**2 * is_lung[:, :, :x].sum(axis=(1, 2))
+    left_mm2 = GRID_MM**2 * is_lung[:, :, x:].sum(axis=(1, 2))
+    lowest_mm2, highest_mm2 = right_mm2 + left_mm2
+    return bool(max(right_mm2[0], left_mm2[0]) >= MIN_LUNG_MM2 and lowest_mm2 > highest_mm2)
+
+
+def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
+    """Follow the trachea to the hilum.
+
+    Args:
+        parts: Numbers of the connected parts of the core (D, H, W), see `upright_tubes`.
+        tube: Voxels of one of them, the trachea.
+
+    Returns:
+        The part of the core (D, H, W) that belongs to trachea and main bronchi; None if it opens
+        into the lung.
+    """
+    top = int(np.flatnonzero(tube.any(axis=(1, 2)))[-1])
+    connected = parts == parts[top][tube[top]][0]
+    if np.count_nonzero(connected) * GRID_MM**3 > 1000.0 * MAX_CORE_ML:
+        return None
+    distance_mm = _distance_mm(connected, top)
+    shells = np.full(parts.shape, -1)
+    shells[connected] = distance_mm[connected] // SHELL_MM
+    areas_mm2 = []
+    for number in range(int(shells.max()) + 1):
+        pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
+        areas_mm2.append(np.bincount(pieces.ravel())[1:] * GRID_MM**3 / SHELL_MM)
+    widest_mm2 = [float(areas.max()) for areas in areas_mm2]
+    trachea_mm2 = np.median(widest_mm2[: round(MIN_HEIGHT_MM / SHELL_MM)])
+    if max(widest_mm2) > MAX_WIDENING * trachea_mm2:
+        return None
+    carina = _carina(areas_mm2)
+    if carina is None:
+        return connected
+    return connected & (distance_mm <= carina * SHELL_MM + REACH_MM)
+
+
+def _carina(areas_mm2: list[np.ndarray]) -> int | None:
+    """Find the first of two shells in a row with two branches."""
+    num_branches = [np.count_nonzero(sizes >= MIN_BRANCH_MM2) for sizes in areas_mm2]
+    for shell, (here, next_one) in enumerate(pairwise(num_branches)):
+        if min(here, next_one) >= 2:
+            return shell
+    return None
+
+
+def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
+    """Measure the way inside a mask (D, H, W) from its voxels of the slice `top`."""
+    numbers = np.full(mask.shape, -1)
+    voxels = np.argwhere(mask)
+    numbers[mask] = np.arange(len(voxels))
+    starts, stops, lengths = [], [], []
+    offsets = [step for step in np.ndindex(3, 3, 3) if step > (1, 1, 1)]
+    padded = np.pad(numbers, 1, constant_values=-1)
+    for step in offsets:
+        z, y, x = (voxels + np.array(step)).T
+        other = padded[z, y, x]
+        is_inside = other >= 0
+        starts.append(np.flatnonzero(is_inside))
+        stops.append(other[is_inside])
+        step_mm = GRID_MM * float(np.linalg.norm(np.subtract(step, 1)))
+        lengths.append(np.full(np.count_nonzero(is_inside), step_mm))
+    shape = (len(voxels), len(voxels))
+    edges = (np.concatenate(starts), np.concatenate(stops))
+    graph = sparse.coo_matrix((np.concatenate(lengths), edges), shape=shape)
+    first = numbers[top][mask[top]]
+    way_mm = dijkstra(graph.tocsr(), directed=False, indices=first, min_only=True)
+    result = np.full(mask.shape, np.inf)
+    result[mask] = way_mm
+    return result

@@ -1,0 +1,164 @@
+"""Lung benchmark: label maps of lungs against references, and airways and effusion called lung.
+
+    python -m benchmarks.lungs output=<folder> pred=<folder> cases=<table.csv> [airways=<folder>]
+
+`pred` holds `<case>.nii.gz` of each case. Writes `lungs.csv` with a row for each side, and
+`lungs.md` with means over the kinds of sides. A mask `effusion.nii.gz` beside a scan is measured
+too. Airways are tracked in the scans alone (`benchmarks/airways.py`); `airways` keeps them for the
+next measurement (default: `<output>/airways`).
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.airways import track_airway
+from benchmarks.instruments import given_arguments
+from medseg.data.case_table import Case
+from medseg.data.importers.formats import read_cases
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.atomic import replace_text
+from medseg.io.read import read_image, read_labels
+from medseg.io.tables import markdown_table, write_csv
+from medseg.io.write import write_labels
+from medseg.metrics.scores import score_region, volume_ml
+from medseg.preprocess.orient import orient
+
+SIDES = {"left_lung": 1, "right_lung": 2}
+EFFUSION = "effusion.nii.gz"
+# Healthy lung is lighter; vessels and partial volume make a tenth of a lung denser at most.
+DENSE_HU = -500.0
+DISEASED_SHARE = 0.15
+Row = dict[str, Any]
+SUMMARY = {
+    "kind": "sides", "number": "n", "dice": "Dice", "worst": "worst", "nsd_2mm": "NSD 2 mm",
+    "hd95_mm": "HD95 mm", "volume_error": "volume error",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure all cases and write the tables."""
+    output, given = given_arguments(["pred", "cases", "airways"])
+    airways = Path(given.get("airways", output / "airways"))
+    airways.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for case in read_cases(Path(given["cases"])):
+        file = f"{case.name}.nii.gz"
+        rows += side_rows(case, Path(given["pred"]) / file, airways / file)
+        print(case.name, flush=True)
+    write_csv(output / "lungs.csv", rows)
+    formats = {
+        "dice": ".4f",
+        "worst": ".4f",
+        "nsd_2mm": ".3f",
+        "hd95_mm": ".1f",
+        "volume_error": ".3f",
+    }
+    replace_text(output / "lungs.md", markdown_table(summarise(rows), SUMMARY, formats))
+    print((output / "lungs.md").read_text(encoding="utf-8"))
+
+
+def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
+    """Measure both sides of a case.
+
+    Args:
+        case: Case; without labels it has no scores.
+        prediction: Label map with the values of `SIDES`.
+        airway_file: Mask of the airway, made if it is absent.
+
+    Returns:
+        A row for each side: `case`, `region`, `trust`, `is_diseased`; the scores of `score_region`;
+        `volume_error`, the difference of the volumes as a share of the reference; `dense_share`,
+        the share of the reference above `DENSE_HU`; `airway_ml` and `effusion_ml` of the whole
+        scan, and how much of them is called this side (`…_called_ml`, `…_share`). Values that do
+        not exist are None.
+    """
+    scan = read_image(case.image, case.series)
+    image, grid, _ = orient(scan.array, scan.grid)
+    image_hu = case.hu.apply(image)
+    pred = _oriented(prediction)
+    others = {"airway": _airway(image_hu, grid, airway_file)}
+    effusion_file = case.image.parent / EFFUSION
+    if effusion_file.is_file():
+        others["effusion"] = _oriented(effusion_file) > 0
+    reference = _oriented(case.labels) if case.labels else None
+    rows = []
+    for region, value in SIDES.items():
+        row: Row = {"case": case.name, "region": region, "trust": case.trust.get(region, "")}
+        if reference is not None:
+            row |= _scores(pred == value, reference == value, image_hu, grid)
+        for name in ("airway", "effusion"):
+            row |= _called(name, others.get(name), pred == value, grid)
+        rows.append(row)
+    return rows
+
+
+def _scores(pred: np.ndarray, target: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid) -> Row:
+    """Score a side that the reference shows; without one, only its volumes are known."""
+    scores: Row = score_region(pred, target, grid.spacing_mm)
+    if not target.any():
+        return {"volume_pred_ml": scores["volume_pred_ml"], "volume_ref_ml": 0.0}
+    scores["volume_error"] = scores["volume_pred_ml"] / scores["volume_ref_ml"] - 1.0
+    scores["dense_share"] = float((image_hu[target] > DENSE_HU).mean())
+    scores["is_diseased"] = scores["dense_share"] >= DISEASED_SHARE
+    return scores
+
+
+def _called(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGrid) -> Row:
+    """Measure how much of a structure is called lung."""
+    if mask is None or not mask.any():
+        return {f"{name}_ml": None, f"{name}_called_ml": None, f"{name}_share": None}
+    whole_ml = volume_ml(mask, grid.spacing_mm)
+    called_ml = volume_ml(mask & pred, grid.spacing_mm)
+    return {
+        f"{name}_ml": whole_ml,
+        f"{name}_called_ml": called_ml,
+        f"{name}_share": called_ml / whole_ml,
+    }
+
+
+def _airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray:
+    """Read the airway of a scan, or track and write it."""
+    if not file.is_file():
+        airway = track_airway(image_hu, grid)
+        if airway.remark:
+            print(f"{file.stem}: no airway is measured: {airway.remark}", flush=True)
+        write_labels(file, airway.lumen.astype(np.uint8), grid)
+    return _oriented(file) > 0
+
+
+def _oriented(file: Path) -> np.ndarray:
+    volume = read_labels(file)
+    return orient(volume.array, volume.grid)[0]
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Average the scores over the sides of each trust, healthy and diseased ones apart."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("dice") is not None:
+            health = "diseased" if row["is_diseased"] else "healthy"
+            groups.setdefault(f"{row['trust'] or 'all'}, {health}", []).append(row)
+    summaries = []
+    for kind, sides in sorted(groups.items()):
+        finite_mm = [row["hd95_mm"] for row in sides if math.isfinite(row["hd95_mm"])]
+        summaries.append(
+            {
+                "kind": kind,
+                "number": len(sides),
+                "dice": fmean(row["dice"] for row in sides),
+                "worst": min(row["dice"] for row in sides),
+                "nsd_2mm": fmean(row["nsd_2mm"] for row in sides),
+                "hd95_mm": float(np.median(finite_mm)) if finite_mm else math.inf,
+                "volume_error": fmean(row["volume_error"] for row in sides),
+            }
+        )
+    return summaries
+
+
+if __name__ == "__main__":
+    main()

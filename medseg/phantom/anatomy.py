@@ -1,0 +1,320 @@
+"""The patient: tables of the body, measures of one patient, and signed distances of chest, lungs, heart and spine.
+
+The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
+patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
+supine chest CT: tracheal radius 8–10 mm, ascending aorta diameter 30–38 mm, pulmonary trunk 25–29
+mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width 28–40 mm, inner
+transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
+inspiration.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import PchipInterpolator
+
+from medseg.phantom.shapes import (
+    Field,
+    Fields,
+    Points,
+    Slab,
+    either,
+    ellipse,
+    ellipsoid,
+    intersection,
+    tube,
+    union,
+    within,
+)
+from medseg.phantom.spec import SIDES, PhantomSpec
+
+Table = NDArray[np.float64]
+"""One row a level, from feet to head; the first column is z in mm."""
+
+# Left half of the rib cage: centre x, half axis x, centre y, half axis y.
+RIB_CAGE: Table = np.array([
+    (-420, 38, 92, -10, 80),
+    (-260, 42, 92, -11, 86),
+    (-190, 48, 94, -13, 94),
+    (-150, 51, 95, -15, 97),
+    (-100, 51, 94, -16, 97),
+    (-50, 49, 90, -14, 92),
+    (0, 46, 80, -9, 81),
+    (40, 42, 62, 2, 62),
+    (70, 37, 39, 15, 39),
+    (85, 34, 22, 22, 23),
+    (91, 33, 10, 25, 11),
+    (93, 33, 1, 26, 1),
+])  # fmt: skip
+# Outside of the muscles of the trunk: half axis x, half axis y, centre y.
+TRUNK: Table = np.array([
+    (-420, 150, 104, 2),
+    (-300, 146, 104, 0),
+    (-200, 149, 110, 0),
+    (-50, 158, 114, 5),
+    (20, 166, 102, 14),
+    (70, 172, 82, 26),
+    (100, 150, 66, 30),
+    (122, 92, 58, 26),
+    (150, 60, 56, 18),
+])  # fmt: skip
+# Vertebral bodies: centre y, half width. Half width of the plate of fat that keeps the lungs apart.
+MIDLINE: Table = np.array([
+    (-350, 26, 23, 14),
+    (-200, 40, 19.5, 14),
+    (-120, 50, 18, 14),
+    (-80, 53, 17, 6),
+    (-40, 54, 16, 5),
+    (10, 54, 14.8, 9),
+    (40, 50, 14.2, 15),
+    (70, 43, 13.8, 18),
+    (95, 35, 13.4, 20),
+    (190, 22, 10.5, 20),
+])  # fmt: skip
+VERTEBRA_MM = 23.5
+"""Height of a thoracic vertebra with its disc; the fifth lies at the carina."""
+
+
+class Tube(NamedTuple):
+    """A chain of capsules: nodes xyz, and radius at both ends, mm."""
+
+    path_xyz_mm: tuple[tuple[float, float, float], ...]
+    radii_mm: tuple[float, float]
+
+
+# Lumen of trachea, right and left bronchus.
+AIRWAYS = (
+    Tube(((0, -20, 190), (0, 0, 80), (0, 9, 35), (0, 13, 0)), (9, 9)),
+    Tube(((0, 13, 1), (-16, 14, -10), (-31, 15, -17), (-41, 16, -52)), (7.2, 4.5)),
+    Tube(((0, 13, 1), (18, 18, -13), (34, 22, -23), (49, 25, -56)), (6.8, 4.3)),
+)
+# Aorta in two parts, left carotid artery, pulmonary trunk with left and right artery, upper and
+# lower vena cava.
+VESSELS = (
+    Tube(
+        ((4, -22, -38), (-8, -36, -8), (-6, -28, 22), (3, -12, 31), (13, 8, 31), (19, 40, 18)),
+        (16.5, 13),
+    ),
+    Tube(((19, 40, 18), (21, 43, -5), (20, 36, -40), (8, 28, -140), (2, 5, -420)), (13, 8)),
+    Tube(((2, -12, 31), (16, -4, 62), (26, 0, 190)), (6, 4)),
+    Tube(((22, -46, -40), (20, -42, -18), (27, -4, -3), (46, 22, -14), (51, 28, -34)), (14, 7)),
+    Tube(((20, -20, -11), (2, -8, -18), (-20, -3, -20), (-46, 12, -40)), (11, 7)),
+    Tube(((-40, -12, 190), (-44, -18, 80), (-26, -24, 30), (-27, -18, -60)), (6, 10.5)),
+    Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
+)
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Measures of one patient in canonical mm.
+
+    Attributes:
+        spec: The case.
+        scale_zyx: World mm per canonical mm.
+        apex_z_mm: Top of the lungs.
+        dome_z_mm: Top of the diaphragm, by the sign of x of the side.
+        recess_mm: Depth of the space between diaphragm and ribs below the dome.
+        width: Transverse shape of the chest, about 1.
+        depth: Sagittal shape of the chest, about 1.
+        heart_xyz_mm: Middle of the heart.
+        heart_size: Size of the heart, about 1.
+        tube_size: Size of vessels and airways, about 1.
+        shift_x_mm: Shift of the mediastinum towards a missing lung.
+        gap_mm: Half thickness of the tissue between the lungs in front of the heart.
+        muscle_mm: Muscle outside the ribs.
+    """
+
+    spec: PhantomSpec
+    scale_zyx: tuple[float, float, float]
+    apex_z_mm: float
+    dome_z_mm: dict[int, float]
+    recess_mm: float
+    width: float
+    depth: float
+    heart_xyz_mm: tuple[float, float, float]
+    heart_size: float
+    tube_size: float
+    shift_x_mm: float
+    gap_mm: float
+    muscle_mm: float
+
+    def landmark_z_mm(self, name: str) -> float:
+        """Level of a landmark, see `View`."""
+        dome = max(self.dome_z_mm.values())
+        recess = min(self.dome_z_mm.values()) - self.recess_mm
+        return {"carina": 0.0, "apex": self.apex_z_mm, "dome": dome, "recess": recess}[name]
+
+
+def draw_patient(spec: PhantomSpec) -> Patient:
+    """Draw the patient of a case."""
+    rng = spec.rng("anatomy")
+
+    def draw(mean: float, spread: float) -> float:
+        return mean + rng.uniform(-spread, spread)
+
+    size = draw(0.93 if spec.is_female else 1.0, 0.08)
+    expiration_mm = 52 * (0.8 - spec.breath)
+    left_rise_mm, right_rise_mm = spec.high_dome_mm
+    dome_z_mm = {
+        1: draw(-116, 12) + expiration_mm + left_rise_mm,
+        -1: draw(-104, 12) + expiration_mm + right_rise_mm,
+    }
+    shift_x_mm = {None: 0.0, "left": 38.0, "right": -38.0}[spec.missing_lung]
+    heart_z_mm = 0.5 * (dome_z_mm[1] + dome_z_mm[-1]) + draw(46, 7)
+    return Patient(
+        spec=spec,
+        scale_zyx=(size * draw(0.98, 0.06), size * draw(0.97, 0.06), size * draw(0.95, 0.06)),
+        apex_z_mm=draw(92, 7),
+        dome_z_mm=dome_z_mm,
+        recess_mm=draw(66 + 25 * spec.breath, 15),
+        width=draw(1.0, 0.06),
+        depth=draw(0.97 + 0.25 * spec.emphysema, 0.1),
+        heart_xyz_mm=(draw(18, 7) + shift_x_mm, draw(-30, 7), heart_z_mm),
+        heart_size=draw(1.0, 0.13),
+        tube_size=draw(0.95 if spec.is_female else 1.05, 0.13),
+        shift_x_mm=shift_x_mm,
+        gap_mm=0.7 if spec.is_touching else draw(7.5, 4.5),
+        muscle_mm=draw(11 if spec.is_female else 15, 5),
+    )
+
+
+def by_level(table: Table, z_mm: Field) -> list[Field]:
+    """Interpolate the columns of a table monotonically; constant beyond its ends."""
+    curves = PchipInterpolator(table[:, 0], table[:, 1:])
+    values = curves(np.clip(z_mm, table[0, 0], table[-1, 0])).astype(np.float32)
+    return list(np.moveaxis(values, -1, 0))
+
+
+def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> Field:
+    """Measure vessels or airways, at most 20 mm.
+
+    They follow a shifted mediastinum, the less the higher and the closer to the spine.
+    """
+    distances = []
+    for path_xyz_mm, (first_mm, last_mm) in tubes:
+        path = np.array(path_xyz_mm, np.float64)
+        _, y, z = path.T
+        path[:, 0] += patient.shift_x_mm * np.clip(1 - z / 100, 0, 1) * np.clip(1 - y / 40, 0, 1)
+        distances.append(
+            tube(points, path, (patient.tube_size * first_mm, patient.tube_size * last_mm))
+        )
+    return either(*distances)
+
+
+def measure_body(patient: Patient, slab: Slab) -> Fields:
+    """Measure the lungs and what bounds them.
+
+    Returns:
+        Signed distances: `cage`, inside of the ribs; `abdomen`, below the diaphragm; `heart`; lumen
+        of `vessels` and `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`,
+        `right_lung`, and pleural fluid `left_fluid`, `right_fluid`.
+    """
+    points, spec = slab.points, patient.spec
+    body = measure_spine(points) | {
+        "vessels": measure_tubes(patient, points, VESSELS),
+        "airways": measure_tubes(patient, points, AIRWAYS),
+        "heart": measure_heart(patient, points),
+    }
+    mediastinum = measure_mediastinum(patient, slab, body)
+    halves = {side: measure_half_chest(patient, points, side) for side in SIDES}
+    # The two domes meet below the heart.
+    leftness = np.clip(0.5 + points.x / 70, 0, 1)
+    dome_z_mm = halves[1].dome_z_mm * leftness + halves[-1].dome_z_mm * (1 - leftness)
+    body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.wave
+    body["cage"] = either(halves[1].cage, halves[-1].cage)
+    up, wall_mm = (points.y, -110) if spec.is_prone else (-points.y, -80)
+    for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
+        beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
+        cavity = within(
+            halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
+        )
+        cavity = intersection(cavity, -mediastinum, 5)
+        cavity = intersection(cavity, -body["abdomen"], 2.5)
+        cavity = within(cavity, 1 - body["bone"])
+        # Free fluid lies at the lowest wall and rises a little at the ribs.
+        level_mm = (
+            wall_mm
+            + effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3)
+            + 0.4 * halves[side].cage
+        )
+        fluid = up - level_mm
+        if spec.missing_lung == name:
+            fluid = np.full_like(cavity, -30)
+        elif effusion_mm == 0:
+            fluid = np.full_like(cavity, 30)
+        body |= {
+            f"{name}_lung": intersection(cavity, -fluid, 6),
+            f"{name}_fluid": within(cavity, fluid),
+        }
+    return body
+
+
+class HalfChest(NamedTuple):
+    """Signed distance to the inside of the ribs, and height of the diaphragm, of one half of the chest, mm."""
+
+    cage: Field
+    dome_z_mm: Field
+
+
+def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest:
+    """Measure one half of the chest: an ellipse at each level, and a dome that falls to the ribs."""
+    z = points.z + (93 - patient.apex_z_mm) * np.clip((points.z + 20) / 113, 0, 1)
+    centre_x, half_x, centre_y, half_y = by_level(RIB_CAGE, z)
+    half_x = half_x * patient.width
+    half_y = half_y * (1 + (patient.depth - 1) * np.clip((60 - z) / 60, 0, 1))
+    outward = points.x * side - centre_x * patient.width
+    back = points.y - centre_y
+    cage = ellipse(outward, back, half_x, half_y)
+    outward, back = np.clip(outward / half_x, -1, 1), np.clip(back / half_y, -1, 1)
+    recess_mm = patient.recess_mm * (0.55 + 0.36 * back + 0.2 * outward)
+    fall = np.minimum(outward * outward + back * back, 1.1)
+    return HalfChest(cage, patient.dome_z_mm[side] - np.maximum(recess_mm, 6) * fall)
+
+
+def measure_heart(patient: Patient, points: Points) -> Field:
+    """Measure the heart: ventricles along an axis to the left, front and feet; atria behind and to the right."""
+    x, y, z = patient.heart_xyz_mm
+    size = patient.heart_size
+    ventricles = tube(
+        points, [(x - 8, y + 8, z + 8), (x + 20, y - 16, z - 18)], (48 * size, 40 * size), 60
+    )
+    left_atrium = ellipsoid(points, (x - 16, y + 36, z + 20), (33 * size, 19 * size, 23 * size))
+    right_atrium = ellipsoid(points, (x - 38, y + 12, z + 2), (27 * size, 29 * size, 37 * size))
+    return union(union(ventricles, left_atrium, 12), right_atrium, 14)
+
+
+def measure_spine(points: Points) -> Fields:
+    """Measure the spine: `column` of the bodies, `bone` of bodies, canal wall and processes, and `canal`."""
+    centre_y, half_x, _ = by_level(MIDLINE, points.z)
+    half_y = 0.84 * half_x
+    number = (points.z - 2) / VERTEBRA_MM
+    away_mm = np.abs(number - np.round(number)) * VERTEBRA_MM
+    column = ellipse(points.x, points.y - centre_y, half_x, half_y)
+    lateral, depth = np.abs(points.x), points.y - (centre_y + half_y + 7.5)
+    canal = ellipse(points.x, depth, 10.0, 8.0)
+    transverse_process = within(np.abs(depth) - 4.5, lateral - 32, away_mm - 6)
+    spinous_process = within(lateral - 3, -depth, depth - 36, away_mm - 7)
+    bone = within(either(column, canal - 4, transverse_process, spinous_process), 0.5 - canal)
+    return {"column": column, "bone": bone, "canal": canal}
+
+
+def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
+    """Measure what lies between the lungs: heart, vessels, airways, spine, their fat, and the plate behind the sternum."""
+    points = slab.points
+    centre_y, _, wide = by_level(MIDLINE, points.z)
+    thin = np.where(points.z < 55, patient.gap_mm, wide)
+    half_mm = wide + (thin - wide) * np.clip((-points.y - 25) / 30, 0, 1)
+    middle_x = 3 + patient.shift_x_mm * np.clip((60 - points.z) / 80, 0, 1)
+    plate = within(np.abs(points.x - middle_x) - half_mm, points.y - (centre_y + 10))
+    fat_mm = 2 + 0.12 * patient.spec.fat_mm
+    parts = [
+        body["vessels"] - 1.5,
+        body["airways"] - 2.2,
+        body["heart"] - fat_mm,
+        body["column"] - 5,
+        plate - 1.5 * slab.wave,
+    ]
+    return reduce(lambda first, second: union(first, second, 9), parts) + 0.8 * slab.wave
