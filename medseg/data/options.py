@@ -90,8 +90,8 @@ class StageOptions:
     coarse_folds: Annotated[
         list[str] | None,
         Knob(
-            "With coarse_channel: checkpoints of the coarse stage for the folds 0, 1, … of data.num_folds; "
-            "a case sees the one that has not trained on its patient."
+            "With coarse_channel: checkpoints of the coarse stage, such as those of all folds; a case sees the "
+            "first one that has not trained on its patient."
         ),
     ] = None
     add_parts_mm: Annotated[

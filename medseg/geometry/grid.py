@@ -130,15 +130,15 @@ class VoxelBox:
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
         """Move the box by an offset in voxels, (z, y, x)."""
-        return VoxelBox.of(
-            map(operator.add, self.start, offset), map(operator.add, self.stop, offset)
-        )
+        starts = [at + step for at, step in zip(self.start, offset, strict=True)]
+        stops = [at + step for at, step in zip(self.stop, offset, strict=True)]
+        return VoxelBox.of(starts, stops)
 
     def expanded(self, voxels: Sequence[int]) -> VoxelBox:
         """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
-        return VoxelBox.of(
-            map(operator.sub, self.start, voxels), map(operator.add, self.stop, voxels)
-        )
+        starts = [at - more for at, more in zip(self.start, voxels, strict=True)]
+        stops = [at + more for at, more in zip(self.stop, voxels, strict=True)]
+        return VoxelBox.of(starts, stops)
 
     def clipped(self, shape: Sequence[int]) -> VoxelBox:
         """Keep the part inside an array of this shape (D, H, W)."""

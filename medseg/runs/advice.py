@@ -91,10 +91,14 @@ def _data_arguments(config: TrainConfig) -> list[str]:
     arguments = [f"data.cases={data.cases}"] if data.cases else []
     defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")
     for key in SHARED_KEYS:
-        value = getattr(data, key)
-        if value != defaults[key]:
+        value, default = getattr(data, key), defaults[key]
+        is_path = f"data.{key}" in PATH_KEYS
+        is_default = value == default
+        if is_path and value and default:
+            # A run keeps its paths absolute.
+            is_default = os.path.abspath(value) == os.path.abspath(default)
+        if not is_default:
             # Paths stand as they are: `quote_paths` quotes them.
-            is_path = f"data.{key}" in PATH_KEYS
             arguments.append(f"data.{key}={value if is_path else text_of(value)}")
     # An imported task brings its values along.
     if (

@@ -169,9 +169,9 @@ def stage_steps(
 
 
 def sees_coarse_stage(experiment: str, where: str) -> bool:
-    """Whether the network of an experiment sees the probabilities of a coarse stage; `where` names its key."""
-    composed = _compose([f"experiment={text_of(experiment)}"], where)
-    return bool(OmegaConf.select(composed, "stage.coarse_channel"))
+    """Whether an experiment asks for the probabilities of a coarse stage, and names none; `where` is its key."""
+    stage = _compose([f"experiment={text_of(experiment)}"], where).stage
+    return bool(stage.get("coarse_channel")) and stage.get("coarse") is None
 
 
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
@@ -183,7 +183,7 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
     """
     checkpoints = ",".join(text_of(str(last_checkpoint(folder / "coarse"))) for folder in folds)
     return {
-        experiment: [f"data.num_folds={len(folds)}", f"stage.coarse_folds=[{checkpoints}]"]
+        experiment: [f"stage.coarse_folds=[{checkpoints}]"]
         for experiment in config.fine
         if sees_coarse_stage(experiment, "fine")
     }
@@ -198,7 +198,8 @@ def check_experiments(config: RecipeConfig) -> None:
     for key, given in experiments(config).items():
         for name in [given] if isinstance(given, str) else given or []:
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
-            if sees_coarse_stage(name, key):
+            # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
+            if key == "fine" and sees_coarse_stage(name, key):
                 # Any file stands for the checkpoint that is still to be trained.
                 arguments.append(
                     f"stage.coarse={text_of(str(shipped_weights(INCLUDED_TASK, 'coarse')))}"
@@ -362,7 +363,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
         "data.val_patients=[]",
         "data.test_patients=[]",
     ]
-    folds = sorted(runs.glob("fold_*"))
+    folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     more = coarse_arguments(config, folds)
     if more and not all(last_checkpoint(fold / "coarse").is_file() for fold in folds or [runs]):
         raise UserError(

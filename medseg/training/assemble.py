@@ -14,7 +14,7 @@ import torch
 
 from medseg.cascade.load import load_stage
 from medseg.cascade.stage import TrainedStage
-from medseg.data.case_table import CaseSource, split_cases
+from medseg.data.case_table import CaseSource
 from medseg.data.cases import find_cases, find_sources
 from medseg.data.options import StageName
 from medseg.data.spacing import make_grid_rule
@@ -42,7 +42,7 @@ from medseg.training.network import (
 from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.training.options import Profiler, Strategy, TrainConfig
 from medseg.training.versions import collect_versions
-from medseg.weights.files import METADATA_FORMAT, NATIVE, read_weights
+from medseg.weights.files import METADATA_FORMAT, NATIVE, trained_cases
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -213,13 +213,12 @@ def make_data_module(
     if config.stage.coarse:
         coarse = _load_coarse("stage.coarse", config.stage.coarse, config)
     elif config.stage.coarse_folds:
-        folds = [
+        stages = [
             _load_coarse("stage.coarse_folds", path, config) for path in config.stage.coarse_folds
         ]
-        _check_folds(config)
-        # Phantoms are in every fold's training; their shapes are drawn anew, so any stage will do.
-        coarse = folds[0]
-        coarse_by_case = _unseen(config, folds)
+        # Phantoms may be in the training of all of them; the first one serves them.
+        coarse = stages[0]
+        coarse_by_case = _unseen(config, stages)
     return CasesDataModule(
         config,
         find_sources(config.data, config.task) if sources is None else sources,
@@ -251,54 +250,39 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     return coarse
 
 
-def _check_folds(config: TrainConfig) -> None:
-    """Refuse coarse checkpoints in another order than that of the folds that they left out.
+def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, TrainedStage]:
+    """Assign each case the first coarse stage that has not trained on its patient.
+
+    With those of all folds this is what nnU-Net's cascade does.
 
     Raises:
-        UserError: With the first that was trained on another fold.
+        UserError: If a checkpoint does not say what it has trained on, or there is none for a case.
     """
-    for fold, path in enumerate(config.stage.coarse_folds or ()):
-        trained = read_weights(Path(path), "coarse", "stage.coarse_folds")[0]["config"].get(
-            "data", {}
-        )
-        trained_fold = 0 if trained.get("fold") is None else trained["fold"]
-        if (trained_fold, trained.get("num_folds")) != (fold, config.data.num_folds):
+    paths = config.stage.coarse_folds or []
+    patient_of = {case.name: case.patient for case in find_cases(config.data, config.task)[0][0]}
+    seen_patients: list[set[str]] = []
+    for path in paths:
+        names = trained_cases(Path(path), "stage.coarse_folds")
+        seen_patients.append({patient_of[name] for name in names if name in patient_of})
+        if not seen_patients[-1]:
             raise UserError(
-                f"stage.coarse_folds: expected the coarse stage of fold {fold} of {config.data.num_folds}, but {path} was "
-                f"trained with data.fold={trained_fold} data.num_folds={trained.get('num_folds')}; give one for each "
-                "fold, in their order"
+                f"stage.coarse_folds: {path} has trained on none of these cases, so nothing tells which of its cases "
+                "they are; give checkpoints of the same case table, or stage.coarse"
             )
-
-
-def _unseen(config: TrainConfig, folds: Sequence[TrainedStage]) -> dict[str, TrainedStage]:
-    """Assign each case the coarse stage that was validated on its patient, as nnU-Net's cascade does.
-
-    Raises:
-        UserError: If there is none for a case.
-    """
-    cases = find_cases(config.data, config.task)[0][0]
-    if any(case.split == "val" for case in cases):
-        raise UserError(
-            "stage.coarse_folds: the case table marks its validation cases in the column split, so that "
-            "there are no folds; leave the column out, or give stage.coarse"
-        )
     chosen: dict[str, TrainedStage] = {}
-    for fold, stage in enumerate(folds):
-        split = split_cases(
-            cases,
-            fold=fold,
-            num_folds=len(folds),
-            val_patients=[],
-            test_patients=config.data.test_patients,
-        )
-        chosen.update({case.name: stage for case in split.val})
-    used = find_sources(config.data, config.task)[0].split
-    for case in (*used.train, *used.val):
-        if case.name not in chosen:
+    split = find_sources(config.data, config.task)[0].split
+    for case in (*split.train, *split.val):
+        unseen = [
+            stage
+            for stage, seen in zip(stages, seen_patients, strict=True)
+            if case.patient not in seen
+        ]
+        if not unseen:
             raise UserError(
-                f"stage.coarse_folds: the case {case.name} is validated in no fold, so every coarse stage "
-                "has seen it; give it a fold in the case table, or give stage.coarse"
+                f"stage.coarse_folds: all of these checkpoints have trained on the patient {case.patient} of the case "
+                f"{case.name}; add one that has not, or give stage.coarse"
             )
+        chosen[case.name] = unseen[0]
     return chosen
 
 

@@ -39,17 +39,6 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
     yield from _optimiser_clashes(config)
     yield from _side_clashes(config)
     yield from _region_clashes(config)
-    yield from _fold_clashes(config)
-
-
-def _fold_clashes(config: TrainConfig) -> Iterator[str]:
-    """One coarse checkpoint for each fold."""
-    checkpoints = config.stage.coarse_folds
-    if checkpoints is not None and len(checkpoints) != config.data.num_folds:
-        yield (
-            f"stage.coarse_folds names {len(checkpoints)} checkpoints, but data.num_folds={config.data.num_folds}; "
-            "give one for each fold, in their order"
-        )
 
 
 def _size_clashes(config: TrainConfig) -> Iterator[str]:

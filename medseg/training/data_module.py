@@ -144,7 +144,9 @@ class CasesDataModule(pl.LightningDataModule):
         probs: dict[str, CoarseProbs] = {}
         cases = (*self.train_cases, *self.val_cases)
         if self.coarse is not None and options.region_from is RegionFrom.coarse:
-            boxes = {case.name: coarse_boxes(case, self.coarse, self.task) for case in cases}
+            for case in cases:
+                stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
+                boxes[case.name] = coarse_boxes(case, stage_of_case, self.task)
         if self.coarse is not None and options.coarse_channel:
             for case in cases:
                 stage_of_case = self.coarse_by_case.get(case.name, self.coarse)

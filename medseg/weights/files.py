@@ -189,6 +189,27 @@ def read_weights(
     return metadata, weights
 
 
+def trained_cases(path: Path, key: str) -> list[str]:
+    """List the names of the cases that a checkpoint of a run has trained on.
+
+    Args:
+        path: Checkpoint.
+        key: The key that gave the path, for messages.
+
+    Raises:
+        UserError: If the file does not say it, as a safetensors file.
+    """
+    given = f"{key}={path}"
+    cases: Any = None
+    if path.suffix != SUFFIX:
+        cases = load_checkpoint(path, given).get("CasesDataModule")
+    if not isinstance(cases, dict):
+        raise UserError(
+            f"{given}: the file does not say which cases it has trained on; give checkpoints/last.ckpt of its run"
+        )
+    return [str(name) for name, _ in cases["train"]]
+
+
 def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tensor]) -> str:
     """Write a safetensors file atomically.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from medseg.phantom.organs import draw_central_tubes
 
 from benchmarks.airways import Airway, track_airway
 from medseg.geometry.grid import VoxelGrid
-from medseg.phantom.scan import make_phantom, place_lattice, place_scan, sample
-from medseg.phantom.spec import PhantomSpec, draw_anatomy
+from medseg.phantom.anatomy import AIRWAYS, draw_patient, measure_tubes
+from medseg.phantom.scan import make_phantom, place_scan
+from medseg.phantom.shapes import Points
+from medseg.phantom.spec import PhantomSpec
 from medseg.preprocess.orient import orient
 
 GRID = VoxelGrid((80, 70, 150), (1.0, 1.0, 1.0))
@@ -89,16 +90,15 @@ def test_gas_below_the_lungs_is_no_trachea() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_the_airway_of_a_phantom_is_found(index: int) -> None:
-    spec = PhantomSpec(seed=100, index=index, noise_hu=12.0)
-    anatomy = draw_anatomy(spec)
-    scan = place_scan(spec, anatomy)
-    lattice = place_lattice(spec, anatomy, scan)
-    depth_mm = -draw_central_tubes(anatomy, lattice)["airway"]
-    share = np.clip(50 + 100 * depth_mm / lattice.edge_mm, 0, 100).astype(np.int16)
-    lumen = sample(share, lattice, scan, slice(0, scan.grid.shape[0]), 0) > 50
+    spec = PhantomSpec(seed=100, index=index, noise_hu=12.0, tilt_deg=(0.0, 0.0, 0.0))
+    patient = draw_patient(spec)
+    scan, (z_mm, y_mm, x_mm) = place_scan(patient)
+    z, y, x = (np.float32(axis) for axis in (z_mm, y_mm, x_mm))
+    points = Points(x[None, None, :], y[None, :, None], z[:, None, None])
+    lumen = measure_tubes(patient, points, AIRWAYS) < 0
     phantom = make_phantom(spec)
     hu, grid, _ = orient(phantom.image_hu, phantom.grid)
-    assert grid.is_close(scan.grid)
+    assert grid.is_close(scan)
     recall, precision = overlap(track_airway(hu, grid), lumen)
     assert recall > 0.7
     assert precision > 0.8

@@ -284,11 +284,6 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     (
         "fine",
-        {"stage.coarse_folds": [FILE] * 4, "stage.coarse_channel": True},
-        "names 4 checkpoints, but data.num_folds=5",
-    ),
-    (
-        "fine",
         {"stage.coarse_folds": ["no.ckpt"] * 5, "stage.coarse_channel": True},
         "stage.coarse_folds=no.ckpt: there is no such file",
     ),

@@ -54,6 +54,7 @@ def commands(section: str) -> list[list[str]]:
     """Arguments of `medseg` in the indented lines of a section."""
     text = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     body = next(part for part in text if part.startswith(f"{section}\n"))
+    body = body.replace("\\\n", " ")  # a command may go on in the next line
     return [shlex.split(line)[1:] for line in body.splitlines() if line.startswith("    medseg ")]
 
 

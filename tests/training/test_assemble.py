@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.data.case_table import read_case_table, split_cases
 from medseg.data.cases import find_sources
 from medseg.errors import UserError
 from medseg.io.tables import write_csv
@@ -126,17 +127,15 @@ def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., Tra
 
 
 @pytest.fixture
-def coarse_of_folds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+def coarse_of_folds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: Path) -> list[Path]:
     """Coarse stages of the folds 0 and 1 of two, which are their paths."""
     paths = [tmp_path / f"fold_{fold}.ckpt" for fold in range(2)]
-    for path in paths:
+    trained = {}
+    for fold, path in enumerate(paths):
         path.touch()
-
-    def read_weights(path: Path, *_: str) -> tuple[dict[str, dict[str, dict[str, int]]], None]:
-        data = {"fold": paths.index(path), "num_folds": 2}
-        return {"config": {"data": data}}, None
-
-    monkeypatch.setattr(assemble, "read_weights", read_weights)
+        split = split_cases(read_case_table(table), fold=fold, num_folds=2)
+        trained[path] = [*(case.name for case in split.train), "phantom_0"]
+    monkeypatch.setattr(assemble, "trained_cases", lambda path, _: trained[path])
     monkeypatch.setattr(assemble, "_load_coarse", lambda key, path, config: path)
     return paths
 
@@ -182,32 +181,28 @@ def test_a_case_sees_the_coarse_stage_that_has_not_trained_on_its_patient(
             assert seen[case.name] == str(path)
 
 
-def test_coarse_stages_in_another_order_than_their_folds_are_refused(
+def test_the_order_of_the_coarse_stages_does_not_matter(
     compose: Callable[..., TrainConfig], table: Path, coarse_of_folds: list[Path]
 ) -> None:
-    config = compose(*channel_arguments(table, coarse_of_folds[::-1]))
-    with pytest.raises(
-        UserError, match=r"expected the coarse stage of fold 0 of 2, but .*fold_1.ckpt was trained"
-    ):
+    config = compose(*channel_arguments(table, coarse_of_folds))
+    turned = compose(*channel_arguments(table, coarse_of_folds[::-1]))
+    assert make_data_module(config).coarse_by_case == make_data_module(turned).coarse_by_case
+
+
+def test_a_patient_that_every_coarse_stage_has_seen_is_refused(
+    compose: Callable[..., TrainConfig], table: Path, coarse_of_folds: list[Path]
+) -> None:
+    config = compose(*channel_arguments(table, coarse_of_folds[:1]))
+    with pytest.raises(UserError, match="have trained on the patient"):
         make_data_module(config)
 
 
-def test_a_table_with_marks_has_no_folds(
-    compose: Callable[..., TrainConfig], tiny_table: Path, coarse_of_folds: list[Path]
+def test_coarse_stages_of_other_cases_are_refused(
+    compose: Callable[..., TrainConfig],
+    table: Path,
+    coarse_of_folds: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = compose(*channel_arguments(tiny_table, coarse_of_folds))
-    with pytest.raises(UserError, match="marks its validation cases in the column split"):
-        make_data_module(config)
-
-
-def test_a_case_that_every_coarse_stage_has_seen_is_refused(
-    compose: Callable[..., TrainConfig], table: Path, coarse_of_folds: list[Path]
-) -> None:
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    sides = [("val", "train"), ("train", "val"), ("train", "train"), ("train", "train")]
-    for row, (first, second) in zip(rows, sides, strict=True):
-        row |= {"fold_0": first, "fold_1": second}
-    write_csv(table, rows)
-    with pytest.raises(UserError, match="is validated in no fold"):
+    monkeypatch.setattr(assemble, "trained_cases", lambda *_: ["other"])
+    with pytest.raises(UserError, match="has trained on none of these cases"):
         make_data_module(compose(*channel_arguments(table, coarse_of_folds)))

@@ -147,12 +147,14 @@ def empty_structures(file: LabelFile) -> list[str]:
 
 
 def _enclosing_numbers(dataset: Dataset) -> set[int]:
-    """Find the regions of interest of an RTSTRUCT that have a closed contour, apart from points and open lines."""
+    """Find the regions of interest of an RTSTRUCT that enclose an area; points and open lines do not."""
     numbers = set()
     for item in dataset.get("ROIContourSequence") or []:
-        contours = item.get("ContourSequence") or []
-        if any(contour.get("ContourGeometricType") in CLOSED for contour in contours):
-            numbers.add(int(item.ReferencedROINumber))
+        for contour in item.get("ContourSequence") or []:
+            is_closed = contour.get("ContourGeometricType") in CLOSED
+            if is_closed and len(_points(contour)) > 2:
+                numbers.add(int(item.ReferencedROINumber))
+                break
     return numbers
 
 
