@@ -14,6 +14,8 @@ help:            ## list the targets
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,export,loggers,openvino,optimizers,ray,search,sweep]"
+	# Its U-Nets need torch alone; what it requires beyond is for other networks.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps dynamic_network_architectures
 	touch $@
 
 setup: $(VENV)/.ready   ## make .venv with the tested versions

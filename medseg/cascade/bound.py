@@ -16,7 +16,8 @@ not independent, so a patient counts once, with the worst of its regions.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+
+from medseg.inference.segmentation import StatedBound, rounded_down
 
 # Full agreement leaves this much room for an error, so that the bound does not rest on the last
 # thousandth of it.
@@ -57,53 +58,9 @@ class DiceBound:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
         return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
 
-    def stated(self, agreement: float) -> "StatedBound":
+    def stated(self, agreement: float) -> StatedBound:
         """State the bound of a region whose stages agree this much, rounded down to four digits."""
-        return StatedBound(_rounded_down(self.at(agreement), 4), self.level, self.num_patients)
-
-
-@dataclass(frozen=True)
-class StatedBound:
-    """Lower bound on the Dice coefficient of one region of one scan, as `<case>.json` holds it.
-
-    Attributes:
-        value: Dice coefficient that the region reaches, in [0, 1].
-        level: Share of patients whose regions all reach their bounds, in (0, 1).
-        patients: Patients of the calibration.
-
-    Raises:
-        ValueError: If a number is out of its range.
-    """
-
-    value: float
-    level: float
-    patients: int
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
-            raise ValueError(
-                f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self.value}, {self.level} and {self.patients}"
-            )
-
-    def __str__(self) -> str:
-        """Say the bound to a reader.
-
-        Example:
-            >>> print(StatedBound(0.9871, 0.9, 26))
-            at least 0.98 in 9 of 10 patients (26 patients)
-            >>> print(StatedBound(0.5, 0.95, 1))
-            at least 0.50 in 19 of 20 patients (1 patient)
-        """
-        share = Fraction(self.level).limit_denominator(10_000)
-        calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
-        least = f"at least {_rounded_down(self.value, 2):.2f}"
-        return f"{least} in {share.numerator} of {share.denominator} patients ({calibrated_on})"
-
-
-def _rounded_down(value: float, digits: int) -> float:
-    """Round down, but not from 0.57 to 0.56 for the binary form of the number."""
-    scale = 10**digits
-    return math.floor(round(scale * value, 6)) / scale
+        return StatedBound(rounded_down(self.at(agreement), 4), self.level, self.num_patients)
 
 
 Scores = Mapping[str, Sequence[tuple[float, float]]]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,15 +21,16 @@ from medseg.cascade.agreement import (
     distortion_warnings,
     most_disputed_xyz_mm,
 )
-from medseg.cascade.bound import DiceBound, StatedBound
+from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import require
-from medseg.findings import Finding, information_in, sentences_of, warnings_of
-from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
+from medseg.findings import warnings_of
+from medseg.geometry.grid import VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import RegionBox, Segmentation, StatedBound
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
@@ -40,89 +41,6 @@ from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
 Timed = Callable[[str], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class RegionBox:
-    """Crop in which a region was refined.
-
-    Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero
-            where the crop has its own grid.
-        grid: Grid of the crop in the world.
-    """
-
-    voxels: VoxelBox
-    grid: VoxelGrid
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain types for a JSON file: voxels, their spacing, and the centres of the corner voxels in LPS."""
-        return {
-            "voxels": asdict(self.voxels),
-            "spacing_mm": list(self.grid.spacing_mm),
-            "corners_xyz_mm": self.grid.corners_xyz_mm().tolist(),
-        }
-
-
-@dataclass
-class Segmentation:
-    """Result of a cascade on one scan.
-
-    Attributes:
-        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns
-            it on its grid.
-        boxes: Region name to the crop in which it was refined; absent regions are missing.
-        volumes_ml: Volume of each label by its name.
-        findings: What was found about the scan and the result.
-        durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
-        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
-            by step.
-        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
-            where crops keep the shape.
-        agreements: Dice coefficient of the two stages by region, for regions that were refined, see
-            `agreement`.
-        added_ml: Volume by region that only the coarse stage finds and that was added, see
-            `medseg.anatomy.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`.
-            Absent are regions to which anything was added, and all where the stages were not
-            calibrated together.
-        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
-            not HU and the labels are doubtful.
-        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
-            where they do not.
-        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone
-            leaves it empty.
-        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
-            the clean-up; only if asked for.
-        disagreement: With several fine checkpoints or flips, the standard deviation of the
-            probabilities in percent, uint8, in the order of `labels`; else None.
-    """
-
-    labels: Any
-    boxes: dict[str, RegionBox] = field(default_factory=dict)
-    volumes_ml: dict[str, float] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    durations_s: dict[str, float] = field(default_factory=dict)
-    tiling_plans: dict[str, str] = field(default_factory=dict)
-    distortions: dict[str, float] = field(default_factory=dict)
-    agreements: dict[str, float] = field(default_factory=dict)
-    added_ml: dict[str, float] = field(default_factory=dict)
-    dice_at_least: dict[str, StatedBound] = field(default_factory=dict)
-    status: str = "ok"
-    most_disputed_xyz_mm: tuple[float, ...] | None = None
-    statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
-    probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
-    disagreement: np.ndarray | None = None
-
-    @property
-    def warnings(self) -> list[str]:
-        """Sentences of all findings but information."""
-        return sentences_of(self.findings)
-
-    @property
-    def information(self) -> list[str]:
-        """Sentences of the findings that ask for nothing."""
-        return information_in(self.findings)
 
 
 @dataclass(frozen=True)
@@ -166,6 +84,36 @@ class Cascade:
     def stages(self) -> tuple[TrainedStage, ...]:
         """All stages, the first one first."""
         return (self.coarse,) if self.fine is None else (self.coarse, self.fine)
+
+    @property
+    def task(self) -> Task:
+        """Task of all stages."""
+        return self.coarse.task
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        """Name of each stage to the SHA-256 of its files by their paths."""
+        return {stage.name: stage.checkpoints for stage in self.stages}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the last stage."""
+        return self.last.device
+
+    @property
+    def precision(self) -> str:
+        """Number format of the last stage."""
+        return self.last.precision
+
+    @property
+    def has_views(self) -> bool:
+        """Whether several networks or flips of the last stage are averaged."""
+        return self.last.has_views(self.options)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether voxels must stay as they are stored: our networks are trained with air instead of padding."""
+        return False
 
     @property
     def backend_bytes(self) -> int:
@@ -297,7 +245,7 @@ class Cascade:
             for region, probs, crop_grid in parts:
                 for name, prob in zip(region.labels, probs, strict=True):
                     result.probabilities.setdefault(name, []).append((prob, crop_grid))
-        if self.last.has_views(options):
+        if self.has_views:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
 

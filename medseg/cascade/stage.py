@@ -398,7 +398,7 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, copies)  # which takes the copies that it is given
 
 
-def flips(task: Task, tta: bool) -> Sequence[tuple[int, ...]]:
+def flips(task: Task, tta: bool | None) -> Sequence[tuple[int, ...]]:
     """List the sets of axes to flip, one for each pass of a network; the first is empty."""
     if not tta:
         return [()]

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
+from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv, write_csv
 from medseg.report.cases import Files, render_cases

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medseg.cascade.bound import StatedBound
 from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
 from medseg.findings import Severity
+from medseg.inference.segmentation import StatedBound
 from medseg.io.inputs import case_name
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
+from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
 from medseg.io.tables import refuse_table, table_lines, write_csv

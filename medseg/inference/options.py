@@ -8,6 +8,15 @@ from medseg.geometry.sizes import Shape
 from medseg.knob import Knob
 
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
+Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
+
+
+class Seen(StrEnum):
+    """Orientation in which a network of nnU-Net sees a scan, see `medseg.nnunet.model`."""
+
+    stored = "stored"
+    RAS = "RAS"
+    LPS = "LPS"
 
 
 @dataclass(kw_only=True)
@@ -54,11 +63,24 @@ class InferenceOptions(TilingOptions):
         ),
     ] = True
     tta: Annotated[
-        bool,
+        bool | None,
         Knob(
-            "Average over flipped inputs, without left-right flips where the task has sides; four times the time."
+            "Average over flipped inputs, without left-right flips where the task has sides; four times the time. null: "
+            "as the model folder of nnU-Net allows, none for other networks."
         ),
-    ] = False
+    ] = None
+    sums: Annotated[
+        Sums | None,
+        Knob(
+            "Of weights=<nnU-Net folder>: precision in which tiles and folds are added; null: half, as nnU-Net does."
+        ),
+    ] = None
+    orientation: Annotated[
+        Seen | None,
+        Knob(
+            "Of weights=<nnU-Net folder>: how the networks see a scan; stored: as its file holds it. null: as its plans say."
+        ),
+    ] = None
     half_weights: Annotated[
         bool, Knob("Store weights in half precision where the networks compute in it (bf16, fp16).")
     ] = False

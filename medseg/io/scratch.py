@@ -55,6 +55,13 @@ def scratch_above(num_bytes: float) -> Iterator[None]:
         _limit_bytes.reset(token)
 
 
+@contextmanager
+def scratch_at_most(num_bytes: float) -> Iterator[None]:
+    """Lower the size above which arrays of this thread go into temporary files; a lower one stays."""
+    with scratch_above(min(num_bytes, _limit_bytes.get())):
+        yield
+
+
 def new_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Make an array of zeros, in memory or in a temporary file.
 

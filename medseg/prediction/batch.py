@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from medseg.cascade.cascade import Cascade
 from medseg.errors import (
     EXIT_FAILED,
     EXIT_OUT_OF_MEMORY,
@@ -25,7 +24,13 @@ from medseg.errors import (
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import scratch_above
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.cascades import RangeCascade, load_cascade, pick_cascade, result_settings
+from medseg.prediction.cascades import (
+    RangeCascade,
+    load_cascade,
+    load_model_folder,
+    pick_cascade,
+    result_settings,
+)
 from medseg.prediction.case import (
     CaseData,
     is_small,
@@ -44,6 +49,7 @@ from medseg.prediction.forecast import (
     machine_key,
     seconds_per_voxel,
 )
+from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import (
@@ -111,7 +117,7 @@ def has_other_ranks() -> bool:
 
 
 def load_cascades(config: PredictConfig) -> list[RangeCascade]:
-    """Load the cascade of each range of spacings.
+    """Load the model folder, or the cascade of each range of spacings.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable.
@@ -121,6 +127,15 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
     if has_other_ranks() and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
+    if config.weights is not None:
+        model = load_model_folder(
+            config.weights,
+            config.folds,
+            accelerator=config.accelerator.value,
+            precision=precision,
+            options=config.inference,
+        )
+        return [RangeCascade(model, result_settings(model, precision))]
     loaded = []
     for name, checkpoints in config.ranges.items():
         cascade = load_cascade(
@@ -178,9 +193,7 @@ class Batch:
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
             with suppress(Exception):  # of any reader; the case tells it in its turn
                 cascade = pick_cascade(case.scan, self.cascades)[0].cascade
-                found[case.scan.name] = self._forecast(
-                    cascade, scan_grid(case.scan, cascade.coarse.task)
-                )
+                found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.task))
                 rates.append(seconds_per_voxel(machine_key(cascade)))
         known = [rate for rate in rates if rate is not None]
         return (
@@ -189,7 +202,7 @@ class Batch:
             else None
         )
 
-    def _forecast(self, cascade: Cascade, grid: VoxelGrid) -> Forecast:
+    def _forecast(self, cascade: ScanModel, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
@@ -201,16 +214,14 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             cascade = case.chosen.cascade
-            if is_ahead and not is_small(
-                case.scan, cascade.coarse.task, cascade.options.budget_gib
-            ):
+            if is_ahead and not is_small(case.scan, cascade.task, cascade.options.budget_gib):
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
-                cascade.check_budget(scan_grid(case.scan, cascade.coarse.task))
+                cascade.check_budget(scan_grid(case.scan, cascade.task))
             if not is_ahead:
                 self._begin(case, "read")
             with scratch_above(self.array_bytes):
-                return read_case(case.scan, cascade.coarse.task)
+                return read_case(case.scan, cascade.task)
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 

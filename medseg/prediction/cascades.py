@@ -1,9 +1,11 @@
-"""Cascades of a prediction: loading them, and choosing one for a scan by its spacing."""
+"""Models of a prediction: loading cascades and model folders, and choosing a cascade for a scan by its spacing."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
@@ -14,7 +16,9 @@ from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
+from medseg.nnunet.model import load_nnunet
 from medseg.prediction.contract import backend_room_bytes
+from medseg.prediction.model import ScanModel
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
@@ -22,16 +26,16 @@ from medseg.weights.included import INCLUDED_TASK
 
 
 class RangeCascade(NamedTuple):
-    """A cascade and the scans that it is for.
+    """A cascade, or another model, and the scans that it is for.
 
     Attributes:
-        cascade: The trained stages with their options.
+        cascade: The trained stages with their options, or the model of a folder.
         settings: Everything beside the scan that decides the result, in plain types.
         name: Name of the range of `by_spacing`; empty where one cascade serves all scans.
         range_mm: Coarsest spacing of its scans, from the first number to below the second.
     """
 
-    cascade: Cascade
+    cascade: ScanModel
     settings: dict[str, Any]
     name: str = ""
     range_mm: tuple[float, float] = EVERY_SPACING_MM
@@ -67,15 +71,18 @@ def load_cascade(
         UserError: If the device, the precision or a checkpoint is not usable, or the stages do not
             fit together.
     """
-    names = [choice.value for choice in Accelerator]
-    require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
-    device = pick_device(Accelerator(accelerator), "accelerator")
+    device = _device_of(accelerator)
     if precision is not None:
         try:
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
+    for key in ("sums", "orientation"):
+        if getattr(options, key) is not None:
+            raise UserError(
+                f"inference.{key} belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            )
     stages: list[TrainedStage] = []
     measured = ""
     for name, checkpoints in (("coarse", coarse), ("fine", fine)):
@@ -99,6 +106,41 @@ def load_cascade(
     return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
 
 
+def load_model_folder(
+    weights: str | Path,
+    folds: Sequence[str] | None = None,
+    *,
+    accelerator: str = "auto",
+    precision: str | None = None,
+    options: InferenceOptions | None = None,
+) -> ScanModel:
+    """Load a model folder of nnU-Net.
+
+    Args:
+        weights: The folder, one above it, or the zip file of nnU-Net's export.
+        folds: Names of the folds to average; None = all.
+        accelerator: `auto`, `cpu` or `gpu`.
+        precision: `fp32`, or None for it.
+        options: Sums, orientation, flips and memory; the defaults where None.
+
+    Raises:
+        UserError: If the device, the folder or an option cannot be used.
+    """
+    device = _device_of(accelerator)
+    return load_nnunet(Path(weights), folds, device, options or InferenceOptions(), precision)
+
+
+def _device_of(accelerator: str) -> torch.device:
+    """Pick the device by the name of an accelerator.
+
+    Raises:
+        UserError: If there is no such accelerator.
+    """
+    names = [choice.value for choice in Accelerator]
+    require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
+    return pick_device(Accelerator(accelerator), "accelerator")
+
+
 def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:
     """Choose the cascade of a scan by its coarsest spacing.
 
@@ -111,7 +153,7 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     if not cascades[0].name:
         return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.
-    channels = cascades[0].cascade.coarse.task.channels
+    channels = cascades[0].cascade.task.channels
     num_volumes = scan.paths(len(channels)).count(scan.path)
     grid = read_grid(scan.path, scan.series, channels[0].modality, num_volumes, scan.files)
     spacing_mm = round(max(grid.spacing_mm), 3)
@@ -126,9 +168,9 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     )
 
 
-def result_settings(cascade: Cascade, precision: str | None) -> dict[str, Any]:
+def result_settings(cascade: ScanModel, precision: str | None) -> dict[str, Any]:
     """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options but the memory."""
-    checksums = {stage.name: sorted(stage.checkpoints.values()) for stage in cascade.stages}
+    checksums = {name: sorted(files.values()) for name, files in cascade.checkpoints.items()}
     deciding = asdict(cascade.options)
     for key in ("budget_gib", "max_ram_gib"):
         del deciding[key]

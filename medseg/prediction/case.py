@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from medseg import __version__
-from medseg.cascade.cascade import Cascade, Segmentation
-from medseg.data.audit.image import check_channels
+from medseg.data.audit.image import audit_channels, check_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError, require
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.segmentation import Segmentation
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.read import read_grid
@@ -29,6 +29,7 @@ from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.metrics.hu_statistics import label_statistics
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.forecast import Forecast, expected_cost
+from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import Views, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
@@ -145,7 +146,7 @@ def read_scan(
 
 def segment_case(
     scan: Scan,
-    cascade: Cascade,
+    cascade: ScanModel,
     case: CaseData,
     config: PredictConfig,
     on_step: Callable[[str], None] | None = None,
@@ -165,14 +166,14 @@ def segment_case(
             on_step=on_step,
             keep_probabilities=keep,
         )
-        case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, config)
+        case.views = take_views(scan, case.volume, case.result, cascade.task, config)
     case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
 
 def segment_scan(
     volume: Volume,
     name: str | Path,
-    cascade: Cascade,
+    cascade: ScanModel,
     more_channels: Sequence[np.ndarray] = (),
     *,
     is_owned: bool = True,
@@ -202,13 +203,16 @@ def segment_scan(
         f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.",
     )
     arrays = [volume.array, *more_channels]
-    modalities = [channel.modality for channel in cascade.coarse.task.channels]
+    modalities = [channel.modality for channel in cascade.task.channels]
     findings: list[Finding] = []
-    if len(arrays) == len(modalities):  # otherwise the cascade refuses them
-        arrays, _, findings = check_channels(arrays, modalities, is_owned=is_owned)
+    if len(arrays) == len(modalities):  # otherwise the model refuses them
+        if cascade.keeps_values:
+            findings = audit_channels([measure_image(array) for array in arrays], modalities)
+        else:
+            arrays, _, findings = check_channels(arrays, modalities, is_owned=is_owned)
         volume = replace(volume, array=arrays[0])
     result = cascade.segment(volume, arrays[1:], **options)
-    task = cascade.coarse.task
+    task = cascade.task
     result.statistics = label_statistics(
         volume.array if task.is_ct else None, result.labels, volume.grid, task.labels
     )
@@ -225,7 +229,7 @@ def write_case(
     case: CaseData,
     known: dict[str, Any],
     config: PredictConfig,
-    expect: Callable[[Cascade, VoxelGrid], Forecast],
+    expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the results and their report, which always belong together: one process writes into a folder at a time.
 
@@ -260,7 +264,7 @@ def write_case(
                 case.volume,
                 case.result,
                 case.views,
-                chosen.cascade.coarse.task,
+                chosen.cascade.task,
                 config,
             )
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
@@ -272,7 +276,7 @@ def _write_report(
     chosen: RangeCascade,
     case: CaseData,
     outputs: list[Path],
-    expect: Callable[[Cascade, VoxelGrid], Forecast],
+    expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the report of a case beside its results."""
     result, volume, total_s = case.result, case.volume, sum(case.durations_s.values())
@@ -304,7 +308,7 @@ def _write_report(
         "peak_resident_bytes": peak_resident_bytes(),
         "expected": expected,
         "memory_gb_s": case.memory_gb_s,
-        "checkpoints": {stage.name: stage.checkpoints for stage in chosen.cascade.stages},
+        "checkpoints": chosen.cascade.checkpoints,
         "by_spacing": {"name": chosen.name, "range_mm": chosen.range_mm} if chosen.name else None,
         "version": __version__,
         "settings": {**chosen.settings, **scan.reading()},
@@ -324,7 +328,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
     must be unchanged.
     """
     try:
-        paths = scan.paths(len(chosen.cascade.coarse.task.channels))
+        paths = scan.paths(len(chosen.cascade.task.channels))
         known = read_report(output)
         return bool(
             known["version"] == __version__

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -21,7 +21,9 @@ from medseg.io.atomic import replace_text
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
+from medseg.nnunet.model import NnunetModel
 from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
+from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
@@ -70,9 +72,44 @@ class Forecast(NamedTuple):
 
 
 def forecast(
-    cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf
+    model: ScanModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf
 ) -> Forecast:
-    """Forecast the memory of a case; the body and the regions are not known yet, so their usual sizes are taken.
+    """Forecast the memory of a case from the header of its scan.
+
+    Args:
+        model: What segments it, with the memory that a network may use.
+        grid: Grid of the scan, in storage order.
+        loaded_bytes: Resident memory of the process with the weights, before the first scan.
+        array_bytes: Size above which an array is a temporary file, see
+            `medseg.prediction.contract`.
+
+    Raises:
+        UserError: If a stage cannot keep its budget.
+    """
+    if isinstance(model, NnunetModel):
+        return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
+    return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
+
+
+def _forecast_nnunet(
+    model: NnunetModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast a case of a model of nnU-Net, which has no crop that is unknown beforehand."""
+    num_voxels, channels = math.prod(grid.shape), len(model.task.channels)
+    fixed = loaded_bytes + LIBRARIES_BYTES
+    if SCAN * num_voxels <= array_bytes:
+        fixed += channels * SCAN * num_voxels
+    expected, network_voxels = model.expected(grid)
+    memory = {"read": fixed}
+    for step, sizes in expected.items():
+        memory[step] = fixed + sum(size for size in sizes if size <= array_bytes)
+    return Forecast(memory, channels * num_voxels + NETWORK_TIME * network_voxels)
+
+
+def _forecast_cascade(
+    cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast a case; the body and the regions are not known yet, so their usual sizes are taken.
 
     Args:
         cascade: The trained stages, with the memory that a network may use.
@@ -212,7 +249,9 @@ def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_c
     return f"{said}, expected time {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
 
 
-def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[str, float | None]:
+def expected_cost(
+    expected: Forecast, cascade: ScanModel, total_s: float
+) -> dict[str, float | None]:
     """Return the expected peak and seconds of a case (null for the first one), and record its `total_s` for later cases."""
     key = machine_key(cascade)
     rate_s = seconds_per_voxel(key)
@@ -223,12 +262,14 @@ def expected_cost(expected: Forecast, cascade: Cascade, total_s: float) -> dict[
     }
 
 
-def machine_key(cascade: Cascade) -> str:
+def machine_key(cascade: ScanModel) -> str:
     """Name of all that decides the seconds per voxel on this machine: weights, precision, device and threads."""
     weights = " ".join(
-        checksum[:12] for stage in cascade.stages for checksum in sorted(stage.checkpoints.values())
+        checksum[:12]
+        for files in cascade.checkpoints.values()
+        for checksum in sorted(files.values())
     )
-    return f"{weights} {cascade.last.precision} {cascade.last.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{weights} {cascade.precision} {cascade.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def seconds_per_voxel(key: str) -> float | None:

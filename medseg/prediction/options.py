@@ -128,6 +128,15 @@ class PredictConfig:
         Any,
         Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement."),
     ] = None
+    weights: Annotated[
+        Text,
+        Knob(
+            "Model folder of nnU-Net, a folder above it, or the zip file of its export; in place of coarse and fine."
+        ),
+    ] = None
+    folds: Annotated[
+        Any, Knob("With weights: folds whose outputs are averaged, such as [0,1]; null: all.")
+    ] = None
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,
         Knob("Name: other checkpoints for a range of the scan's coarsest spacing."),
@@ -183,6 +192,9 @@ class PredictConfig:
         """Bring single checkpoints to lists of one, and give a range the checkpoints that it leaves out."""
         self.save = list(dict.fromkeys(self.save))
         self.coarse, self.fine = as_texts(self.coarse), as_texts(self.fine)
+        if self.folds is not None:
+            folds = self.folds if isinstance(self.folds, list) else [self.folds]
+            self.folds = [str(fold) for fold in folds]
         for limits in (self.by_spacing or {}).values():
             limits.coarse = self.coarse if limits.coarse is None else as_texts(limits.coarse)
             limits.fine = self.fine if limits.fine is None else as_texts(limits.fine)
@@ -208,6 +220,7 @@ class PredictConfig:
         for key, checkpoints in (("coarse", self.coarse), ("fine", self.fine)):
             if checkpoints is not None:
                 yield from text_clashes(key, checkpoints, kinds)
+        yield from self._weights_clashes()
         previous_name, previous_high_mm = "", 0.0
         in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
         for name, limits in in_order:
@@ -226,6 +239,24 @@ class PredictConfig:
             for stage, checkpoints in (("coarse", limits.coarse), ("fine", limits.fine)):
                 if checkpoints is not None:
                     yield from text_clashes(f"{key}.{stage}", checkpoints, kinds)
+
+    def _weights_clashes(self) -> Iterator[str]:
+        """Yield a sentence for each key that contradicts `weights`, or needs it."""
+        if self.weights is None:
+            if self.folds is not None:
+                yield "folds belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            return
+        others = {"coarse": self.coarse, "fine": self.fine, "by_spacing": self.by_spacing}
+        for key, value in others.items():
+            if value is not None:
+                yield f"weights and {key} exclude each other; leave one of them out"
+        if self.folds == []:
+            yield "folds: expected numbers of folds, such as [0,1], but got none; leave it out for all"
+        if Save.probabilities in self.save:
+            yield (
+                "save=probabilities: a model folder of nnU-Net keeps no probabilities, which would fill the memory; leave "
+                "it out"
+            )
 
 
 def as_texts(value: Any) -> Any:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
-from medseg.cascade.cascade import require_channels
+from medseg.cascade.cascade import Cascade, require_channels
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.inference.options import Backend
@@ -61,7 +62,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
         _refuse_on_several_processes(config)
         if int(os.environ["RANK"]) > 0:
             (chosen,) = load_cascades(config)
-            chosen.cascade.serve_tiles()
+            _cascade_of(chosen).serve_tiles()
             return []
     source = _source_of(config)
     scans, protected = find_scans(
@@ -78,7 +79,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     if not (is_folder and any(map(may_hold_studies, scans))):
         check_outputs(_outputs(output, scans, is_one_scan), protected)
     cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
-    task = cascades[0].cascade.coarse.task
+    task = cascades[0].cascade.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
@@ -121,11 +122,20 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         raise UserError(
             "engine=ray distributes scans by itself; start the command without torchrun"
         )
+    if config.weights is not None:
+        raise UserError(
+            "weights: the processes of torchrun cannot share a model folder of nnU-Net; start the command without torchrun"
+        )
     if config.by_spacing:
         raise UserError(
             "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or "
             "start without torchrun"
         )
+
+
+def _cascade_of(chosen: RangeCascade) -> Cascade:
+    """The cascade whose tiles the processes of torchrun share; model folders were refused."""
+    return cast(Cascade, chosen.cascade)
 
 
 def _source_of(config: PredictConfig) -> Path | list[Path]:
@@ -152,7 +162,7 @@ def _predict_here(
     batch = make_batch(cascades, config, len(cases), observer)
     if sentence := batch.describe_cost(cases):
         observer.forecast(sentence)
-    shared_tiles = batch.cascades[0].cascade.shared_tiles() if is_shared else nullcontext()
+    shared_tiles = _cascade_of(batch.cascades[0]).shared_tiles() if is_shared else nullcontext()
     with shared_tiles:
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from medseg.cascade.cascade import Cascade
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line, require
 from medseg.inference.options import InferenceOptions
@@ -31,6 +30,7 @@ from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_bat
 from medseg.prediction.case import scan_grid
 from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
+from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
@@ -102,7 +102,7 @@ class CaseActor:
 
 
 def predict_on_ray(
-    cases: Sequence[BatchCase], cascade: Cascade, config: PredictConfig, observer: Observer
+    cases: Sequence[BatchCase], cascade: ScanModel, config: PredictConfig, observer: Observer
 ) -> None:
     """Segment cases on a Ray cluster and fill in their outcomes.
 
@@ -342,7 +342,7 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
 
 
 def predict_bytes(
-    cascade: Cascade, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float
+    cascade: ScanModel, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float
 ) -> int:
     """Predict the memory of an actor.
 
@@ -358,12 +358,12 @@ def predict_bytes(
     if options.max_ram_gib is not None:
         return math.ceil(options.max_ram_gib * 2**30)
     task, loaded, network = (
-        cascade.coarse.task,
+        cascade.task,
         resident_bytes(),
         round(cascade.options.budget_gib * 2**30),
     )
     # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
-    beside = 0 if gpus or cascade.last.device.type == "cpu" else network
+    beside = 0 if gpus or cascade.device.type == "cpu" else network
     found = []
     for case in cases[:NUM_MEASURED]:
         with suppress(

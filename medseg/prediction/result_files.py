@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from medseg.cascade.cascade import Cascade, Segmentation
 from medseg.cascade.join import paste_percent
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.findings import warnings_of
+from medseg.inference.segmentation import Segmentation
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
+from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import orient, orientation_of, oriented_grid
@@ -63,27 +64,27 @@ class Views:
 
 
 def result_paths(
-    output: Path, cascade: Cascade, save: Sequence[Save]
+    output: Path, cascade: ScanModel, save: Sequence[Save]
 ) -> dict[tuple[str, str], Path]:
     """List the files of a prediction beside its report.
 
     Args:
         output: Path of the label map.
-        cascade: The trained stages; averaged views also give their disagreement.
+        cascade: The model; averaged views also give their disagreement.
         save: Kinds of files.
 
     Returns:
         Kind and, for a file of one label, the name of the label (else "") to path.
     """
     paths = {("labels", ""): output} if "labels" in save else {}
-    if cascade.last.has_views(cascade.options):
+    if cascade.has_views:
         paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
     start = output.parent / case_name(output)
     for kind in save:
         if kind in ENDINGS:
             paths[kind, ""] = start.with_name(start.name + ENDINGS[kind])
         elif kind in LABEL_ENDINGS:
-            for label in cascade.coarse.task.labels:
+            for label in cascade.task.labels:
                 file_label = re.sub(r"[/\\]", "_", label)
                 paths[kind, label] = start.with_name(
                     f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}"

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from medseg.cascade.cascade import Segmentation, require_channels
+from medseg.cascade.cascade import require_channels
+from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import Segmentation
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
-from medseg.prediction.cascades import load_cascade
+from medseg.prediction.cascades import load_cascade, load_model_folder
 from medseg.prediction.case import read_scan, segment_scan
+from medseg.prediction.model import ScanModel
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU
@@ -29,6 +32,8 @@ class Segmenter:
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
         fine: The same for the fine stage; none for a task without regions.
+        weights: In place of both, a model folder of nnU-Net; see `load_model_folder`.
+        folds: Names of its folds to average; None = all.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
@@ -42,15 +47,25 @@ class Segmenter:
 
     def __init__(
         self,
-        coarse: Sequence[str | Path],
+        coarse: Sequence[str | Path] = (),
         fine: Sequence[str | Path] = (),
         *,
+        weights: str | Path | None = None,
+        folds: Sequence[str] | None = None,
         accelerator: str = "auto",
         precision: str | None = None,
         options: InferenceOptions | None = None,
         trusted: Sequence[str] = (),
     ) -> None:
         self.num_threads = torch.get_num_threads()
+        self.cascade: ScanModel
+        if weights is not None:
+            if coarse or fine:
+                raise UserError("weights and coarse or fine exclude each other; leave one out")
+            self.cascade = load_model_folder(
+                weights, folds, accelerator=accelerator, precision=precision, options=options
+            )
+            return
         self.cascade = load_cascade(
             coarse,
             fine,
@@ -83,7 +98,7 @@ class Segmenter:
         start_s = time.perf_counter()
         scans, task = (
             list(scan) if isinstance(scan, (list, tuple)) else [scan],
-            self.cascade.coarse.task,
+            self.cascade.task,
         )
         require_channels(task, len(scans))
         is_image = not isinstance(scans[0], (str, Path, Volume))

@@ -5,9 +5,9 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from medseg.cascade.bound import StatedBound
 from medseg.errors import UserError
 from medseg.evaluation.reports import information_in_report, read_bounds
+from medseg.inference.segmentation import StatedBound
 from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction.batch import BatchCase

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from medseg.anatomy.rules import USUAL_AGREEMENT
-from medseg.cascade.bound import StatedBound
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.segmentation import StatedBound
 from medseg.io.label_table import Structure
 from medseg.preprocess.orient import orient, orientation_of
 from medseg.report.overlay import colour_of

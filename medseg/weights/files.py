@@ -10,6 +10,7 @@ import pickle
 import re
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ LAST = "checkpoints/last.ckpt"
 """Checkpoint inside a run folder."""
 
 
-def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
+def load_checkpoint(
+    path: Path, given: str, harmless_types: Sequence[Any] = (), writer: str = "medseg"
+) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
 
     The checksums of its parts are compared first: torch does not check them and would load a
@@ -37,6 +40,9 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     Args:
         path: The file.
         given: Key and value of the user, for messages.
+        harmless_types: Types beyond tensors and plain values that it may hold, as
+            `torch.serialization.safe_globals` takes them.
+        writer: Program that writes such checkpoints, for messages.
 
     Raises:
         UserError: If it is missing, damaged, or holds more than tensors and plain values.
@@ -51,33 +57,34 @@ def load_checkpoint(path: Path, given: str) -> dict[str, Any]:
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
         with path.open("rb") as file:
             is_copy = file.read(2) == b"PK"
-        cure = (
-            "copy it again" if is_copy else f"give {LAST} of a run, or weights that end in {SUFFIX}"
-        )
+        if is_copy or writer != "medseg":
+            cure = "copy it again"
+        else:
+            cure = f"give {LAST} of a run, or weights that end in {SUFFIX}"
         raise UserError(f"{given}: not a whole torch checkpoint ({error}); {cure}") from error
     require(
         damaged is None,
         f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again",
     )
     try:
-        with utf8_path(path) as readable:
+        with utf8_path(path) as readable, torch.serialization.safe_globals([*harmless_types]):
             checkpoint = torch.load(readable, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UserError(
             f"{given}: refused, because it holds Python objects{f' ({name[1]})' if name else ''} that could execute arbitrary code "
-            "when loaded; give a checkpoint that medseg wrote"
+            f"when loaded; give a checkpoint that {writer} wrote"
         ) from error
     except (
         Exception
     ) as error:  # torch's reader raises any exception on a zip file of another program
         raise UserError(
-            f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that medseg wrote"
+            f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that {writer} wrote"
         ) from error
     kind = type(checkpoint).__name__
     require(
         isinstance(checkpoint, dict),
-        f"{given}: not a checkpoint of medseg, but a {kind}; give one that medseg wrote",
+        f"{given}: not a checkpoint of {writer}, but a {kind}; give one that {writer} wrote",
     )
     return dict(checkpoint)
 

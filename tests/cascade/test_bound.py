@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medseg.cascade.bound import DiceBound, StatedBound, calibrate, count_covered
+from medseg.cascade.bound import DiceBound, calibrate, count_covered
+from medseg.inference.segmentation import StatedBound
 
 
 def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float, float]]]:

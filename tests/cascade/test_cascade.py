@@ -27,10 +27,11 @@ from torch import Tensor
 
 from medseg.cascade import cascade as cascade_module
 from medseg.cascade.bound import DiceBound
-from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import Segmentation
 from medseg.io import scratch
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume

@@ -7,9 +7,10 @@ import pytest
 import torch
 from oracle import RULES, TASK, CoarseOracle, MiddleOracle, dice, stage
 
-from medseg.cascade.cascade import Cascade, Segmentation
+from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
 from medseg.weights.files import shipped_weights
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from medseg.cascade.cascade import RegionBox
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.inference.segmentation import RegionBox
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import cross_validate as study

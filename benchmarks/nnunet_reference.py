@@ -1,0 +1,399 @@
+"""Toy model folders of nnU-Net and the labels of its own predictor, for comparison with medseg.
+
+Runs in an environment of its own that has nnU-Net and not medseg:
+
+    python benchmarks/nnunet_reference.py make models/
+    python benchmarks/nnunet_reference.py predict models/plain5 scan.nii.gz labels.npz
+    python benchmarks/nnunet_reference.py record tests/nnunet/recorded
+
+The folders hold networks that nnU-Net builds from their plans, with random weights. The predictor
+runs on the CPU, reads the scan by the reader of the plans and mirrors as the checkpoint allows.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+# nnU-Net asks for these folders when it is imported, and uses them in training alone.
+FOLDERS = ("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results")
+TRAINER = "nnUNetTrainer"
+PLANS = "nnUNetPlans"
+CT = {"mean": -150.0, "std": 320.0, "percentile_00_5": -990.0, "percentile_99_5": 420.0}
+UNET = "dynamic_network_architectures.architectures.unet"
+CUBIC = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
+LINEAR = {"is_seg": False, "order": 1, "order_z": 0, "force_separate_z": None}
+TORCH = {"is_seg": False, "force_separate_z": None}
+
+
+def labels_of(num_classes: int) -> dict[str, int]:
+    """Name the classes of a toy."""
+    return {"background": 0} | {f"organ_{value}": value for value in range(1, num_classes)}
+
+
+def described_network(base: int, *, residual: bool = False) -> dict[str, Any]:
+    """Plan of a network of three levels, as nnU-Net 2.4 and newer write it; `base` features at first."""
+    blocks = "n_blocks_per_stage" if residual else "n_conv_per_stage"
+    features = [base * 2**level for level in range(3)]
+    return {
+        "network_class_name": f"{UNET}.{'ResidualEncoderUNet' if residual else 'PlainConvUNet'}",
+        "arch_kwargs": {
+            "n_stages": 3,
+            "features_per_stage": features,
+            "conv_op": "torch.nn.modules.conv.Conv3d",
+            "kernel_sizes": [[3, 3, 3]] * 3,
+            "strides": [[1, 1, 1], [2, 2, 2], [2, 2, 2]],
+            blocks: [1, 1, 1],
+            "n_conv_per_stage_decoder": [1, 1],
+            "conv_bias": True,
+            "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+            "norm_op_kwargs": {"eps": 1e-05, "affine": True},
+            "dropout_op": None,
+            "dropout_op_kwargs": None,
+            "nonlin": "torch.nn.LeakyReLU",
+            "nonlin_kwargs": {"inplace": True},
+        },
+        "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
+    }
+
+
+def older_network() -> dict[str, Any]:
+    """Plan of a small network with anisotropic strides, as nnU-Net before 2.4 wrote it."""
+    return {
+        "UNet_class_name": "PlainConvUNet",
+        "UNet_base_num_features": 8,
+        "unet_max_num_features": 320,
+        "n_conv_per_stage_encoder": [2, 2, 2],
+        "n_conv_per_stage_decoder": [2, 2],
+        "num_pool_per_axis": [1, 2, 2],
+        "pool_op_kernel_sizes": [[1, 1, 1], [1, 2, 2], [2, 2, 2]],
+        "conv_kernel_sizes": [[1, 3, 3], [3, 3, 3], [3, 3, 3]],
+    }
+
+
+def toy(
+    labels: dict[str, Any],
+    spacing_mm: list[float],
+    patch_size: list[int],
+    *,
+    network: dict[str, Any] | None = None,
+    transpose: tuple[int, int, int] = (0, 1, 2),
+    schemes: tuple[str, ...] = ("CTNormalization",),
+    masked: bool = False,
+    torch_resampling: bool = False,
+    mirror_axes: tuple[int, ...] | None = (0, 1, 2),
+    folds: tuple[int, ...] = (0,),
+    reader: str = "SimpleITKIO",
+    regions_class_order: list[int] | None = None,
+    trainer: str = TRAINER,
+) -> dict[str, Any]:
+    """Describe a toy: plans, data set, and what its checkpoints hold.
+
+    Args:
+        labels: As in `dataset.json`.
+        spacing_mm: Of the configuration, transposed.
+        patch_size: In voxels, transposed.
+        network: Part of the configuration that describes the network; None = the older form.
+        transpose: `transpose_forward` of the plans.
+        schemes: Normalisation of each channel.
+        masked: Whether z-scores are computed inside the non-zero mask.
+        torch_resampling: Whether `resample_torch_fornnunet` resamples.
+        mirror_axes: Axes that the checkpoint allows to mirror.
+        folds: Numbers of the folds.
+        reader: `image_reader_writer` of the plans.
+        regions_class_order: Of `dataset.json`, for regions.
+        trainer: Name of the trainer.
+    """
+    function = "resample_torch_fornnunet" if torch_resampling else "resample_data_or_seg_to_shape"
+    configuration = {
+        "data_identifier": "nnUNetPlans_3d_fullres",
+        "preprocessor_name": "DefaultPreprocessor",
+        "batch_size": 2,
+        "patch_size": patch_size,
+        "median_image_size_in_voxels": [100.0, 100.0, 100.0],
+        "spacing": spacing_mm,
+        "normalization_schemes": list(schemes),
+        "use_mask_for_norm": [masked] * len(schemes),
+        "resampling_fn_data": function,
+        "resampling_fn_seg": function,
+        "resampling_fn_probabilities": function,
+        "resampling_fn_data_kwargs": TORCH if torch_resampling else CUBIC,
+        "resampling_fn_seg_kwargs": TORCH if torch_resampling else LINEAR | {"is_seg": True},
+        "resampling_fn_probabilities_kwargs": TORCH if torch_resampling else LINEAR,
+        "batch_dice": False,
+        **(older_network() if network is None else {"architecture": network}),
+    }
+    plans = {
+        "dataset_name": "Dataset999_Toy",
+        "plans_name": PLANS,
+        "original_median_spacing_after_transp": spacing_mm,
+        "original_median_shape_after_transp": [100, 100, 100],
+        "image_reader_writer": reader,
+        "transpose_forward": list(transpose),
+        "transpose_backward": [int(axis) for axis in np.argsort(transpose)],
+        "configurations": {"2d": {}, "3d_fullres": configuration},
+        "experiment_planner_used": "ExperimentPlanner",
+        "label_manager": "LabelManager",
+        "foreground_intensity_properties_per_channel": {
+            str(channel): CT for channel in range(len(schemes))
+        },
+    }
+    dataset = {
+        "channel_names": {str(channel): "CT" for channel in range(len(schemes))},
+        "labels": labels,
+        "numTraining": 1,
+        "file_ending": ".nii.gz",
+    }
+    if regions_class_order is not None:
+        dataset["regions_class_order"] = regions_class_order
+    return {
+        "plans": plans,
+        "dataset": dataset,
+        "folds": folds,
+        "mirror_axes": mirror_axes,
+        "trainer": trainer,
+    }
+
+
+def toys() -> dict[str, dict[str, Any]]:
+    """All toys by their names."""
+    regions = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "rim": 3}
+    return {
+        "plain2": toy(labels_of(2), [4.0, 3.0, 3.0], [16, 32, 32]),
+        "plain5": toy(
+            labels_of(5),
+            [2.5, 1.5, 1.5],
+            [24, 32, 40],
+            network=described_network(8),
+            folds=(0, 1, 2),
+            mirror_axes=(0, 2),
+        ),
+        "plain25": toy(
+            labels_of(25),
+            [3.0, 3.0, 3.0],
+            [24, 32, 32],
+            network=described_network(8),
+            mirror_axes=None,
+        ),
+        "plain61": toy(
+            labels_of(61),
+            [4.0, 4.0, 4.0],
+            [32, 32, 32],
+            network=described_network(4),
+            mirror_axes=None,
+        ),
+        "residual5": toy(
+            labels_of(5), [3.0, 2.0, 2.0], [24, 32, 32], network=described_network(8, residual=True)
+        ),
+        "regions": toy(
+            regions,
+            [3.0, 2.0, 2.0],
+            [24, 32, 32],
+            network=described_network(8),
+            schemes=("ZScoreNormalization", "RescaleTo01Normalization"),
+            regions_class_order=[1, 2, 3],
+            mirror_axes=None,
+        ),
+        "masked": toy(
+            labels_of(4),
+            [3.0, 2.0, 2.0],
+            [24, 32, 32],
+            network=described_network(8),
+            schemes=("ZScoreNormalization", "NoNormalization"),
+            masked=True,
+            mirror_axes=None,
+        ),
+        "anisotropic": toy(labels_of(5), [6.0, 1.5, 1.5], [8, 48, 48], mirror_axes=(1, 2)),
+        "transposed": toy(
+            labels_of(5) | {"ignore": 5},
+            [2.0, 2.5, 2.0],
+            [32, 24, 40],
+            network=described_network(8),
+            transpose=(2, 0, 1),
+        ),
+        "torch": toy(
+            labels_of(5),
+            [3.0, 2.0, 2.0],
+            [24, 32, 32],
+            network=described_network(8),
+            torch_resampling=True,
+            mirror_axes=None,
+        ),
+        "reoriented": toy(
+            labels_of(5),
+            [3.0, 2.0, 2.0],
+            [24, 32, 32],
+            network=described_network(8),
+            reader="NibabelIOWithReorient",
+            mirror_axes=None,
+        ),
+    }
+
+
+def make_models(output: Path) -> None:
+    """Write all toys below a folder, each as `<toy>/<trainer>__<plans>__3d_fullres`."""
+    for seed, (name, description) in enumerate(toys().items()):
+        torch.manual_seed(seed)
+        trainer = description["trainer"]
+        make_model(output / name / f"{trainer}__{PLANS}__3d_fullres", description)
+
+
+def make_model(folder: Path, description: dict[str, Any]) -> None:
+    """Write one toy."""
+    from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    plans, dataset = description["plans"], description["dataset"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plans.json").write_text(json.dumps(plans, indent=1))
+    (folder / "dataset.json").write_text(json.dumps(dataset, indent=1))
+    manager = PlansManager(json.loads(json.dumps(plans)))
+    configuration = manager.get_configuration("3d_fullres")
+    for fold in description["folds"]:
+        network = get_network_from_plans(
+            configuration.network_arch_class_name,
+            configuration.network_arch_init_kwargs,
+            configuration.network_arch_init_kwargs_req_import,
+            len(dataset["channel_names"]),
+            manager.get_label_manager(dataset).num_segmentation_heads,
+            deep_supervision=True,
+        )
+        # Random scales and shifts, so that a norm that is left out or applied twice shows.
+        with torch.no_grad():
+            for parameter in network.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.99)
+        checkpoint = {
+            "network_weights": network.state_dict(),
+            "optimizer_state": optimizer.state_dict(),
+            "grad_scaler_state": None,
+            # The logger of nnU-Net keeps NumPy numbers.
+            "logging": {"mean_fg_dice": [np.float64(0.5)], "train_losses": [np.float32(0.1)]},
+            "_best_ema": np.float64(0.5),
+            "current_epoch": 1000,
+            "init_args": {
+                "plans": plans,
+                "configuration": "3d_fullres",
+                "fold": fold,
+                "dataset_json": dataset,
+                "device": torch.device("cpu"),
+            },
+            "trainer_name": description["trainer"],
+            "inference_allowed_mirroring_axes": description["mirror_axes"],
+        }
+        fold_folder = folder / f"fold_{fold}"
+        fold_folder.mkdir(exist_ok=True)
+        torch.save(checkpoint, fold_folder / "checkpoint_final.pth")
+
+
+def small_toys() -> dict[str, dict[str, Any]]:
+    """Toys whose networks and scans are small enough to be kept with the tests."""
+    tiny = described_network(2)
+    regions = {"background": 0, "whole": [1, 2], "core": 2}
+    return {
+        "folds": toy(
+            labels_of(4), [2.0, 1.5, 1.5], [8, 16, 16], network=tiny, folds=(0, 1), mirror_axes=(1,)
+        ),
+        "regions": toy(
+            regions,
+            [2.0, 2.0, 1.5],
+            [8, 16, 12],
+            network=tiny,
+            schemes=("ZScoreNormalization", "NoNormalization"),
+            masked=True,
+            regions_class_order=[1, 2],
+            mirror_axes=None,
+        ),
+        "anisotropic": toy(
+            labels_of(6),
+            [1.4, 1.1, 5.0],
+            [16, 12, 8],
+            network=described_network(2, residual=True),
+            transpose=(1, 2, 0),
+            mirror_axes=(0,),
+        ),
+    }
+
+
+def record(output: Path) -> None:
+    """Write small models, synthetic scans and the labels of nnU-Net's predictor for the tests."""
+    output.mkdir(parents=True, exist_ok=True)
+    for seed, (name, description) in enumerate(small_toys().items()):
+        torch.manual_seed(seed)
+        numbers = np.random.default_rng(seed)
+        spacing_mm = (4.5, 1.0, 1.2)
+        channels = len(description["dataset"]["channel_names"])
+        scan = numbers.normal(-300, 300, (channels, 13, 27, 25)).astype(np.float32).round()
+        # Zeros around the object and in a hole, so that the crop and the mask count.
+        scan[:, :2] = scan[:, :, :, :3] = scan[:, 6, 10:13, 10:13] = 0
+        with tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, "Dataset999_Toy", f"{TRAINER}__{PLANS}__3d_fullres")
+            make_model(model, description)
+            labels = labels_of_nnunet(model, scan, {"spacing": list(spacing_mm)})
+            with zipfile.ZipFile(output / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+                for file in sorted(model.rglob("*.*")):
+                    archive.write(file, file.relative_to(folder))
+        np.savez_compressed(output / f"{name}.npz", scan=scan, spacing_mm=spacing_mm, labels=labels)
+
+
+def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:
+    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them."""
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
+    predictor.initialize_from_trained_model_folder(str(folder), None)
+    with contextlib.redirect_stdout(sys.stderr):
+        labels: np.ndarray = predictor.predict_single_npy_array(image, dict(properties))
+    return labels
+
+
+def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:
+    """Predict a scan; writes the label array, and the label map beside it by nnU-Net's writer."""
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    torch.set_num_threads(num_threads)
+    reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
+    image, properties = reader.read_images([str(scan) for scan in scans])
+    labels = labels_of_nnunet(folder, image, properties)
+    np.savez_compressed(output, labels=labels)
+    reader.write_seg(labels, str(output).removesuffix(".npz") + ".nii.gz", properties)
+
+
+def main() -> None:
+    """Run one of the commands."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("make")
+    make.add_argument("output", type=Path)
+    small = commands.add_parser("record")
+    small.add_argument("output", type=Path)
+    run = commands.add_parser("predict")
+    run.add_argument("folder", type=Path)
+    run.add_argument("scans", type=Path, nargs="+")
+    run.add_argument("output", type=Path)
+    run.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    for variable in FOLDERS:
+        os.environ.setdefault(variable, "/nonexistent")
+    if arguments.command == "make":
+        make_models(arguments.output)
+    elif arguments.command == "record":
+        record(arguments.output)
+    else:
+        folder = arguments.folder
+        if not (folder / "plans.json").is_file():
+            (folder,) = folder.iterdir()
+        predict(folder, arguments.scans, arguments.output, arguments.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Result of a model on one scan: its labels, and what is told about them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from medseg.findings import Finding, information_in, sentences_of
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+
+
+@dataclass(frozen=True)
+class StatedBound:
+    """Lower bound on the Dice coefficient of one region of one scan, as `<case>.json` holds it.
+
+    Attributes:
+        value: Dice coefficient that the region reaches, in [0, 1].
+        level: Share of patients whose regions all reach their bounds, in (0, 1).
+        patients: Patients of the calibration.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    value: float
+    level: float
+    patients: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
+            raise ValueError(
+                f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self.value}, {self.level} and {self.patients}"
+            )
+
+    def __str__(self) -> str:
+        """Say the bound to a reader.
+
+        Example:
+            >>> print(StatedBound(0.9871, 0.9, 26))
+            at least 0.98 in 9 of 10 patients (26 patients)
+            >>> print(StatedBound(0.5, 0.95, 1))
+            at least 0.50 in 19 of 20 patients (1 patient)
+        """
+        share = Fraction(self.level).limit_denominator(10_000)
+        calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
+        least = f"at least {rounded_down(self.value, 2):.2f}"
+        return f"{least} in {share.numerator} of {share.denominator} patients ({calibrated_on})"
+
+
+@dataclass(frozen=True)
+class RegionBox:
+    """Crop in which a region was refined.
+
+    Attributes:
+        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero
+            where the crop has its own grid.
+        grid: Grid of the crop in the world.
+    """
+
+    voxels: VoxelBox
+    grid: VoxelGrid
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for a JSON file: voxels, their spacing, and the centres of the corner voxels in LPS."""
+        return {
+            "voxels": asdict(self.voxels),
+            "spacing_mm": list(self.grid.spacing_mm),
+            "corners_xyz_mm": self.grid.corners_xyz_mm().tolist(),
+        }
+
+
+@dataclass
+class Segmentation:
+    """Result of a model on one scan.
+
+    Attributes:
+        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns
+            it on its grid.
+        boxes: Region name to the crop in which it was refined; absent regions are missing.
+        volumes_ml: Volume of each label by its name.
+        findings: What was found about the scan and the result.
+        durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
+        tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
+            by step.
+        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
+            where crops keep the shape.
+        agreements: Dice coefficient of the two stages by region, for regions that were refined, see
+            `agreement`.
+        added_ml: Volume by region that only the coarse stage finds and that was added, see
+            `medseg.anatomy.additions`; without zeros.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`.
+            Absent are regions to which anything was added, and all where the stages were not
+            calibrated together.
+        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
+            not HU and the labels are doubtful.
+        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
+            where they do not.
+        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone
+            leaves it empty.
+        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
+            the clean-up; only if asked for.
+        disagreement: With several fine checkpoints or flips, the standard deviation of the
+            probabilities in percent, uint8, in the order of `labels`; else None.
+    """
+
+    labels: Any
+    boxes: dict[str, RegionBox] = field(default_factory=dict)
+    volumes_ml: dict[str, float] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    durations_s: dict[str, float] = field(default_factory=dict)
+    tiling_plans: dict[str, str] = field(default_factory=dict)
+    distortions: dict[str, float] = field(default_factory=dict)
+    agreements: dict[str, float] = field(default_factory=dict)
+    added_ml: dict[str, float] = field(default_factory=dict)
+    dice_at_least: dict[str, StatedBound] = field(default_factory=dict)
+    status: str = "ok"
+    most_disputed_xyz_mm: tuple[float, ...] | None = None
+    statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
+    disagreement: np.ndarray | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences of all findings but information."""
+        return sentences_of(self.findings)
+
+    @property
+    def information(self) -> list[str]:
+        """Sentences of the findings that ask for nothing."""
+        return information_in(self.findings)
+
+
+def rounded_down(value: float, digits: int) -> float:
+    """Round down, but not from 0.57 to 0.56 for the binary form of the number."""
+    scale = 10**digits
+    return math.floor(round(scale * value, 6)) / scale

@@ -1,0 +1,96 @@
+"""Checkpoint of nnU-Net's trainer, read as inert data: tensors and plain values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.errors import UserError
+from medseg.weights.checks import check_tensors
+from medseg.weights.files import load_checkpoint
+
+# The logger of nnU-Net keeps NumPy numbers. None of these types executes anything when it is read.
+# The two names of `scalar` are those of NumPy 2 and of NumPy 1.
+NUMBER = np._core.multiarray.scalar  # type: ignore[attr-defined]
+NUMPY_TYPES = [
+    (NUMBER, "numpy._core.multiarray.scalar"),
+    (NUMBER, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    np.dtypes.Float64DType,
+    np.dtypes.Float32DType,
+    np.dtypes.Int64DType,
+]
+WEIGHTS = "network_weights"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a prediction needs of a checkpoint.
+
+    Attributes:
+        weights: Weights by name; their bytes stay in the file until they are used.
+        mirror_axes: Axes of the transposed array along which nnU-Net mirrors; none where the
+            trainer did not mirror.
+        trainer: Class name of the trainer; any is accepted.
+    """
+
+    weights: Mapping[str, Tensor]
+    mirror_axes: tuple[int, ...]
+    trainer: str
+
+
+def read_checkpoint(path: Path, given: str) -> Checkpoint:
+    """Read a checkpoint; nothing in it is executed.
+
+    Args:
+        path: The file.
+        given: Key and value of the user, for messages.
+
+    Raises:
+        UserError: If it is missing, damaged, holds other Python objects, or is none of nnU-Net.
+    """
+    content = load_checkpoint(path, given, NUMPY_TYPES, "nnU-Net")
+    weights = content.get(WEIGHTS)
+    if not isinstance(weights, dict):
+        raise UserError(
+            f"{given}: expected a checkpoint of nnU-Net with {WEIGHTS}, but it holds "
+            f"{', '.join(str(key)[:40] for key in list(content)[:5]) or 'nothing'}; give the "
+            "folder as nnU-Net wrote it"
+        )
+    check_tensors(given, _distinct(weights), path.stat().st_size)
+    return Checkpoint(weights, _mirror_axes(content, given), str(content.get("trainer_name"))[:200])
+
+
+def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out further names of one tensor: nnU-Net's encoder is listed four times."""
+    distinct: dict[Any, tuple[str, Any]] = {}
+    for name, value in weights.items():
+        key: Any = name
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        distinct.setdefault(key, (str(name), value))
+    return dict(distinct.values())
+
+
+def _mirror_axes(content: Mapping[str, Any], given: str) -> tuple[int, ...]:
+    """Axes of `inference_allowed_mirroring_axes`, which older checkpoints lack.
+
+    Raises:
+        UserError: If they are no axes.
+    """
+    axes = content.get("inference_allowed_mirroring_axes")
+    if axes is None:
+        return ()
+    are_axes = isinstance(axes, (list, tuple)) and all(axis in (0, 1, 2) for axis in axes)
+    if not are_axes or len(set(axes)) != len(axes):
+        raise UserError(
+            f"{given}: expected inference_allowed_mirroring_axes among 0, 1 and 2, got "
+            f"{str(axes)[:60]}; take another copy"
+        )
+    return tuple(int(axis) for axis in axes)

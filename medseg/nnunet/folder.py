@@ -1,0 +1,227 @@
+"""Model folder of nnU-Net: where its files are, in a folder or in the zip file of its export."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from medseg.errors import UserError
+from medseg.io.scratch import scratch_folder
+from medseg.io.text import read_json
+from medseg.nnunet.plan import SUPPORTED, NnunetPlan, PlanError, configurations_of, read_plan
+
+PLANS, DATASET = "plans.json", "dataset.json"
+CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
+"""Checkpoints of a fold; the first that is there is taken."""
+
+FOLD = re.compile(r"fold_(\d+|all)")
+# Files of version 1, and results of a search that only a pickle states; neither is opened.
+VERSION_1 = "plans.pkl"
+POSTPROCESSING = "postprocessing.pkl"
+# Files of a zip file that are unpacked; the last two only tell what is there.
+UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1, POSTPROCESSING)
+# Folders between the one that is given and a model folder, as in a zip file.
+MAX_DEPTH = 2
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Files of one configuration.
+
+    Attributes:
+        path: The folder.
+        plan: Its plan.
+        checkpoints: Name of each fold (`0`, …, `all`) to its checkpoint.
+        notes: What the run says about the folder, a sentence each.
+        unpacked: Keeps the files of a zip file until they are not needed any more.
+    """
+
+    path: Path
+    plan: NnunetPlan
+    checkpoints: dict[str, Path]
+    notes: tuple[str, ...] = ()
+    unpacked: object = field(default=None, repr=False)
+
+
+def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFolder:
+    """Find and read the plan and the checkpoints of a model folder.
+
+    Args:
+        path: `<trainer>__<plans>__<configuration>`, a folder above it, or a zip file of such.
+        folds: Names of the folds to use; None = all that have a checkpoint.
+
+    Raises:
+        UserError: If something is missing, damaged, not supported, or there is a choice.
+    """
+    given = f"weights={path}"
+    unpacked = None
+    top = path
+    if path.is_file():
+        unpacked = _unpack(path, given)
+        top = Path(unpacked.name)
+    elif not path.is_dir():
+        raise UserError(f"{given}: there is no such folder or zip file; check the path")
+    folder = _pick_folder(top, path, given)
+    plan = _read_plan(folder, given)
+    checkpoints = _find_checkpoints(folder, folds, given)
+    notes: list[str] = []
+    if any(folder.parent.rglob(POSTPROCESSING)):
+        notes.append(
+            f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
+            "code; the labels are those before it"
+        )
+    best = [name for name, file in checkpoints.items() if file.name == CHECKPOINTS[1]]
+    if best:
+        notes.append(f"fold {', '.join(best)}: {CHECKPOINTS[1]}, since {CHECKPOINTS[0]} is missing")
+    return ModelFolder(folder, plan, checkpoints, tuple(notes), unpacked)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a path is a model folder of nnU-Net, or is above one."""
+    return any(True for _ in _folders_with(path, PLANS))
+
+
+def _folders_with(top: Path, file: str) -> list[Path]:
+    """List the folders that hold a file, from the top down to `MAX_DEPTH` folders below it."""
+    level, holders = [top], []
+    for _ in range(MAX_DEPTH + 1):
+        holders += [folder for folder in level if (folder / file).is_file()]
+        below = [child for folder in level for child in _children(folder)]
+        level = sorted(child for child in below if child.is_dir())
+    return holders
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # without permission to read it
+        return []
+
+
+def _pick_folder(top: Path, path: Path, given: str) -> Path:
+    """Choose the folder of a configuration that is supported; refuse where several are.
+
+    Raises:
+        UserError: With the folders that there are.
+    """
+    folders = _folders_with(top, PLANS)
+    if not folders:
+        if _folders_with(top, VERSION_1):
+            raise UserError(
+                f"{given}: a model of nnU-Net version 1 ({VERSION_1}), whose plan is a pickle that "
+                "could execute code; train it again with version 2, or predict with nnU-Net 1"
+            )
+        raise UserError(
+            f"{given}: expected a model folder of nnU-Net, but no {PLANS} is there or up to "
+            f"{MAX_DEPTH} folders below; give <trainer>__<plans>__<configuration>"
+        )
+    supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
+    candidates = supported or folders
+    if len(candidates) > 1:
+        listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
+        cure = f"give one, such as weights={path / candidates[0].relative_to(top)}"
+        if path.is_file():
+            cure = "unpack it, and give one of them as a folder"
+        raise UserError(f"{given}: holds several models ({listed}); {cure}")
+    return candidates[0]
+
+
+def _configuration_of(folder: Path) -> str:
+    """Last part of `<trainer>__<plans>__<configuration>`."""
+    return folder.name.rsplit("__", 1)[-1]
+
+
+def _read_plan(folder: Path, given: str) -> NnunetPlan:
+    """Read the plan of the configuration that the folder is named after.
+
+    Raises:
+        UserError: If it is damaged, not supported, or the name of the folder names none.
+    """
+    if not (folder / DATASET).is_file():
+        raise UserError(f"{given}: {DATASET} is missing in {folder.name}; copy the folder again")
+    plans, dataset = read_json(folder / PLANS), read_json(folder / DATASET)
+    try:
+        name = _configuration_of(folder)
+        listed = [known for known in configurations_of(plans) if known in SUPPORTED]
+        # A folder that was renamed still tells its configuration where there is no choice.
+        if "__" not in folder.name and len(listed) == 1:
+            name = listed[0]
+        return read_plan(plans, dataset, name)
+    except PlanError as error:
+        raise UserError(f"{given}: {PLANS} {error}") from error
+
+
+def _find_checkpoints(folder: Path, folds: Sequence[str] | None, given: str) -> dict[str, Path]:
+    """Find the checkpoint of each fold.
+
+    Raises:
+        UserError: If a fold that was asked for has none, or none has one.
+    """
+    present: dict[str, Path] = {}
+    for child in sorted(_children(folder), key=_fold_order):
+        match = FOLD.fullmatch(child.name)
+        files = [child / name for name in CHECKPOINTS if (child / name).is_file()]
+        if match and files:
+            present[match[1]] = files[0]
+    listed = ", ".join(present) or "none"
+    if folds is None:
+        # A network of all data is no part of a cross-validation: nnU-Net takes the folds alone.
+        chosen = [name for name in present if name != "all"] or list(present)
+        if not chosen:
+            raise UserError(
+                f"{given}: expected {CHECKPOINTS[0]} in fold_0, fold_1, … of {folder.name}, but "
+                "no fold has one; copy the folder again"
+            )
+        return {name: present[name] for name in chosen}
+    for name in folds:
+        if name not in present:
+            raise UserError(
+                f"folds={','.join(folds)}: fold {name} of {given} has no {CHECKPOINTS[0]}; the "
+                f"folds with a checkpoint are {listed}"
+            )
+    return {name: present[name] for name in folds}
+
+
+def _fold_order(child: Path) -> tuple[int, str]:
+    number = child.name.removeprefix("fold_")
+    return (int(number) if number.isdecimal() else 10**6, child.name)
+
+
+def _unpack(path: Path, given: str) -> tempfile.TemporaryDirectory[str]:
+    """Unpack plans, data sets and checkpoints of a zip file into a temporary folder.
+
+    The folder is removed with the object. Checksums are compared on the way; other files stay
+    packed.
+
+    Raises:
+        UserError: If it is no whole zip file, or a name leads out of it.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="medseg_nnunet_", dir=scratch_folder())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                name = PurePosixPath(member.filename)
+                if name.name not in UNPACKED:
+                    continue
+                if name.is_absolute() or ".." in name.parts:
+                    raise UserError(
+                        f"{given}: its part {member.filename[:100]!r} leads out of the zip file; "
+                        "take another copy"
+                    )
+                archive.extract(member, folder.name)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise UserError(
+            f"{given}: expected the zip file of nnU-Net's export, but it is not a whole one "
+            f"({error}); copy it again"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"{given}: cannot be unpacked to {scratch_folder()} ({error.strerror or error}); free "
+            "some room, or set TMPDIR to a folder on a larger disk"
+        ) from error
+    return folder

@@ -1,0 +1,123 @@
+"""Labels from finished planes of logits: folds averaged, logits resampled, the largest head taken.
+
+No array of heads × scan is in memory: with one fold a plane is reduced as soon as the planes beside
+it are there; with several the logits at the network's spacing lie in a temporary file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.io.scratch import new_tensor, scratch_at_most
+from medseg.nnunet.planes import Planes
+
+# Sums of folds of more bytes are a temporary file.
+MAX_FOLDS_BYTES = 2**26
+
+
+def mean_planes(
+    folds: Iterable[Iterator[Tensor]], num_folds: int, shape: tuple[int, int, int, int]
+) -> Iterator[Tensor]:
+    """Average the planes of several folds, in the precision and the order of nnU-Net.
+
+    Args:
+        folds: Planes (K, H, W) of each fold; the next fold begins when the last one has ended.
+        num_folds: How many there are.
+        shape: Shape of all planes of a fold, (D, K, H, W).
+
+    Yields:
+        The mean of each plane.
+    """
+    kept: Tensor | None = None
+    for number, planes in enumerate(folds):
+        for index, plane in enumerate(planes):
+            if num_folds == 1:
+                yield plane
+                continue
+            if kept is None:
+                with scratch_at_most(MAX_FOLDS_BYTES):
+                    kept = new_tensor(shape, plane.dtype)
+            if number == 0:
+                kept[index] = plane
+                continue
+            kept[index] += plane
+            if number == num_folds - 1:
+                yield kept[index].div_(num_folds)
+
+
+def reduce_planes(
+    logits: Iterator[Tensor],
+    planes: Planes,
+    region_values: Sequence[int] | None,
+    labels: np.ndarray,
+) -> None:
+    """Reduce planes of logits to labels at the resolution of the scan.
+
+    Args:
+        logits: Planes (K, h, w) at the spacing of the network, half or float32.
+        planes: Their resampling to the crop of the scan.
+        region_values: Value of each head for regions; None for classes.
+        labels: Receives the labels of the crop, (D, H, W); may be a view.
+    """
+    held: dict[int, Tensor] = {}
+    received = 0
+    for number in range(planes.num_planes):
+        sources = planes.sources(number)
+        while received <= max(sources):
+            values = next(logits)
+            if received >= min(sources):
+                held[received] = values.clone()
+            received += 1
+        # Later planes need no earlier sources.
+        held = {index: values for index, values in held.items() if index >= min(sources)}
+        inputs = [held[index] for index in sources]
+        if region_values is None:
+            labels[number] = _largest(planes, number, inputs)
+        else:
+            labels[number] = _painted(planes, number, inputs, region_values)
+
+
+def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
+    """Head of the largest logit of each voxel, the first of equals."""
+    best: Tensor | None = None
+    label: Tensor | None = None
+    for head in range(inputs[0].shape[0]):
+        logit = _resampled(planes, number, inputs, head)
+        if best is None or label is None:
+            best = logit
+            label = torch.zeros(logit.shape, dtype=torch.uint8)
+            continue
+        label.masked_fill_(logit > best, head)
+        torch.maximum(best, logit, out=best)
+    assert label is not None, "a network has a head"
+    return label.numpy()
+
+
+def _painted(
+    planes: Planes, number: int, inputs: Sequence[Tensor], values: Sequence[int]
+) -> np.ndarray:
+    """Paint the regions in their order where their probability exceeds one half."""
+    label: Tensor | None = None
+    for head, value in enumerate(values):
+        logit = _resampled(planes, number, inputs, head)
+        if label is None:
+            label = torch.zeros(logit.shape, dtype=torch.uint8)
+        # Not `logit > 0`: the sigmoid of a tiny logit rounds to one half.
+        label.masked_fill_(torch.sigmoid(logit) > 0.5, value)
+    assert label is not None, "a network has a head"
+    return label.numpy()
+
+
+def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int) -> Tensor:
+    """Logits (H, W) of one head on a plane of the scan, float32, rounded as nnU-Net stores them."""
+    is_half = inputs[0].dtype is torch.half
+    plane = planes.resample(number, [values[head].double() for values in inputs])
+    # What torch interpolates stays in float32.
+    if is_half and plane.dtype is torch.float64:
+        # NumPy rounds float64 to half once; torch would round to float32 on the way.
+        return torch.from_numpy(plane.numpy().astype(np.float16)).float()
+    return plane.float()

@@ -1,0 +1,450 @@
+"""Model of nnU-Net: segments a scan with the networks of a model folder, as nnU-Net's predictor does."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from medseg.errors import UserError
+from medseg.findings import information_of, warnings_of
+from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
+from medseg.inference.segmentation import Segmentation
+from medseg.io.scratch import new_array
+from medseg.io.volume import Volume
+from medseg.memory.accounting import forward_bytes_per_voxel
+from medseg.memory.precision import tf32_as
+from medseg.memory.profile import release_free_memory
+from medseg.models.traits import build_on_meta
+from medseg.nnunet.checkpoint import read_checkpoint
+from medseg.nnunet.folder import ModelFolder, open_model_folder
+from medseg.nnunet.labels import mean_planes, reduce_planes
+from medseg.nnunet.network import fits, make_network
+from medseg.nnunet.plan import NnunetPlan, PlanError
+from medseg.nnunet.planes import make_planes
+from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
+from medseg.nnunet.tiles import finished_planes, tile_starts
+from medseg.preprocess.orient import Orientation, orientation_of
+from medseg.task import Channel, Task
+from medseg.weights.files import checksum
+
+STEPS = ("prepare", "segment")
+# Networks run one at a time: their weights are replaced from fold to fold.
+_NETWORK_LOCK = threading.Lock()
+# Options of `inference` that change a pass of our own networks and have no meaning here.
+FIXED = ("tile_size", "overlap", "half_weights")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Network weights of one fold.
+
+    Attributes:
+        name: `0`, `1`, … or `all`.
+        path: Its checkpoint.
+        mirror_axes: Axes along which it may be mirrored.
+    """
+
+    name: str
+    path: Path
+    mirror_axes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NnunetModel:
+    """A model folder that is ready to segment scans.
+
+    Attributes:
+        folder: Its files and its plan.
+        task: Labels and channels.
+        network: Takes the weights of each fold in turn.
+        folds: The folds whose logits are averaged.
+        options: Sums, orientation and mirroring.
+        device: Device of the network.
+        bytes_per_voxel: Memory of the network per voxel of a tile.
+        checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
+    """
+
+    folder: ModelFolder
+    task: Task
+    network: nn.Module
+    folds: tuple[Fold, ...]
+    options: InferenceOptions
+    device: torch.device
+    bytes_per_voxel: float
+    checkpoints: dict[str, dict[str, str]]
+
+    # Values of voxels are what the networks were trained on: nothing is replaced before.
+    keeps_values = True
+    has_views = False
+    backend_bytes = 0
+    precision = "fp32"
+
+    @property
+    def plan(self) -> NnunetPlan:
+        """Its plan."""
+        return self.folder.plan
+
+    @property
+    def steps(self) -> list[str]:
+        """Steps of `segment`."""
+        return list(STEPS)
+
+    @property
+    def orientation(self) -> str:
+        """Orientation in which the network sees a scan."""
+        stated = self.options.orientation
+        return self.plan.orientation if stated is None else stated.value
+
+    @property
+    def tile_bytes(self) -> float:
+        """Memory of a pass of the network."""
+        return self.bytes_per_voxel * math.prod(self.plan.patch_size)
+
+    def within(self, budget_gib: float) -> NnunetModel:
+        """Return the same model if a pass fits into a budget.
+
+        Raises:
+            UserError: If it does not: a smaller tile would change the labels.
+        """
+        if self.tile_bytes > budget_gib * 2**30:
+            raise UserError(
+                f"inference.max_ram_gib={self.options.max_ram_gib:g} leaves {budget_gib:.2f} GiB "
+                f"for a pass of the network, but a tile of {_times(self.plan.patch_size)} voxels "
+                f"needs {self.tile_bytes / 2**30:.2f} GiB; raise it by the difference at least"
+            )
+        return self
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        """A tile is the same for all scans: `within` has checked it."""
+
+    def expected(self, grid: VoxelGrid) -> tuple[dict[str, list[int]], int]:
+        """Expect the arrays of a case by the header of its scan, without the crop to its voxels.
+
+        Args:
+            grid: Grid of the scan, in storage order.
+
+        Returns:
+            Bytes of each array by step, without the scan; and the voxels that go through networks.
+        """
+        plan = self.plan
+        grid = self._orientation_of(grid).reoriented(grid)
+        shape = [grid.shape[axis] for axis in plan.transpose]
+        spacing_mm = [grid.spacing_mm[axis] for axis in plan.transpose]
+        target = resampled_shape(
+            (shape[0], shape[1], shape[2]), (spacing_mm[0], spacing_mm[1], spacing_mm[2]), plan
+        )
+        depth, height, width = (
+            max(size, tile) for size, tile in zip(target, plan.patch_size, strict=True)
+        )
+        itemsize = self._dtype.itemsize
+        image = 4 * len(plan.channels) * depth * height * width
+        window = itemsize * plan.patch_size[0] * (plan.labels.num_heads + 1) * height * width
+        held = 2 * itemsize * plan.labels.num_heads * height * width
+        labels = math.prod(shape)
+        num_tiles = math.prod(
+            len(tile_starts(size, tile))
+            for size, tile in zip((depth, height, width), plan.patch_size, strict=True)
+        )
+        passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+        memory = {
+            "prepare": [image],
+            "segment": [image, window, held, labels, round(self.tile_bytes)],
+        }
+        return memory, num_tiles * passes * math.prod(plan.patch_size)
+
+    def segment(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray] = (),
+        *,
+        on_step: Callable[[str], None] | None = None,
+        keep_probabilities: bool = False,
+    ) -> Segmentation:
+        """Segment one scan: prepare it, run all tiles, reduce them to labels, restore the storage.
+
+        Args:
+            volume: First channel.
+            more_channels: The other channels, (D, H, W) each, on the grid of the first.
+            on_step: Called with the name of each step when it begins.
+            keep_probabilities: Not possible: they are reduced to labels on the way.
+
+        Raises:
+            UserError: If the plan does not fit the scan.
+        """
+        assert not keep_probabilities, "`save` refuses them"
+        result = Segmentation(np.empty(0))
+        orientation = self._orientation_of(volume.grid)
+        grid = orientation.reoriented(volume.grid)
+        images = [orientation.turned(image) for image in (volume.array, *more_channels)]
+        with _timed(result, "prepare", on_step), self._of_the_plan():
+            prepared = prepare(images, grid.spacing_mm, self.plan)
+        with _timed(result, "segment", on_step), self._of_the_plan():
+            stored = new_array(volume.array.shape, np.uint8)
+            # A view of the stored labels in the order of the network, into which the crop goes.
+            turned = orientation.turned(stored).transpose(self.plan.transpose)
+            self._segment(prepared, turned[prepared.box.slices()])
+        result.labels = stored
+        result.volumes_ml = _volumes_ml(stored, volume.grid, self.task)
+        result.tiling_plans["segment"] = self._described_passes()
+        result.findings += information_of("model_folder", self.folder.notes)
+        result.findings += warnings_of("stored_orientation", self._side_warnings(volume.grid))
+        if not any(result.volumes_ml.values()):
+            sentence = (
+                "no label found at all: the result is empty; check that the scan shows the organs "
+                "of the task"
+            )
+            result.findings += warnings_of("empty_result", [sentence])
+        return result
+
+    @torch.inference_mode()
+    def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
+        """Set the labels of the crop of a prepared scan, transposed."""
+        plan = self.plan
+        planes = make_planes(
+            plan.logits_resampling,
+            prepared.shape,
+            prepared.box.shape,
+            plan.spacing_mm,
+            prepared.spacing_mm,
+        )
+        with _NETWORK_LOCK, tf32_as(self.precision):
+            num_heads = plan.labels.num_heads
+            folds = (self._fold_planes(fold, prepared) for fold in self.folds)
+            depth, height, width = prepared.shape
+            shape = (depth, num_heads, height, width)
+            logits = mean_planes(folds, len(self.folds), shape)
+            reduce_planes(logits, planes, plan.labels.region_values, labels)
+
+    @contextmanager
+    def _of_the_plan(self) -> Iterator[None]:
+        """Name the folder where its plan does not fit a scan.
+
+        Raises:
+            UserError: With the folder.
+        """
+        try:
+            yield
+        except PlanError as error:
+            raise UserError(f"weights={self.folder.path}: plans.json {error}") from error
+
+    def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
+        """Planes of logits (K, H, W) of one fold, without the padding."""
+        checkpoint = read_checkpoint(fold.path, f"weights={self.folder.path}")
+        self.network.load_state_dict(checkpoint.weights)
+        del checkpoint
+        planes = finished_planes(
+            self._run,
+            prepared.image,
+            self.plan.patch_size,
+            self.plan.labels.num_heads,
+            self._mirror_axes(fold),
+            self._dtype,
+        )
+        z, y, x = prepared.padding
+        depth, height, width = prepared.shape
+        for number, plane in enumerate(planes):
+            if z <= number < z + depth:
+                yield plane[:, y : y + height, x : x + width]
+
+    def _run(self, image: Tensor) -> Tensor:
+        """Logits of a tile, on the CPU; on a GPU nnU-Net lets torch choose half precision."""
+        is_gpu = self.device.type == "cuda"
+        with torch.autocast(self.device.type, enabled=is_gpu):
+            logits: Tensor = self.network(image.to(self.device))
+        return logits.cpu()
+
+    def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
+        return () if self.options.tta is False else fold.mirror_axes
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self.options.sums is Sums.float else torch.half
+
+    def _orientation_of(self, grid: VoxelGrid) -> _Turn:
+        """How the stored array is turned for the network."""
+        if self.orientation == Seen.stored:
+            return _Turn(Orientation((0, 1, 2), (False, False, False)))
+        to_lps = orientation_of(grid)
+        if self.orientation == Seen.LPS:
+            return _Turn(to_lps)
+        flip_z, flip_y, flip_x = to_lps.flips
+        return _Turn(Orientation(to_lps.order, (flip_z, not flip_y, not flip_x)))
+
+    def _side_warnings(self, grid: VoxelGrid) -> list[str]:
+        """Warn where labels have sides and the stored directions are not the usual ones of a CT."""
+        usual = Orientation((0, 1, 2), (False, False, False))
+        is_usual = self.orientation != Seen.stored or orientation_of(grid) == usual
+        if is_usual or not self.task.has_sides:
+            return []
+        return [
+            "the network sees the scan as it is stored, and its axes do not point to left, "
+            "posterior and superior: left and right labels are swapped if the training scans were "
+            "stored in another direction; look at them, or give inference.orientation=LPS (or RAS)"
+        ]
+
+    def _described_passes(self) -> str:
+        """Say how tiles went through the networks."""
+        names = ", ".join(fold.name for fold in self.folds)
+        axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
+        sums = "float32" if self._dtype is torch.float32 else "half precision"
+        return (
+            f"tiles of {_times(self.plan.patch_size)}, fold {names}, mirrored along {axes} axes, "
+            f"sums in {sums}, orientation {self.orientation}"
+        )
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """Turning of arrays and grids to the orientation of the network."""
+
+    orientation: Orientation
+
+    def turned(self, array: np.ndarray) -> np.ndarray:
+        """A view of a stored array (D, H, W)."""
+        return self.orientation.to_lps(array)
+
+    def reoriented(self, grid: VoxelGrid) -> VoxelGrid:
+        """The grid of such a view."""
+        return grid.reoriented(self.orientation.order, self.orientation.flips)
+
+
+def load_nnunet(
+    path: Path,
+    folds: Sequence[str] | None,
+    device: torch.device,
+    options: InferenceOptions,
+    precision: str | None = None,
+) -> NnunetModel:
+    """Load a model folder of nnU-Net; nothing in it is executed.
+
+    Args:
+        path: The folder, one above it, or the zip file of an export.
+        folds: Names of the folds; None = all.
+        device: Where the network will run.
+        options: Keys of `inference`.
+        precision: `fp32`, or None for it.
+
+    Raises:
+        UserError: If the folder or an option cannot be used.
+    """
+    _refuse_options(options, precision)
+    folder = open_model_folder(path, folds)
+    given = f"weights={path}"
+    try:
+        # A network may be larger than the memory: on the meta device it only has shapes, which
+        # must be those of the weights.
+        shapes = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
+        loaded: list[Fold] = []
+        for name, file in folder.checkpoints.items():
+            checkpoint = read_checkpoint(file, f"{given}: fold {name}")
+            difference = fits(shapes, checkpoint.weights)
+            if difference:
+                raise UserError(
+                    f"{given}: the weights of fold {name} do not fit the network of plans.json "
+                    f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
+                    "take the files of one training"
+                )
+            loaded.append(Fold(name, file, checkpoint.mirror_axes))
+        network = make_network(folder.plan).to(device).eval()
+    except PlanError as error:
+        raise UserError(f"{given}: plans.json {error}") from error
+    configuration = folder.plan.configuration
+    return NnunetModel(
+        folder=folder,
+        task=task_of(folder.plan),
+        network=network,
+        folds=tuple(loaded),
+        options=options,
+        device=device,
+        bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
+        checkpoints={
+            configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
+        },
+    )
+
+
+def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
+    """Count the memory of a pass on a small tile: that of the plan may take a minute.
+
+    Its deepest level has two voxels along each axis, which an instance norm needs.
+    """
+    depth, height, width = (
+        min(size, 2 * step)
+        for size, step in zip(plan.patch_size, plan.network["divisor"], strict=True)
+    )
+    shape = (1, len(plan.channels), depth, height, width)
+    return forward_bytes_per_voxel(network, network, shape, device)
+
+
+def task_of(plan: NnunetPlan) -> Task:
+    """Describe labels and channels of a plan as those of a task of one stage."""
+    channels = []
+    for channel in plan.channels:
+        known = channel.intensities
+        if channel.scheme == "CTNormalization":
+            window_hu = known["percentile_00_5"], known["percentile_99_5"]
+            channels.append(Channel("ct", window_hu))
+        else:
+            channels.append(Channel("other", None, "zscore"))
+    return Task(plan.dataset_name, dict(plan.labels.names), (), tuple(channels))
+
+
+def _refuse_options(options: InferenceOptions, precision: str | None) -> None:
+    """Refuse keys that would change the labels or have no meaning.
+
+    Raises:
+        UserError: With the key.
+    """
+    usual = InferenceOptions()
+    for key in FIXED:
+        value = getattr(options, key)
+        if value != getattr(usual, key):
+            raise UserError(
+                f"inference.{key}={value}: a model folder of nnU-Net runs as its plan says; leave "
+                "it out"
+            )
+    if options.backend not in (None, Backend.torch):
+        raise UserError(
+            f"inference.backend={options.backend}: a model folder of nnU-Net runs in torch, as "
+            "nnU-Net does; leave it out"
+        )
+    if precision not in (None, "fp32"):
+        raise UserError(
+            f"precision={precision}: a model folder of nnU-Net runs in fp32, as nnU-Net does on a "
+            "CPU; leave it out"
+        )
+
+
+@contextmanager
+def _timed(
+    result: Segmentation, step: str, on_step: Callable[[str], None] | None
+) -> Iterator[None]:
+    """Announce a step and record its seconds; it begins without the free memory of the step before."""
+    release_free_memory()
+    if on_step is not None:
+        on_step(step)
+    start_s = time.perf_counter()
+    yield
+    result.durations_s[step] = time.perf_counter() - start_s
+
+
+def _volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
+    """Volume of each label, counted plane by plane."""
+    counts = np.zeros(256, dtype=np.int64)
+    for plane in labels:
+        counts += np.bincount(plane.reshape(-1), minlength=256)
+    return {name: voxel_ml(grid) * int(counts[value]) for name, value in task.labels.items()}
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))

@@ -1,0 +1,472 @@
+"""Plan of one configuration of nnU-Net: what `plans.json` and `dataset.json` say, checked.
+
+Tuples per axis follow the transposed array of nnU-Net: its axis a is the stored axis
+`transpose[a]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medseg.geometry.sizes import Shape
+from medseg.io.volume import MIN_SPACING_MM
+
+SUPPORTED = ("3d_fullres", "3d_lowres")
+"""Names of the configurations of nnU-Net that see a scan once and in 3D."""
+
+# Limits that no plan of nnU-Net comes near: a hostile one must not keep the program busy.
+MAX_SPACING_MM = 100.0
+MAX_PATCH = 1024
+MAX_HEADS = 255
+MAX_COUNT = 4096
+MAX_LEVELS = 12
+MAX_BLOCKS = 100
+# Classes of networks that are built, by the last part of their names.
+NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
+SPLINE, TORCH, NONE = (
+    "resample_data_or_seg_to_shape",
+    "resample_torch_fornnunet",
+    "no_resampling_hack",
+)
+SCHEMES = (
+    "CTNormalization",
+    "ZScoreNormalization",
+    "NoNormalization",
+    "RescaleTo01Normalization",
+)
+# Reader of the plans to the orientation in which the network sees a scan.
+READERS = {
+    "SimpleITKIO": "stored",
+    "NibabelIO": "stored",
+    "NibabelIOWithReorient": "RAS",
+    "SimpleITKIOWithReorient": "RAS",
+}
+
+
+class PlanError(ValueError):
+    """A plan that is damaged or not supported; the message has no path."""
+
+
+@dataclass(frozen=True)
+class ResamplingPlan:
+    """Resampling of images or of logits.
+
+    Attributes:
+        function: `SPLINE`, `TORCH` or `NONE`.
+        order: Order of the spline in plane, or along all axes.
+        separate_z: Whether the nearest voxel is taken along one axis; None decides by the spacing.
+    """
+
+    function: str
+    order: int
+    separate_z: bool | None
+
+
+@dataclass(frozen=True)
+class ChannelPlan:
+    """Normalisation of one channel.
+
+    Attributes:
+        name: Its name in `dataset.json`.
+        scheme: One of `SCHEMES`.
+        is_masked: Whether a z-score is computed inside the non-zero mask.
+        intensities: Mean, standard deviation and percentiles of the training, for CT.
+    """
+
+    name: str
+    scheme: str
+    is_masked: bool
+    intensities: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LabelPlan:
+    """Labels of the result.
+
+    Attributes:
+        names: Label name to value, without background and ignore label.
+        region_values: Value of each head of a network for regions, painted in this order; None for
+            a network whose heads are classes.
+        num_heads: Heads of the network.
+    """
+
+    names: dict[str, int]
+    region_values: tuple[int, ...] | None
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class NnunetPlan:
+    """What decides how a network of nnU-Net sees a scan.
+
+    Attributes:
+        configuration: Its name.
+        spacing_mm: Spacing of the network's input, transposed.
+        patch_size: Tile in voxels, transposed.
+        transpose: Stored axis of each axis of the transposed array.
+        channels: Normalisation of each channel.
+        image_resampling: Of the images.
+        logits_resampling: Of the logits.
+        labels: Labels of the result.
+        network: `class`, `arguments` and `divisor` of the input size of the network.
+        orientation: `stored` or `RAS`, by the reader of the plan.
+        dataset_name: Name of the data set.
+    """
+
+    configuration: str
+    spacing_mm: tuple[float, float, float]
+    patch_size: Shape
+    transpose: tuple[int, int, int]
+    channels: tuple[ChannelPlan, ...]
+    image_resampling: ResamplingPlan
+    logits_resampling: ResamplingPlan
+    labels: LabelPlan
+    network: Mapping[str, Any]
+    orientation: str
+    dataset_name: str
+
+
+def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
+    """Resolve the inheritance of all configurations.
+
+    Raises:
+        PlanError: If the plans are damaged.
+    """
+    listed = _mapping(_mapping(plans, "the plans").get("configurations"), "configurations")
+    return {name: _resolved(listed, name, ()) for name in listed}
+
+
+def _resolved(listed: Mapping[str, Any], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    if name in heirs or name not in listed:
+        raise PlanError(f"configurations.{name}: inherits from itself, or is missing")
+    own = dict(_mapping(listed[name], f"configurations.{name}"))
+    parent = own.pop("inherits_from", None)
+    if parent is None:
+        return own
+    return {**_resolved(listed, str(parent), (*heirs, name)), **own}
+
+
+def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
+    """Check the plan of one configuration.
+
+    Args:
+        plans: Content of `plans.json`.
+        dataset: Content of `dataset.json`.
+        name: Name of the configuration.
+
+    Raises:
+        PlanError: If the plan is damaged, or asks for something that is not supported.
+    """
+    plans, dataset = _mapping(plans, "the plans"), _mapping(dataset, "dataset.json")
+    configurations = configurations_of(plans)
+    if name not in configurations:
+        raise PlanError(
+            f"has no configuration {name}, but {', '.join(configurations) or 'none at all'}"
+        )
+    configuration = configurations[name]
+    _refuse_unsupported(configuration, name)
+    transpose = tuple(_integers(plans, "transpose_forward", 3, 0, 2))
+    if sorted(transpose) != [0, 1, 2]:
+        raise PlanError(f"transpose_forward: expected an order of three axes, got {transpose}")
+    spacing_mm = _numbers(configuration, "spacing", 3, MIN_SPACING_MM, MAX_SPACING_MM)
+    patch_size = _integers(configuration, "patch_size", 3, 1, MAX_PATCH)
+    reader = plans.get("image_reader_writer")
+    if reader not in READERS:
+        raise PlanError(
+            f"image_reader_writer: expected one of {', '.join(READERS)}, got {str(reader)[:60]}"
+        )
+    return NnunetPlan(
+        configuration=name,
+        spacing_mm=(spacing_mm[0], spacing_mm[1], spacing_mm[2]),
+        patch_size=(patch_size[0], patch_size[1], patch_size[2]),
+        transpose=(transpose[0], transpose[1], transpose[2]),
+        channels=_read_channels(plans, dataset, configuration),
+        image_resampling=_read_resampling(configuration, "resampling_fn_data"),
+        logits_resampling=_read_resampling(configuration, "resampling_fn_probabilities"),
+        labels=read_labels(dataset),
+        network=_read_network(configuration, patch_size),
+        orientation=_read_orientation(dataset, READERS[str(reader)]),
+        dataset_name=str(plans.get("dataset_name", "nnU-Net"))[:200],
+    )
+
+
+def _refuse_unsupported(configuration: Mapping[str, Any], name: str) -> None:
+    """Refuse what medseg does not run yet.
+
+    Raises:
+        PlanError: With the reason.
+    """
+    if configuration.get("previous_stage") is not None:
+        raise PlanError(
+            f"{name} takes the labels of a first network as channels, which is not supported yet; "
+            f"give a folder of {' or '.join(SUPPORTED)}"
+        )
+    patch = configuration.get("patch_size")
+    if isinstance(patch, list) and len(patch) == 2:
+        raise PlanError(
+            f"{name} is a 2D network, which is not supported yet; give a folder of "
+            f"{' or '.join(SUPPORTED)}"
+        )
+    preprocessor = configuration.get("preprocessor_name", "DefaultPreprocessor")
+    if preprocessor != "DefaultPreprocessor":
+        raise PlanError(
+            f"preprocessor_name: expected DefaultPreprocessor, got {str(preprocessor)[:60]}, whose "
+            "steps are not known"
+        )
+
+
+def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
+    """Read the labels of `dataset.json`.
+
+    Heads are classes in the order of their values, or regions in the order of the file, whose
+    values are those of `regions_class_order`.
+
+    Raises:
+        PlanError: If they are damaged, or their values leave a gap.
+    """
+    labels = _mapping(dataset.get("labels"), "labels in dataset.json")
+    if labels.get("background") != 0:
+        raise PlanError("labels in dataset.json: expected background: 0")
+    values = {name: value for name, value in labels.items() if name not in ("background", "ignore")}
+    is_region_based = any(isinstance(value, list) and len(value) > 1 for value in values.values())
+    if is_region_based:
+        order = dataset.get("regions_class_order")
+        if not isinstance(order, list) or len(order) != len(values):
+            raise PlanError(
+                f"regions_class_order in dataset.json: expected {len(values)} values, one for each "
+                f"region, got {order}"
+            )
+        painted = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
+        if len(set(painted)) != len(painted):
+            raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
+        return LabelPlan(dict(zip(values, painted, strict=True)), painted, len(painted))
+    names: dict[str, int] = {}
+    for name, value in values.items():
+        number = value[0] if isinstance(value, list) and len(value) == 1 else value
+        names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
+    if sorted(names.values()) != list(range(1, 1 + len(names))) or not names:
+        raise PlanError(
+            f"labels in dataset.json: expected the values 1, 2, … without a gap, got "
+            f"{sorted(names.values())}"
+        )
+    return LabelPlan(names, None, 1 + len(names))
+
+
+def _read_channels(
+    plans: Mapping[str, Any], dataset: Mapping[str, Any], configuration: Mapping[str, Any]
+) -> tuple[ChannelPlan, ...]:
+    """Read the normalisation of each channel.
+
+    Raises:
+        PlanError: If lists have different lengths, or a scheme is not supported.
+    """
+    listed = dataset.get("channel_names", dataset.get("modality"))
+    names = [str(name) for name in _mapping(listed, "channel_names in dataset.json").values()]
+    schemes = configuration.get("normalization_schemes")
+    masked = configuration.get("use_mask_for_norm")
+    for key, values in (("normalization_schemes", schemes), ("use_mask_for_norm", masked)):
+        if not isinstance(values, list) or len(values) != len(names):
+            raise PlanError(
+                f"{key}: expected a list of {len(names)}, one for each channel of dataset.json"
+            )
+    assert isinstance(schemes, list)
+    assert isinstance(masked, list)
+    # Version 2.0 called it by modality.
+    intensities = plans.get(
+        "foreground_intensity_properties_per_channel",
+        plans.get("foreground_intensity_properties_by_modality", {}),
+    )
+    channels = []
+    for number, name in enumerate(names):
+        scheme = schemes[number]
+        if scheme not in SCHEMES:
+            raise PlanError(
+                f"normalization_schemes: expected {', '.join(SCHEMES)}, got {str(scheme)[:60]}, "
+                "which is not supported"
+            )
+        known: dict[str, float] = {}
+        if scheme == "CTNormalization":
+            section = _mapping(
+                _mapping(intensities, "foreground_intensity_properties_per_channel").get(
+                    str(number)
+                ),
+                f"foreground_intensity_properties_per_channel.{number}",
+            )
+            for key in ("mean", "std", "percentile_00_5", "percentile_99_5"):
+                known[key] = _number(section.get(key), key, -math.inf, math.inf)
+        channels.append(ChannelPlan(name, scheme, masked[number] is True, known))
+    return tuple(channels)
+
+
+def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPlan:
+    """Read one of the resampling functions.
+
+    Raises:
+        PlanError: If it is not known, or has an order that is not supported.
+    """
+    function = configuration.get(key)
+    if function not in (SPLINE, TORCH, NONE):
+        raise PlanError(
+            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {str(function)[:60]}, which is not supported "
+            "yet"
+        )
+    arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
+    separate_z = arguments.get("force_separate_z")
+    if function == SPLINE and "force_separate_z" not in arguments:
+        separate_z = False
+    if separate_z not in (None, True, False):
+        raise PlanError(f"{key}_kwargs.force_separate_z: expected true, false or null")
+    if function == SPLINE:
+        order = _integer(arguments.get("order", 3), f"{key}_kwargs.order", 0, 5)
+        order_z = _integer(arguments.get("order_z", 0), f"{key}_kwargs.order_z", 0, 5)
+    else:
+        order, order_z = 1, 0
+    is_default = arguments.get("separate_z_anisotropy_threshold", 3) == 3
+    if not is_default:
+        raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
+    modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
+    if modes != ("linear", "nearest-exact"):
+        raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
+    orders = (0, 1, 3) if key == "resampling_fn_data" else (0, 1)
+    if order not in orders or order_z != 0:
+        raise PlanError(
+            f"{key}_kwargs: order={order} and order_z={order_z} are not supported, but "
+            f"order={', '.join(map(str, orders))} and order_z=0"
+        )
+    return ResamplingPlan(str(function), order, separate_z)
+
+
+def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> dict[str, Any]:
+    """Read class and arguments of the network, also from plans before nnU-Net 2.4.
+
+    Returns:
+        `class`, `arguments` as plain values, and `divisor` of the input size.
+
+    Raises:
+        PlanError: If its class is not known, or a number is out of range.
+    """
+    section = configuration.get("architecture")
+    if section is None:
+        name, arguments = _older_network(configuration)
+    else:
+        section = _mapping(section, "architecture")
+        name = str(section.get("network_class_name", "")).rsplit(".", 1)[-1]
+        arguments = dict(_mapping(section.get("arch_kwargs"), "architecture.arch_kwargs"))
+    if name not in NETWORKS:
+        raise PlanError(
+            f"its network is {name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
+            "supported"
+        )
+    levels = _integer(arguments.get("n_stages"), "n_stages", 1, MAX_LEVELS)
+    strides = arguments.get("strides")
+    if not isinstance(strides, list) or len(strides) != levels:
+        raise PlanError(f"strides: expected a list of {levels}, one for each level")
+    divisor = [math.prod(_stride(stride, axis) for stride in strides) for axis in range(3)]
+    if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
+        raise PlanError(
+            f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
+        )
+    blocks_key = NETWORKS[name]
+    for key in (blocks_key, "n_conv_per_stage_decoder"):
+        blocks = arguments.get(key)
+        for number in blocks if isinstance(blocks, list) else [blocks]:
+            _integer(number, key, 1, MAX_BLOCKS)
+    for number in _flat(arguments.get("features_per_stage")):
+        _integer(number, "features_per_stage", 1, MAX_COUNT)
+    for number in _flat(arguments.get("kernel_sizes")):
+        _integer(number, "kernel_sizes", 1, 31)
+    return {"class": name, "arguments": arguments, "divisor": divisor}
+
+
+def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Translate the keys of plans before nnU-Net 2.4; the rest is what its trainer had then."""
+    name = str(configuration.get("UNet_class_name", ""))
+    encoder = configuration.get("n_conv_per_stage_encoder")
+    if not isinstance(encoder, list):
+        raise PlanError("has neither `architecture` nor the keys of a U-Net")
+    base = _integer(
+        configuration.get("UNet_base_num_features"), "UNet_base_num_features", 1, MAX_COUNT
+    )
+    most = _integer(
+        configuration.get("unet_max_num_features"), "unet_max_num_features", 1, MAX_COUNT
+    )
+    levels = _integer(len(encoder), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
+    return name, {
+        "n_stages": levels,
+        "features_per_stage": [min(base * 2**level, most) for level in range(levels)],
+        "conv_op": "torch.nn.modules.conv.Conv3d",
+        "kernel_sizes": configuration.get("conv_kernel_sizes"),
+        "strides": configuration.get("pool_op_kernel_sizes"),
+        NETWORKS.get(name, "n_conv_per_stage"): encoder,
+        "n_conv_per_stage_decoder": configuration.get("n_conv_per_stage_decoder"),
+        "conv_bias": True,
+        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+        "norm_op_kwargs": {"eps": 1e-05, "affine": True},
+        "dropout_op": None,
+        "dropout_op_kwargs": None,
+        "nonlin": "torch.nn.LeakyReLU",
+        "nonlin_kwargs": {"inplace": True},
+    }
+
+
+def _stride(stride: Any, axis: int) -> int:
+    value = stride[axis] if isinstance(stride, list) and len(stride) == 3 else stride
+    return _integer(value, "strides", 1, 16)
+
+
+def _flat(value: Any) -> list[Any]:
+    """List the numbers of nested lists of two levels."""
+    flat: list[Any] = []
+    for item in value if isinstance(value, list) else [value]:
+        flat += item if isinstance(item, list) else [item]
+    return flat
+
+
+def _read_orientation(dataset: Mapping[str, Any], of_reader: str) -> str:
+    """Orientation in which the network sees a scan: that of `dataset.json`, else of the reader."""
+    stated = dataset.get("image_orientation")
+    if stated is None:
+        return of_reader
+    if stated not in ("stored", "RAS", "LPS"):
+        raise PlanError(
+            f"image_orientation in dataset.json: expected stored, RAS or LPS, got {str(stated)[:60]}"
+        )
+    return str(stated)
+
+
+def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"{name}: expected a mapping, got {type(value).__name__}")
+    return value
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not low <= value <= high:
+        raise PlanError(
+            f"{name}: expected a number from {low:g} to {high:g}, got {str(value)[:60]}"
+        )
+    return float(value)
+
+
+def _integer(value: Any, name: str, low: int, high: int) -> int:
+    number = _number(value, name, low, high)
+    if number != int(number):
+        raise PlanError(f"{name}: expected a whole number, got {value}")
+    return int(number)
+
+
+def _numbers(
+    section: Mapping[str, Any], key: str, count: int, low: float, high: float
+) -> list[float]:
+    values = section.get(key)
+    if not isinstance(values, list) or len(values) != count:
+        raise PlanError(f"{key}: expected {count} numbers, got {str(values)[:60]}")
+    return [_number(value, key, low, high) for value in values]
+
+
+def _integers(section: Mapping[str, Any], key: str, count: int, low: int, high: int) -> list[int]:
+    return [_integer(value, key, low, high) for value in _numbers(section, key, count, low, high)]

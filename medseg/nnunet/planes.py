@@ -1,0 +1,163 @@
+"""Choice of the resampling of a plan: by splines, by torch's interpolation, or none; plane by plane."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from medseg.geometry.sizes import Shape
+from medseg.nnunet.plan import NONE, TORCH, PlanError, ResamplingPlan
+from medseg.nnunet.spline import CUBIC, FILTER_MARGIN, SplinePlanes
+
+# An axis is resampled apart where the largest spacing exceeds the smallest this many times.
+ANISOTROPY = 3.0
+SpacingMm = tuple[float, float, float]
+
+
+class Planes(Protocol):
+    """Planes of a resampled volume.
+
+    Attributes:
+        num_planes: Number of output planes.
+    """
+
+    num_planes: int
+
+    def sources(self, plane: int) -> list[int]:
+        """Source planes of an output plane, in the order in which `resample` takes them."""
+
+    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+        """Compute the output plane (H, W) from its source planes (h, w)."""
+
+
+def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: SpacingMm) -> int | None:
+    """Find the axis that nnU-Net resamples apart from the other two; None where there is none.
+
+    Args:
+        separate_z: `force_separate_z` of the plan.
+        current_mm: Spacing of the source.
+        new_mm: Spacing of the target.
+    """
+    if separate_z is False:
+        return None
+    if separate_z or max(current_mm) / min(current_mm) > ANISOTROPY:
+        spacing_mm = current_mm
+    elif max(new_mm) / min(new_mm) > ANISOTROPY:
+        spacing_mm = new_mm
+    else:
+        return None
+    coarsest = [axis for axis in range(3) if spacing_mm[axis] == max(spacing_mm)]
+    # Two coarse axes, such as 0.24, 1.25 and 1.25 mm, are resampled together with the third.
+    return coarsest[0] if len(coarsest) == 1 else None
+
+
+class SamePlanes:
+    """A volume that is not resampled."""
+
+    def __init__(self, num_planes: int) -> None:
+        self.num_planes = num_planes
+
+    def sources(self, plane: int) -> list[int]:
+        """The plane itself."""
+        return [plane]
+
+    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+        """The plane as it is."""
+        return planes[0]
+
+
+class TorchPlanes:
+    """Trilinear interpolation of torch in float32, with the bits of one call on the whole volume.
+
+    Torch interpolates rows inside planes inside the volume. Two planes that keep their distance
+    along z go through the same kernel; what is left is the step between them, a fused
+    multiply-add.
+
+    Args:
+        source: Shape of the volume.
+        target: Shape of the result.
+    """
+
+    def __init__(self, source: Shape, target: Shape) -> None:
+        self.num_planes = target[0]
+        self._in_plane = target[1:]
+        scale = np.float32(source[0]) / np.float32(target[0])
+        # Fused as well: the product is exact in float64, and the result is rounded once.
+        position = (np.float64(scale) * (np.arange(target[0]) + 0.5) - 0.5).astype(np.float32)
+        position = np.maximum(position, np.float32(0.0))
+        self._first = np.minimum(position.astype(np.int64), source[0] - 1)
+        self._second = np.minimum(self._first + 1, source[0] - 1)
+        distance = position - self._first.astype(np.float32)
+        self._weight = np.clip(distance, np.float32(0.0), np.float32(1.0))
+
+    def sources(self, plane: int) -> list[int]:
+        """The planes before and after the position."""
+        return [int(self._first[plane]), int(self._second[plane])]
+
+    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+        """Interpolate in plane, then between the planes; float32."""
+        pair = torch.stack([values.float() for values in planes])
+        size = (2, *self._in_plane)
+        first, second = functional.interpolate(pair[None, None], size, mode="trilinear")[0, 0]
+        weight = self._weight[plane]
+        after = (second * float(weight)).double()
+        return after.add_(first.double().mul_(float(np.float32(1.0) - weight))).float()
+
+
+def orders_of(plan: ResamplingPlan, current_mm: SpacingMm, new_mm: SpacingMm) -> Shape:
+    """Order of the spline along each axis."""
+    apart = separate_axis(plan.separate_z, current_mm, new_mm)
+    orders = [0 if axis == apart else plan.order for axis in range(3)]
+    return orders[0], orders[1], orders[2]
+
+
+def filtered_axes(orders: Shape) -> list[int]:
+    """Axes along which the source must be filtered first, see `medseg.nnunet.spline.filtered`."""
+    return [axis for axis in range(3) if orders[axis] == CUBIC]
+
+
+def make_planes(
+    plan: ResamplingPlan,
+    source: Shape,
+    target: Shape,
+    current_mm: SpacingMm,
+    new_mm: SpacingMm,
+) -> Planes:
+    """Make the planes of a plan.
+
+    Args:
+        plan: One of the resampling functions of a plan.
+        source: Shape of the source.
+        target: Shape of the target.
+        current_mm: Spacing of the source.
+        new_mm: Spacing of the target.
+
+    Raises:
+        PlanError: If the plan does not resample, but the shapes differ; or if torch would resample
+            slices apart.
+    """
+    if source == target:
+        return SamePlanes(target[0])
+    if plan.function == NONE:
+        raise PlanError(
+            f"asks for no resampling, but the scan has {source} voxels and the network needs {target}"
+        )
+    if plan.function == TORCH:
+        if separate_axis(plan.separate_z, current_mm, new_mm) is not None:
+            raise PlanError(
+                f"resamples slices apart by {TORCH} at the spacing of this scan, "
+                f"{_times(current_mm)} to {_times(new_mm)} mm, which is not supported yet"
+            )
+        return TorchPlanes(source, target)
+    orders = orders_of(plan, current_mm, new_mm)
+    margins = [FILTER_MARGIN if order == CUBIC else 0 for order in orders]
+    return SplinePlanes(source, target, orders, (margins[0], margins[1], margins[2]))
+
+
+def _times(spacing_mm: SpacingMm) -> str:
+    return "×".join(f"{size_mm:.2f}" for size_mm in spacing_mm)

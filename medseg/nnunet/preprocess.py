@@ -1,0 +1,259 @@
+"""Preprocessing of nnU-Net: transposition, crop to the non-zero voxels, normalisation, resampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.ndimage import binary_fill_holes
+from torch import Tensor
+
+from medseg.geometry.grid import VoxelBox
+from medseg.geometry.sizes import Shape
+from medseg.io.scratch import new_array, new_tensor
+from medseg.nnunet.plan import TORCH, ChannelPlan, NnunetPlan
+from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_of
+from medseg.nnunet.spline import axis_taps, filtered
+
+# Smallest divisor of a normalisation.
+EPSILON = 1e-8
+Normalise = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Input of the network, and what leads its result back to the scan.
+
+    Attributes:
+        image: Normalised image (C, D', H', W'), float32, padded to a tile at least.
+        padding: Voxels that were added before each axis.
+        shape: Its shape without padding.
+        box: Crop of the transposed scan.
+        spacing_mm: Spacing of the transposed scan.
+    """
+
+    image: Tensor
+    padding: Shape
+    shape: Shape
+    box: VoxelBox
+    spacing_mm: SpacingMm
+
+
+def prepare(images: Sequence[np.ndarray], spacing_mm: SpacingMm, plan: NnunetPlan) -> Prepared:
+    """Bring a scan to the input of a network.
+
+    Args:
+        images: Channels (D, H, W) in the orientation that the network expects.
+        spacing_mm: Their spacing.
+        plan: The plan of the network.
+
+    Raises:
+        PlanError: If the plan cannot resample this scan.
+    """
+    transposed = [image.transpose(plan.transpose) for image in images]
+    z, y, x = plan.transpose
+    spacing = spacing_mm[z], spacing_mm[y], spacing_mm[x]
+    box = nonzero_box(transposed)
+    shape = resampled_shape(box.shape, spacing, plan)
+    padded = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
+    padding = [(whole - size) // 2 for whole, size in zip(padded, shape, strict=True)]
+    depth, height, width = (
+        slice(start, start + size) for start, size in zip(padding, shape, strict=True)
+    )
+    image = new_tensor((len(images), padded[0], padded[1], padded[2]), torch.float32)
+    if tuple(padded) != shape:
+        image.zero_()
+    mask = _nonzero_mask(transposed, box) if _needs_mask(plan.channels) else None
+    for number, channel in enumerate(plan.channels):
+        normalised = _normalised_planes(transposed[number], box, channel, mask)
+        _resample(normalised, image[number, depth, height, width], box.shape, spacing, plan)
+    return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
+
+
+def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
+    """Box of the voxels that are not zero in any channel; the whole where all are zero."""
+    shape = images[0].shape
+    used = [np.zeros(size, dtype=bool) for size in shape]
+    for number in range(shape[0]):
+        plane = images[0][number] != 0
+        for image in images[1:]:
+            plane |= image[number] != 0
+        used[0][number] = plane.any()
+        used[1] |= plane.any(axis=1)
+        used[2] |= plane.any(axis=0)
+    if not used[0].any():
+        return VoxelBox.full(shape)
+    ends = [np.flatnonzero(axis)[[0, -1]] for axis in used]
+    return VoxelBox.of([int(low) for low, _ in ends], [int(high) + 1 for _, high in ends])
+
+
+def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:
+    """Shape at the spacing of the plan; `round` takes the even number at a half, as nnU-Net does."""
+    depth, height, width = (
+        max(1, round(native_mm / target_mm * size))
+        for native_mm, target_mm, size in zip(spacing_mm, plan.spacing_mm, shape, strict=True)
+    )
+    return depth, height, width
+
+
+def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
+    return any(
+        channel.is_masked and channel.scheme == "ZScoreNormalization" for channel in channels
+    )
+
+
+def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
+    """Voxels of the crop that are not zero in any channel, with the holes among them."""
+    mask = np.zeros(images[0].shape, dtype=bool)
+    for image in images:
+        mask |= image != 0
+    filled: np.ndarray = binary_fill_holes(mask)
+    return filled[box.slices()]
+
+
+def _normalised_planes(
+    image: np.ndarray, box: VoxelBox, channel: ChannelPlan, mask: np.ndarray | None
+) -> Sequence[np.ndarray]:
+    """Normalise the crop of one channel; what needs no statistics is done when a plane is read."""
+    if channel.scheme == "CTNormalization":
+        return _LazyPlanes(image[box.slices()], _ct_normalisation(channel))
+    if channel.scheme == "NoNormalization":
+        return _LazyPlanes(image[box.slices()], _as_float)
+    # The sums of NumPy depend on the layout in memory: the crop must be a view of a whole array
+    # that is laid out as nnU-Net's.
+    order = np.argsort([-abs(stride) for stride in image.strides])
+    stored = new_array(tuple(image.shape[axis] for axis in order), np.float32)
+    whole = stored.transpose(np.argsort(order))
+    whole[:] = image
+    crop = whole[box.slices()]
+    if channel.scheme == "RescaleTo01Normalization":
+        crop -= crop.min()
+        crop /= np.clip(crop.max(), a_min=EPSILON, a_max=None)
+    elif channel.is_masked:
+        assert mask is not None, "it was made for this channel"
+        values = crop[mask]
+        crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
+    else:
+        mean, deviation = crop.mean(), crop.std()
+        crop -= mean
+        crop /= max(deviation, EPSILON)
+    return list(crop)
+
+
+def _as_float(plane: np.ndarray) -> np.ndarray:
+    return plane.astype(np.float32)
+
+
+def _ct_normalisation(channel: ChannelPlan) -> Normalise:
+    """Clip to the percentiles of the training and scale by its statistics, in float32."""
+    known = channel.intensities
+
+    def normalise(plane: np.ndarray) -> np.ndarray:
+        values = _as_float(plane)
+        np.clip(values, known["percentile_00_5"], known["percentile_99_5"], out=values)
+        values -= known["mean"]
+        values /= max(known["std"], EPSILON)
+        return values
+
+    return normalise
+
+
+class _LazyPlanes(Sequence[np.ndarray]):
+    """Planes that are normalised each time that they are read."""
+
+    def __init__(self, image: np.ndarray, normalise: Normalise) -> None:
+        self._image = image
+        self._normalise = normalise
+
+    def __len__(self) -> int:
+        return len(self._image)
+
+    def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
+        if not 0 <= index < len(self._image):
+            raise IndexError(index)
+        return self._normalise(self._image[index])
+
+
+def _resample(
+    source: Sequence[np.ndarray],
+    target: Tensor,
+    shape: Shape,
+    spacing_mm: SpacingMm,
+    plan: NnunetPlan,
+) -> None:
+    """Resample one channel to the spacing of the plan, plane by plane; a spline is clipped to its range.
+
+    Args:
+        source: Its planes.
+        target: Receives the result (D', H', W').
+        shape: Shape of the source.
+        spacing_mm: Its spacing.
+        plan: The plan of the network.
+    """
+    new_shape = (target.shape[0], target.shape[1], target.shape[2])
+    resampling = plan.image_resampling
+    planes = make_planes(resampling, shape, new_shape, spacing_mm, plan.spacing_mm)
+    if shape == new_shape:
+        for number, plane in enumerate(source):
+            target[number] = torch.from_numpy(np.ascontiguousarray(plane))
+        return
+    if resampling.function == TORCH:
+        for number in range(planes.num_planes):
+            parts = [torch.from_numpy(source[index]) for index in planes.sources(number)]
+            target[number] = planes.resample(number, parts)
+        return
+    orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
+    limits = _Limits(source, shape, new_shape, orders)
+    axes = filtered_axes(orders)
+    values = list(filtered(source, axes)) if axes else source
+    for number in range(planes.num_planes):
+        parts = [
+            torch.from_numpy(values[index].astype(np.float64)) for index in planes.sources(number)
+        ]
+        target[number] = limits.clip(number, planes.resample(number, parts))
+
+
+class _Limits:
+    """Range of the values to which a resampled image is clipped.
+
+    It is the range of the volume, or of each slice where one axis is resampled apart: nnU-Net
+    resamples these slices one by one.
+
+    Args:
+        source: Planes of the volume.
+        shape: Its shape.
+        new_shape: Shape of the result.
+        orders: Order of the spline along each axis.
+    """
+
+    def __init__(
+        self, source: Sequence[np.ndarray], shape: Shape, new_shape: Shape, orders: Shape
+    ) -> None:
+        apart = [axis for axis in range(3) if orders[axis] == 0]
+        self._apart = apart[0] if len(apart) == 1 else None
+        if self._apart is None or self._apart == 0:
+            low = np.array([plane.min() for plane in source])
+            high = np.array([plane.max() for plane in source])
+        else:
+            across = 2 - self._apart
+            low = np.min([plane.min(axis=across) for plane in source], axis=0)
+            high = np.max([plane.max(axis=across) for plane in source], axis=0)
+        if self._apart is None:
+            low, high = low.min(keepdims=True), high.max(keepdims=True)
+        else:
+            nearest = axis_taps(new_shape[self._apart], shape[self._apart], 0).index[:, 0]
+            low, high = low[nearest], high[nearest]
+        self._low = torch.from_numpy(low.astype(np.float64))
+        self._high = torch.from_numpy(high.astype(np.float64))
+
+    def clip(self, plane: int, values: Tensor) -> Tensor:
+        """Clip an output plane (H, W)."""
+        if self._apart is None:
+            return torch.clamp(values, self._low, self._high)
+        if self._apart == 0:
+            return torch.clamp(values, self._low[plane], self._high[plane])
+        if self._apart == 1:
+            return torch.clamp(values, self._low[:, None], self._high[:, None])
+        return torch.clamp(values, self._low, self._high)

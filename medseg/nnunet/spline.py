@@ -1,0 +1,181 @@
+"""Resampling by splines, equal to scipy's `zoom` to the last bit, but plane by plane.
+
+nnU-Net resamples with `skimage.transform.resize`, which calls `scipy.ndimage.zoom` with
+`grid_mode=True` and `mode="nearest"` on a whole volume in float64. A voxel is the sum over its taps
+in lexicographic order, each value times its weights of axis 0, 1 and 2 in this order. The same
+products in the same order give the same bits; an interpolation axis by axis does not, and its
+rounding shows where half-precision logits lie close together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.ndimage import spline_filter1d
+from torch import Tensor
+
+from medseg.geometry.sizes import Shape
+from medseg.io.scratch import new_array, scratch_at_most
+
+# Voxels that scipy repeats at each face before it filters an image for a cubic spline.
+FILTER_MARGIN = 12
+CUBIC = 3
+# Elements of float64 that are filtered along the first axis at a time.
+FILTER_ELEMENTS = 2**21
+# Coefficients of more bytes are a temporary file.
+MAX_COEFFICIENTS_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class AxisTaps:
+    """Taps of the output voxels along one axis.
+
+    Attributes:
+        index: Source voxel of each tap, (outputs, taps).
+        weight: Its weight, float64, same shape; None where the only tap counts as it is.
+    """
+
+    index: np.ndarray
+    weight: np.ndarray | None
+
+
+def axis_taps(num_outputs: int, num_inputs: int, order: int, margin: int = 0) -> AxisTaps:
+    """Compute the taps of one axis as scipy does.
+
+    Args:
+        num_outputs: Voxels of the output.
+        num_inputs: Voxels of the input, without margins.
+        order: 0, 1 or 3.
+        margin: Voxels at each end of the input that were added for a cubic spline.
+    """
+    scale = num_inputs / num_outputs
+    position = (np.arange(num_outputs, dtype=np.float64) + 0.5) * scale - 0.5
+    position += margin
+    last = num_inputs + 2 * margin - 1
+    if order == 0:
+        nearest = np.floor(position + 0.5).astype(np.int64)
+        return AxisTaps(np.clip(nearest, 0, last)[:, None], None)
+    first = np.floor(position)
+    # Distances to the voxel before the position, and to the one after it.
+    before = position - first
+    after = 1.0 - before
+    weight = np.empty((num_outputs, order + 1))
+    if order == 1:
+        weight[:, 0] = 1.0 - before
+    else:
+        weight[:, 1] = (before * before * (before - 2.0) * 3.0 + 4.0) / 6.0
+        weight[:, 2] = (after * after * (after - 2.0) * 3.0 + 4.0) / 6.0
+        weight[:, 0] = after * after * after / 6.0
+    weight[:, order] = 1.0
+    for tap in range(order):
+        weight[:, order] -= weight[:, tap]
+    # A position beyond an outermost voxel keeps two taps there, whose products are added.
+    index = first.astype(np.int64)[:, None] - order // 2 + np.arange(order + 1)
+    return AxisTaps(np.clip(index, 0, last), weight)
+
+
+class SplinePlanes:
+    """Output planes of a resampled volume, each from the few source planes that it needs.
+
+    Args:
+        source: Shape of the volume, without margins.
+        target: Shape of the result.
+        orders: Order of the spline along each axis; 0 takes the nearest voxel.
+        margins: Voxels that were added to the source at each end of an axis, for a cubic spline.
+    """
+
+    def __init__(
+        self, source: Shape, target: Shape, orders: Shape, margins: Shape = (0, 0, 0)
+    ) -> None:
+        self.num_planes = target[0]
+        depth, height, width = (
+            axis_taps(outputs, inputs, order, margin)
+            for outputs, inputs, order, margin in zip(target, source, orders, margins, strict=True)
+        )
+        self._depth = depth
+        self._rows = _as_tensors(height)
+        self._columns = _as_tensors(width)
+
+    def sources(self, plane: int) -> list[int]:
+        """Source planes of an output plane, in the order in which `resample` takes them."""
+        return [int(index) for index in self._depth.index[plane]]
+
+    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+        """Compute an output plane.
+
+        Args:
+            plane: Its number.
+            planes: Source planes (h, w) of `sources`, float64.
+
+        Returns:
+            The plane (H, W), float64.
+        """
+        total: Tensor | None = None
+        weights = self._depth.weight
+        for tap, values in enumerate(planes):
+            weighted = values if weights is None else values * float(weights[plane, tap])
+            for rows in _taps(weighted, 0, *self._rows):
+                for term in _taps(rows, 1, *self._columns):
+                    # Never a fused multiply-add: it would round once instead of twice.
+                    total = term if total is None else total.add_(term)
+        assert total is not None, "each output has a tap"
+        return total
+
+
+def _as_tensors(taps: AxisTaps) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Split taps into one tensor of indices and one of weights for each tap."""
+    index = [torch.from_numpy(column.copy()) for column in taps.index.T]
+    if taps.weight is None:
+        return index, None
+    return index, [torch.from_numpy(column.copy()) for column in taps.weight.T]
+
+
+def _taps(
+    values: Tensor, axis: int, index: Sequence[Tensor], weight: Sequence[Tensor] | None
+) -> list[Tensor] | map[Tensor]:
+    """Gather the values of each tap along an axis of a plane, times its weights."""
+
+    def gathered(tap: int) -> Tensor:
+        taken = values.index_select(axis, index[tap])
+        if weight is None:
+            return taken
+        return taken.mul_(weight[tap] if axis == 1 else weight[tap][:, None])
+
+    return map(gathered, range(len(index)))
+
+
+def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
+    """Compute the coefficients of a cubic spline, with margins, as scipy does before it resamples.
+
+    Args:
+        planes: Planes (h, w) of the volume.
+        axes: Axes of the spline, in rising order; others get neither margin nor filter.
+
+    Returns:
+        Coefficients, float64, longer by `FILTER_MARGIN` at each end of the axes; in a temporary
+        file where it is large.
+    """
+    margins = [FILTER_MARGIN if axis in axes else 0 for axis in range(3)]
+    height, width = planes[0].shape
+    depth = len(planes)
+    shape = (depth + 2 * margins[0], height + 2 * margins[1], width + 2 * margins[2])
+    with scratch_at_most(MAX_COEFFICIENTS_BYTES):
+        coefficients = new_array(shape, np.float64)
+    inner = ((margins[1],) * 2, (margins[2],) * 2)
+    for number, plane in enumerate(planes):
+        coefficients[margins[0] + number] = np.pad(plane.astype(np.float64), inner, mode="edge")
+    coefficients[: margins[0]] = coefficients[margins[0]]
+    coefficients[margins[0] + depth :] = coefficients[margins[0] + depth - 1]
+    if 0 in axes:
+        rows = max(1, FILTER_ELEMENTS // (shape[0] * shape[2]))
+        for start in range(0, shape[1], rows):
+            part = coefficients[:, start : start + rows]
+            part[:] = spline_filter1d(part, CUBIC, 0, mode="nearest")
+    for plane in coefficients:
+        for axis in axes:
+            if axis > 0:
+                plane[:] = spline_filter1d(plane, CUBIC, axis - 1, mode="nearest")
+    return coefficients

@@ -1,0 +1,157 @@
+"""Sliding window of nnU-Net: its tiles, their Gaussian weights, and finished planes of logits.
+
+nnU-Net adds tiles, weights and folds in half precision, on CPUs too, in the order of its tiles. A
+sum in another order or precision gives other labels where classes are close. The order at each
+voxel survives here, but a plane leaves the sums as soon as no later tile reaches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from scipy.ndimage import gaussian_filter
+from torch import Tensor
+
+from medseg.errors import UserError
+from medseg.geometry.sizes import Shape
+from medseg.io.scratch import new_tensor
+
+STEP = 0.5
+# Standard deviation of the weights by the length of a tile, and the largest weight.
+SIGMA = 1 / 8
+LARGEST_WEIGHT = 10.0
+
+
+def tile_starts(size: int, tile: int) -> list[int]:
+    """Spread tiles along one axis as nnU-Net does, with steps of half a tile at most.
+
+    Example:
+        >>> tile_starts(110, 64), tile_starts(64, 64)
+        ([0, 23, 46], [0])
+    """
+    num_steps = math.ceil((size - tile) / (tile * STEP))
+    if num_steps == 0:
+        return [0]
+    step = (size - tile) / num_steps
+    return [int(np.round(step * number)) for number in range(num_steps + 1)]
+
+
+@functools.lru_cache(maxsize=2)
+def tile_weights(tile: Shape) -> Tensor:
+    """Gaussian weights of the voxels of a tile, in half precision; none is zero.
+
+    Args:
+        tile: Shape of a tile.
+
+    Returns:
+        Weights (d, h, w), 10 in the middle.
+    """
+    peak = np.zeros(tile)
+    peak[tuple(size // 2 for size in tile)] = 1
+    weights = gaussian_filter(peak, [size * SIGMA for size in tile], 0, mode="constant", cval=0)
+    weights /= weights.max() / LARGEST_WEIGHT
+    halves = torch.from_numpy(weights).to(torch.half)
+    is_zero = halves == 0
+    halves[is_zero] = halves[~is_zero].min()
+    return halves
+
+
+def mirrored(network: Callable[[Tensor], Tensor], tile: Tensor, axes: Sequence[int]) -> Tensor:
+    """Mean of the logits over all combinations of mirrored axes, in the order of nnU-Net.
+
+    Args:
+        network: Maps images (1, C, d, h, w) to logits (1, K, d, h, w).
+        tile: One image.
+        axes: Spatial axes, 0 to 2.
+    """
+    logits = network(tile)
+    if not axes:
+        return logits
+    dimensions = [axis + 2 for axis in axes]
+    combinations = [
+        chosen
+        for number in range(1, len(dimensions) + 1)
+        for chosen in itertools.combinations(dimensions, number)
+    ]
+    for chosen in combinations:
+        logits += torch.flip(network(torch.flip(tile, chosen)), chosen)
+    logits /= len(combinations) + 1
+    return logits
+
+
+def finished_planes(
+    network: Callable[[Tensor], Tensor],
+    image: Tensor,
+    tile: Shape,
+    num_heads: int,
+    axes: Sequence[int],
+    dtype: torch.dtype,
+) -> Iterator[Tensor]:
+    """Run a network on all tiles; yield the logits of each plane as soon as they are final.
+
+    Args:
+        network: Maps images (1, C, d, h, w) to logits (1, K, d, h, w).
+        image: Image (C, D, H, W), at least as large as a tile.
+        tile: Shape of a tile.
+        num_heads: Heads of the network, K.
+        axes: Axes along which tiles are mirrored.
+        dtype: Precision of the sums: half, as nnU-Net, or float32.
+
+    Yields:
+        Logits (K, H, W) of the planes from 0 on; a view that the next plane may overwrite.
+
+    Raises:
+        UserError: If a sum exceeds half precision.
+    """
+    depth, height, width = image.shape[1:]
+    window = tile[0]
+    # Plane z lies at z modulo the window: nothing is moved when planes leave.
+    sums = new_tensor((window, num_heads, height, width), dtype).zero_()
+    weight_sums = torch.zeros((window, height, width), dtype=dtype)
+    weights = tile_weights(tile).to(dtype)
+    first_unfinished = 0
+    y_starts, x_starts = tile_starts(height, tile[1]), tile_starts(width, tile[2])
+    for z in [*tile_starts(depth, tile[0]), depth]:
+        for plane in range(first_unfinished, z):
+            slot = plane % window
+            finished = torch.div(sums[slot], weight_sums[slot], out=sums[slot])
+            _check_finite(finished)
+            yield finished
+            sums[slot] = 0
+            weight_sums[slot] = 0
+        first_unfinished = z
+        if z == depth:
+            return
+        for y, x in itertools.product(y_starts, x_starts):
+            at = (slice(None), slice(z, z + tile[0]), slice(y, y + tile[1]), slice(x, x + tile[2]))
+            logits = mirrored(network, image[at][None].contiguous(), axes)[0]
+            logits *= weights
+            _add(sums, logits.transpose(0, 1), z, (slice(None), *at[2:]))
+            _add(weight_sums, weights, z, at[2:])
+
+
+def _add(sums: Tensor, values: Tensor, start: int, at: tuple[slice, ...]) -> None:
+    """Add planes to the window from plane `start` on; they may pass its end and go on at its start."""
+    first = start % len(sums)
+    num_before_end = len(sums) - first
+    sums[(slice(first, None), *at)] += values[:num_before_end]
+    if first:
+        sums[(slice(None, first), *at)] += values[num_before_end:]
+
+
+def _check_finite(logits: Tensor) -> None:
+    """Refuse infinite logits.
+
+    Raises:
+        UserError: With the cure.
+    """
+    if torch.isinf(logits).any():
+        raise UserError(
+            "a sum of logits exceeds the range of half precision, at which nnU-Net stops too; give "
+            "inference.sums=float"
+        )

@@ -1,0 +1,197 @@
+"""Model folders: where they are found, and the sentences for those that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from medseg.errors import UserError
+from medseg.nnunet.checkpoint import read_checkpoint
+from medseg.nnunet.folder import open_model_folder
+from medseg.nnunet.network import fits, make_network
+
+Toy = dict[str, Any]
+MakeFolder = Callable[..., Path]
+
+
+def test_a_folder_and_the_folder_above_are_the_same(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    here, above = open_model_folder(folder), open_model_folder(folder.parent)
+    assert here == above
+    assert list(here.checkpoints) == ["0"]
+
+
+def test_a_checkpoint_is_read_with_the_numbers_of_its_logger(
+    toy: Toy, make_folder: MakeFolder
+) -> None:
+    toy |= {"trainer": "nnUNetTrainer_4000epochs_NoMirroring", "mirror_axes": None}
+    model = open_model_folder(make_folder(toy))
+    checkpoint = read_checkpoint(model.checkpoints["0"], "weights=model")
+    assert checkpoint.mirror_axes == ()
+    assert checkpoint.trainer == "nnUNetTrainer_4000epochs_NoMirroring"
+    assert fits(make_network(model.plan), checkpoint.weights) == ""
+
+
+def test_folds_are_chosen_by_name(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder({**toy, "folds": (0, 3, "all")})
+    assert list(open_model_folder(folder).checkpoints) == ["0", "3"]
+    assert list(open_model_folder(folder, ["3", "0"]).checkpoints) == ["3", "0"]
+    assert list(open_model_folder(folder, ["all"]).checkpoints) == ["all"]
+    sentence = r"folds=1: fold 1 of .* has no checkpoint_final.pth; .* are 0, 3, all"
+    with pytest.raises(UserError, match=sentence):
+        open_model_folder(folder, ["1"])
+
+
+def test_the_best_checkpoint_stands_in_and_is_told(toy: Toy, make_folder: MakeFolder) -> None:
+    fold = make_folder(toy) / "fold_0"
+    (fold / "checkpoint_final.pth").rename(fold / "checkpoint_best.pth")
+    model = open_model_folder(fold.parent)
+    assert model.checkpoints["0"].name == "checkpoint_best.pth"
+    assert "checkpoint_best.pth, since checkpoint_final.pth is missing" in model.notes[0]
+
+
+def zipped(folder: Path, output: Path) -> Path:
+    """Pack a model folder as nnU-Net's export does, below the name of its data set."""
+    with zipfile.ZipFile(output, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                archive.write(file, Path("Dataset999_Toy", folder.name, file.relative_to(folder)))
+    return output
+
+
+def test_the_zip_file_of_an_export_is_unpacked_and_removed(
+    toy: Toy, make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    model = open_model_folder(zipped(make_folder(toy), tmp_path / "model.zip"))
+    checkpoint = model.checkpoints["0"]
+    assert read_checkpoint(checkpoint, "weights=model.zip").mirror_axes == (0, 1, 2)
+    del model
+    assert not checkpoint.exists()
+
+
+def test_a_truncated_zip_file_is_refused(toy: Toy, make_folder: MakeFolder, tmp_path: Path) -> None:
+    archive = zipped(make_folder(toy), tmp_path / "model.zip")
+    archive.write_bytes(archive.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"not a whole one .*; copy it again"):
+        open_model_folder(archive)
+
+
+def test_a_zip_file_writes_nothing_outside(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("../plans.json", "{}")
+    with pytest.raises(UserError, match="leads out of the zip file"):
+        open_model_folder(tmp_path / "model.zip")
+
+
+def test_several_models_are_listed_with_what_to_type(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    other = folder.with_name(folder.name.replace("Trainer", "TrainerOther"))
+    shutil.copytree(folder, other)
+    with pytest.raises(UserError, match="holds several models") as refused:
+        open_model_folder(folder.parent)
+    typed = re.search(r"such as weights=(\S+)$", str(refused.value))
+    assert typed is not None
+    assert open_model_folder(Path(typed[1])).checkpoints
+
+
+def test_a_missing_fold_is_named(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    shutil.rmtree(folder / "fold_0")
+    with pytest.raises(UserError, match="no fold has one; copy the folder again"):
+        open_model_folder(folder)
+
+
+def test_version_1_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "plans.pkl").write_bytes(b"")
+    with pytest.raises(UserError, match=r"nnU-Net version 1 .*train it again with version 2"):
+        open_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "folder"])
+def test_a_wrong_path_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "nothing" if damage == "missing" else tmp_path
+    words = "no such folder" if damage == "missing" else "no plans.json is there"
+    with pytest.raises(UserError, match=words):
+        open_model_folder(path)
+
+
+def test_a_missing_data_set_is_refused(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    (folder / "dataset.json").unlink()
+    with pytest.raises(UserError, match=r"dataset\.json is missing"):
+        open_model_folder(folder)
+
+
+def test_pickles_beside_the_weights_stay_closed_and_are_told(
+    toy: Toy, make_folder: MakeFolder
+) -> None:
+    folder = make_folder(toy)
+    (folder / "crossval_results_folds_0").mkdir()
+    (folder / "crossval_results_folds_0" / "postprocessing.pkl").write_bytes(b"\x80\x04.")
+    (note,) = open_model_folder(folder).notes
+    assert note.startswith("postprocessing.pkl beside the weights was not opened")
+
+
+class Attack:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def test_code_in_a_checkpoint_is_refused_and_not_run(
+    toy: Toy, make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace"
+    model = open_model_folder(make_folder(toy, logging=Attack(f"touch '{trace}'")))
+    with pytest.raises(UserError, match=r"could execute arbitrary code .* that nnU-Net wrote"):
+        read_checkpoint(model.checkpoints["0"], "weights=model")
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"network_weights": None}, "expected a checkpoint of nnU-Net with network_weights"),
+        ({"network_weights": {"a": torch.tensor([float("nan")])}}, "NaN or infinity"),
+        ({"network_weights": {"a": torch.ones(1).expand(10**9)}}, "not an ordinary dense tensor"),
+        ({"inference_allowed_mirroring_axes": (0, 7)}, "among 0, 1 and 2"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    toy: Toy, make_folder: MakeFolder, changes: dict[str, object], words: str
+) -> None:
+    model = open_model_folder(make_folder(toy, **changes))
+    with pytest.raises(UserError, match=words):
+        read_checkpoint(model.checkpoints["0"], "weights=model")
+
+
+def test_a_truncated_checkpoint_is_refused(toy: Toy, make_folder: MakeFolder) -> None:
+    model = open_model_folder(make_folder(toy))
+    path = model.checkpoints["0"]
+    path.write_bytes(path.read_bytes()[:10_000])
+    with pytest.raises(UserError, match="not a whole torch checkpoint"):
+        read_checkpoint(path, "weights=model")
+
+
+def test_weights_of_another_network_are_told_apart(toy: Toy, make_folder: MakeFolder) -> None:
+    plan = open_model_folder(make_folder(toy)).plan
+    network = make_network(plan)
+    weights = dict(network.state_dict())
+    name = next(iter(weights))
+    wrong_shape = {**weights, name: weights[name][:1]}
+    assert f"{name} has the shape" in fits(network, wrong_shape)
+    assert "is no part of the network" in fits(network, {**weights, "other": weights[name]})
+    del weights[name]
+    assert fits(network, weights) == f"{name} is missing"

@@ -1,0 +1,253 @@
+"""Models of nnU-Net: the labels that its own predictor gave, under any budget and in any orientation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import nnunet_reference
+from medseg import Segmenter
+from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
+from medseg.io.read import read_image
+from medseg.io.scratch import scratch_above
+from medseg.io.volume import Volume
+from medseg.io.write import write_labels
+from medseg.nnunet.model import NnunetModel, load_nnunet
+from medseg.prediction.options import PredictConfig
+
+RECORDED = Path(__file__).parent / "recorded"
+NAMES = ("folds", "regions", "anisotropic")
+CPU = torch.device("cpu")
+# Kernels of another processor may round the last bit of a logit otherwise.
+MAX_SHARE = 0.001
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _needs_networks() -> None:
+    pytest.importorskip("dynamic_network_architectures")
+
+
+def load(name: str, **options: Any) -> NnunetModel:
+    return load_nnunet(RECORDED / f"{name}.zip", None, CPU, InferenceOptions(**options))
+
+
+def scan_of(name: str) -> tuple[Volume, list[np.ndarray], np.ndarray]:
+    """First channel, the other channels, and the labels of nnU-Net's predictor."""
+    recorded = np.load(RECORDED / f"{name}.npz")
+    first, *others = recorded["scan"]
+    return volume_of(first, tuple(recorded["spacing_mm"])), others, recorded["labels"]
+
+
+def volume_of(array: np.ndarray, spacing_mm: tuple[float, float, float]) -> Volume:
+    return Volume(array, VoxelGrid(array.shape, spacing_mm), None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_labels_are_those_of_nnunets_own_predictor(name: str) -> None:
+    volume, others, expected = scan_of(name)
+    result = load(name).segment(volume, others)
+    assert len(np.unique(expected)) > 2
+    assert np.mean(result.labels != expected) <= MAX_SHARE
+    assert result.labels.dtype == np.uint8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_temporary_files_change_nothing(name: str) -> None:
+    volume, others, _ = scan_of(name)
+    model = load(name)
+    in_memory = model.segment(volume, others).labels
+    with scratch_above(1000):
+        in_files = model.segment(volume, others).labels
+    assert np.array_equal(in_memory, in_files)
+
+
+def test_float_sums_differ_in_few_voxels() -> None:
+    volume, others, _ = scan_of("folds")
+    half = load("folds").segment(volume, others).labels
+    exact = load("folds", sums=Sums.float).segment(volume, others)
+    assert np.mean(half != exact.labels) < 0.02
+    assert "sums in float32" in exact.tiling_plans["segment"]
+
+
+def test_mirroring_can_be_left_out() -> None:
+    volume, others, _ = scan_of("anisotropic")
+    mirrored = load("anisotropic").segment(volume, others)
+    plain = load("anisotropic", tta=False).segment(volume, others)
+    assert "mirrored along 1 axes" in mirrored.tiling_plans["segment"]
+    assert "mirrored along 0 axes" in plain.tiling_plans["segment"]
+    assert (mirrored.labels != plain.labels).any()
+
+
+def test_folds_can_be_chosen() -> None:
+    volume, others, _ = scan_of("folds")
+    both = load("folds").segment(volume, others).labels
+    options = InferenceOptions()
+    first = load_nnunet(RECORDED / "folds.zip", ["0"], CPU, options).segment(volume, others)
+    assert (first.labels != both).any()
+    assert "fold 0," in first.tiling_plans["segment"]
+
+
+def reoriented(volume: Volume, order: tuple[int, ...], flips: tuple[bool, ...]) -> Volume:
+    """The same scan, stored along other axes."""
+    steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)
+    array = np.ascontiguousarray(volume.array.transpose(order)[steps])
+    return Volume(array, volume.grid.reoriented(order, flips), None)  # type: ignore[arg-type]
+
+
+def test_every_storage_gives_the_labels_of_one_orientation() -> None:
+    volume, _, _ = scan_of("anisotropic")
+    model = load("anisotropic", orientation=Seen.RAS)
+    labels = model.segment(volume).labels
+    all_flips = itertools.cycle([(False, False, True), (True, False, False), (True, True, True)])
+    for order, flips in zip(itertools.permutations(range(3)), all_flips, strict=False):
+        turned = reoriented(volume, order, flips)
+        expected = reoriented(Volume(labels, volume.grid, None), order, flips).array
+        assert np.array_equal(model.segment(turned).labels, expected), (order, flips)
+
+
+def test_the_data_set_may_state_the_orientation() -> None:
+    model = load("anisotropic")
+    plan = replace(model.plan, orientation="LPS")
+    stated = replace(model, folder=replace(model.folder, plan=plan))
+    volume = reoriented(scan_of("anisotropic")[0], (1, 0, 2), (True, False, False))
+    expected = load("anisotropic", orientation=Seen.LPS).segment(volume).labels
+    assert np.array_equal(stated.segment(volume).labels, expected)
+    assert (model.segment(volume).labels != expected).any()
+
+
+def test_stored_scans_are_seen_as_they_are_and_sides_get_a_warning() -> None:
+    volume, _, _ = scan_of("anisotropic")
+    model = load("anisotropic")
+    labels = model.segment(volume).labels
+    # The same array, which its grid says to be mirrored: nnU-Net sees no difference.
+    grid = volume.grid.reoriented((0, 1, 2), (False, False, True))
+    mirrored = model.segment(Volume(volume.array, grid, None))
+    assert np.array_equal(mirrored.labels, labels)
+    assert mirrored.warnings == []
+    sides = {"left_kidney" if value == 1 else f"o{value}": value for value in range(1, 6)}
+    object.__setattr__(model.task, "labels", sides)
+    assert model.segment(volume).warnings == []
+    (warning,) = model.segment(Volume(volume.array, grid, None)).warnings
+    assert "give inference.orientation=LPS (or RAS)" in warning
+
+
+def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> None:
+    model = load("folds", max_ram_gib=0.5)
+    assert model.within(1.0) is model
+    # What a process asks for that only needs the labels of the task.
+    assert load("folds", backend=Backend.torch).task == model.task
+    with pytest.raises(UserError, match=r"a tile of 8×16×16 voxels needs"):
+        model.within(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tile_size": (32, 32, 32)}, "inference.tile_size"),
+        ({"overlap": 0.25}, "inference.overlap"),
+        ({"half_weights": True}, "inference.half_weights"),
+        ({"backend": Backend.openvino}, "inference.backend"),
+    ],
+)
+def test_keys_of_other_networks_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"{words}.*leave it out"):
+        load("folds", **changes)
+
+
+def test_weights_of_another_plan_are_refused(toy: dict[str, Any], make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    dataset = json.loads((folder / "dataset.json").read_text())
+    dataset["labels"]["organ_2"] = 2
+    (folder / "dataset.json").write_text(json.dumps(dataset))
+    sentence = r"weights of fold 0 do not fit .* with 3 outputs .* has the shape \(2, 16"
+    with pytest.raises(UserError, match=sentence):
+        load_nnunet(folder, None, CPU, InferenceOptions())
+
+
+def test_predict_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    volume, _, expected = scan_of("anisotropic")
+    write_labels(tmp_path / "scan.nii.gz", volume.array.astype(np.int16), volume.grid, None)
+    output = tmp_path / "out" / "labels.nii.gz"
+    arguments = [
+        f"input={tmp_path / 'scan.nii.gz'}",
+        f"output={output}",
+        f"weights={RECORDED / 'anisotropic.zip'}",
+        "accelerator=cpu",
+        "save=[labels,preview,masks]",
+    ]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("predict", arguments), PredictConfig)
+    assert app.predict(config) == 0
+    assert np.mean(read_image(output).array != expected) <= MAX_SHARE
+    report = json.loads((tmp_path / "out" / "labels.json").read_text())
+    assert list(report["durations_s"]) == ["read", "prepare", "segment", "write", "total"]
+    assert report["statistics"].keys() == {f"organ_{value}" for value in range(1, 6)}
+    assert len(report["checkpoints"]["3d_fullres"]) == 1
+    assert (tmp_path / "out" / "labels.preview.png").is_file()
+    mask = read_image(tmp_path / "out" / "labels.organ_2.nii.gz").array
+    assert np.array_equal(mask == 1, read_image(output).array == 2)
+
+
+def test_the_python_api_takes_a_model_folder() -> None:
+    volume, _, expected = scan_of("anisotropic")
+    segmenter = Segmenter(weights=RECORDED / "anisotropic.zip", accelerator="cpu")
+    result = segmenter.segment(volume)
+    assert np.mean(result.labels.array != expected) <= MAX_SHARE
+    with pytest.raises(UserError, match="exclude each other"):
+        Segmenter(["a.ckpt"], weights=RECORDED / "anisotropic.zip")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["folds=[0]"], "folds belongs to a model folder of nnU-Net; give weights=<folder> too"),
+        (["weights=a", "coarse=b"], "weights and coarse exclude each other"),
+        (["weights=a", "folds=[]"], "folds: expected numbers of folds"),
+        (["weights=a", "save=[probabilities]"], "save=probabilities: a model folder of nnU-Net"),
+    ],
+)
+def test_contradicting_keys_are_refused(arguments: list[str], words: str) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("predict", ["input=a", "output=b", *arguments])
+    with pytest.raises(UserError, match=words):
+        to_config(composed, PredictConfig)
+
+
+@pytest.mark.parametrize("options", [{"sums": Sums.float}, {"orientation": Seen.RAS}])
+def test_keys_of_model_folders_are_refused_without_one(options: dict[str, Any]) -> None:
+    (key,) = options
+    with pytest.raises(UserError, match=f"inference.{key} belongs to a model folder of nnU-Net"):
+        Segmenter(options=InferenceOptions(**options))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("NNUNET_ENV" not in os.environ, reason="NNUNET_ENV names no environment")
+@pytest.mark.parametrize("name", sorted(nnunet_reference.small_toys()))
+def test_labels_equal_those_of_an_installed_nnunet(name: str, tmp_path: Path) -> None:
+    """NNUNET_ENV: Python of an environment with nnU-Net and the torch of this one."""
+    command = [os.environ["NNUNET_ENV"], nnunet_reference.__file__, "record", str(tmp_path)]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    recorded = np.load(tmp_path / f"{name}.npz")
+    first, *others = recorded["scan"]
+    model = load_nnunet(tmp_path / f"{name}.zip", None, CPU, InferenceOptions())
+    volume = volume_of(first, tuple(recorded["spacing_mm"]))
+    assert np.array_equal(model.segment(volume, others).labels, recorded["labels"])

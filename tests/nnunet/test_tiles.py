@@ -1,0 +1,69 @@
+"""Tiles: finished planes have the bits of sums over the whole image."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from medseg.errors import UserError
+from medseg.nnunet.labels import mean_planes
+from medseg.nnunet.tiles import finished_planes, mirrored, tile_starts, tile_weights
+
+TILE = (6, 8, 10)
+
+
+def network(images: Tensor) -> Tensor:
+    """Three heads that differ from tile to tile, as those of a norm do."""
+    return torch.cat([images, images - images.mean(), images * images.std()], dim=1)
+
+
+def whole_sums(image: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Logits (K, D, H, W) by sums that are as large as the image."""
+    shape = image.shape[1:]
+    sums = torch.zeros((3, *shape), dtype=dtype)
+    weight_sums = torch.zeros(shape, dtype=dtype)
+    weights = tile_weights(TILE).to(dtype)
+    starts = [tile_starts(size, tile) for size, tile in zip(shape, TILE, strict=True)]
+    for start in itertools.product(*starts):
+        box = tuple(slice(low, low + tile) for low, tile in zip(start, TILE, strict=True))
+        logits = mirrored(network, image[(slice(None), *box)][None].contiguous(), axes)[0]
+        logits *= weights
+        sums[(slice(None), *box)] += logits
+        weight_sums[box] += weights
+    return sums.div_(weight_sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32])
+@pytest.mark.parametrize("axes", [(), (0, 2)])
+@pytest.mark.parametrize("depth", [6, 7, 23])
+def test_finished_planes_are_those_of_the_whole(
+    depth: int, axes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    image = torch.randn((1, depth, 19, 10), generator=torch.Generator().manual_seed(depth))
+    planes = finished_planes(network, image, TILE, 3, axes, dtype)
+    finished = torch.stack([plane.clone() for plane in planes], dim=1)
+    assert torch.equal(finished, whole_sums(image, axes, dtype))
+
+
+def test_weights_are_ten_in_the_middle_and_never_zero() -> None:
+    weights = tile_weights((16, 16, 64))
+    assert weights.dtype == torch.half
+    assert weights.max() == weights[8, 8, 32] == 10
+    assert weights.min() > 0
+
+
+def test_an_infinite_sum_is_refused() -> None:
+    image = torch.full((1, *TILE), 60_000.0)
+    with pytest.raises(UserError, match=r"inference\.sums=float"):
+        list(finished_planes(network, image, TILE, 3, (), torch.half))
+
+
+def test_folds_are_added_in_half_precision_one_after_the_other() -> None:
+    generator = torch.Generator().manual_seed(0)
+    folds = [torch.randn((5, 2, 3, 4), generator=generator).half() for _ in range(3)]
+    mean = mean_planes((iter(fold) for fold in folds), 3, (5, 2, 3, 4))
+    expected = (folds[0] + folds[1] + folds[2]) / 3
+    assert torch.equal(torch.stack([plane.clone() for plane in mean]), expected)
