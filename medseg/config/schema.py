@@ -385,9 +385,15 @@ class RecipeConfig:
 
 
 @dataclass
-class CrossValidateConfig(RecipeConfig):
+class CrossValidateConfig(TrainConfig, RecipeConfig):
     """Keys of `cross_validate`."""
 
+    cases: Annotated[
+        Text,
+        Knob(
+            "Case table (CSV), or folder of a data set in a known layout; the same as data.cases."
+        ),
+    ]
     num_folds: Annotated[int, Knob("Folds, by patient.", "[2, inf)")]
     pieces: Annotated[
         bool,
@@ -400,8 +406,23 @@ class CrossValidateConfig(RecipeConfig):
     diseased: Annotated[
         bool, Knob("Also score a copy of each scan with disease painted into its regions.")
     ]
-    task: TaskOptions
-    data: LabelsOptions
+
+    def __post_init__(self) -> None:
+        """Let `cases` and `data.cases` name one table, and bring single experiments to lists."""
+        super().__post_init__()
+        self.cases = self.cases or self.data.cases
+        self.data.cases = self.cases
+
+    def clashes(self, key: str) -> Iterator[str]:
+        """Yield a sentence where there is nothing to divide, or where a fold is chosen already."""
+        yield from super().clashes(key)
+        if self.cases is None:
+            yield "data.cases: cross_validate divides the cases of a table into folds; give one"
+        if self.data.val_patients or self.data.fold is not None:
+            yield (
+                "cross_validate validates each fold in turn, but data.val_patients or data.fold "
+                "chooses one part; give data.val_patients=[] data.fold=null"
+            )
 
 
 @dataclass
@@ -462,7 +483,7 @@ def _plain(value: Any) -> Any:
 
 # Named in the defaults list of the file of each root: a key that the files do not contain can be
 # overridden like any other.
-for root in (TrainConfig, PrepareConfig, EvaluateConfig, CrossValidateConfig, PredictConfig):
+for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)
     )

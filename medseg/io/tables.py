@@ -14,6 +14,15 @@ from medseg.io.text import read_text
 FORMULA_SIGNS = ("=", "+", "-", "@")
 """First characters of the cells that a spreadsheet would run as formulas."""
 
+# Characters that are commands in LaTeX to their escapes; the backslash first, as others bring one.
+LATEX_CHARACTERS = {
+    "\\": r"\textbackslash ",
+    **{character: rf"\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde ",
+    "^": r"\textasciicircum ",
+    "±": r"$\pm$",
+}
+
 Rows = Sequence[Mapping[str, Any]]
 Columns = Sequence[str] | Mapping[str, str] | None
 """Keys of the rows in order, or key to heading.
@@ -140,6 +149,46 @@ def markdown_table(
     lines = [headings.values(), *_cells(rows, headings, formats, missing)]
     first, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
     return "".join([first, "|---" * len(headings) + "|\n", *rest])
+
+
+def latex_table(
+    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
+) -> str:
+    r"""Format rows as a LaTeX `tabular` with the rules of the package booktabs.
+
+    Example:
+        >>> print(latex_table([{"case": "a_1", "dice": 0.5}], formats={"dice": ".2f"}), end="")
+        \begin{tabular}{ll}
+        \toprule
+        case & dice \\
+        \midrule
+        a\_1 & 0.50 \\
+        \bottomrule
+        \end{tabular}
+    """
+    headings = _headings(rows, columns)
+    heading, *lines = (
+        " & ".join(map(_latex_text, cells)) + r" \\"
+        for cells in [headings.values(), *_cells(rows, headings, formats, missing)]
+    )
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{'l' * len(headings)}}}",
+            r"\toprule",
+            heading,
+            r"\midrule",
+            *lines,
+            r"\bottomrule",
+            "\\end{tabular}\n",
+        ]
+    )
+
+
+def _latex_text(cell: str) -> str:
+    """Escape the characters that LaTeX takes for commands."""
+    for character, escaped in LATEX_CHARACTERS.items():
+        cell = cell.replace(character, escaped)
+    return cell
 
 
 def table_lines(

@@ -141,6 +141,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
         cascade = load_cascade(
             checkpoints.coarse,
             checkpoints.fine,
+            checkpoints.single,
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,

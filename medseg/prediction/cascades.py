@@ -47,18 +47,20 @@ class RangeCascade(NamedTuple):
 def load_cascade(
     coarse: Sequence[str | Path] | None,
     fine: Sequence[str | Path] | None,
+    single: Sequence[str | Path] | None = None,
     *,
     accelerator: str = "auto",
     precision: str | None = None,
     options: InferenceOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> Cascade:
-    """Load both stages.
+    """Load both stages of a cascade, or a model of one stage.
 
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none =
             the included weights.
         fine: The same for the fine stage; none also for a task without regions.
+        single: Checkpoints of a model of one stage, in place of both.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
@@ -85,7 +87,8 @@ def load_cascade(
             )
     stages: list[TrainedStage] = []
     measured = ""
-    for name, checkpoints in (("coarse", coarse), ("fine", fine)):
+    given_stages = [("single", single)] if single else [("coarse", coarse), ("fine", fine)]
+    for name, checkpoints in given_stages:
         if checkpoints or not stages or stages[0].name == "coarse":
             paths = [Path(path) for path in checkpoints or ()] or [
                 shipped_weights(INCLUDED_TASK, name)
@@ -96,6 +99,11 @@ def load_cascade(
             room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
             room_bytes -= sum(stage.backend_bytes for stage in stages)
             stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
+            if name == "single" and stages[0].name != "single":
+                raise UserError(
+                    f"single={paths[0]}: this is the coarse stage of a cascade; "
+                    "give it as coarse=, and its fine stage as fine="
+                )
     if options.tile_size is not None:
         stages[-1].use_tiles(options.tile_size, measured)
     for stage in stages:

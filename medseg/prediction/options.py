@@ -20,6 +20,9 @@ Save = StrEnum(  # see `medseg.prediction.result_files`
 
 
 EVERY_SPACING_MM = (0.0, math.inf)
+STAGES = ("coarse", "fine", "single")
+"""Keys that name checkpoints."""
+SINGLE_EXCLUDES = "single is a model of one stage, coarse and fine are two; leave one of them out"
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,9 @@ class RangeOptions:
     fine: Annotated[Any, Knob("Checkpoint, or list of them; null: the key fine of `predict`.")] = (
         None
     )
+    single: Annotated[
+        Any, Knob("Checkpoint, or list of them; null: the key single of `predict`.")
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -121,12 +127,20 @@ class PredictConfig:
     coarse: Annotated[
         Any,
         Knob(
-            "Checkpoint or .safetensors of the coarse or single stage, or a [list] to average; null: the included weights."
+            "Checkpoint or .safetensors of the coarse stage, or a [list] to average; null: the "
+            "included weights."
         ),
     ] = None
     fine: Annotated[
         Any,
         Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement."),
+    ] = None
+    single: Annotated[
+        Any,
+        Knob(
+            "Checkpoint or .safetensors of a task of one stage, or a [list] to average; in place "
+            "of coarse and fine."
+        ),
     ] = None
     weights: Annotated[
         Text,
@@ -191,20 +205,25 @@ class PredictConfig:
     def __post_init__(self) -> None:
         """Bring single checkpoints to lists of one, and give a range the checkpoints that it leaves out."""
         self.save = list(dict.fromkeys(self.save))
-        self.coarse, self.fine = as_texts(self.coarse), as_texts(self.fine)
+        for stage in STAGES:
+            setattr(self, stage, as_texts(getattr(self, stage)))
         if self.folds is not None:
             folds = self.folds if isinstance(self.folds, list) else [self.folds]
             self.folds = [str(fold) for fold in folds]
         for limits in (self.by_spacing or {}).values():
-            limits.coarse = self.coarse if limits.coarse is None else as_texts(limits.coarse)
-            limits.fine = self.fine if limits.fine is None else as_texts(limits.fine)
+            for stage in STAGES:
+                checkpoints = getattr(limits, stage)
+                if checkpoints is None:
+                    checkpoints = getattr(self, stage)
+                setattr(limits, stage, as_texts(checkpoints))
 
     @property
     def ranges(self) -> dict[str, RangeOptions]:
         """Checkpoints of each range of spacings by its name; one without a name is for all scans."""
-        return self.by_spacing or {
-            "": RangeOptions(range_mm=EVERY_SPACING_MM, coarse=self.coarse, fine=self.fine)
-        }
+        if self.by_spacing:
+            return self.by_spacing
+        checkpoints = {stage: getattr(self, stage) for stage in STAGES}
+        return {"": RangeOptions(range_mm=EVERY_SPACING_MM, **checkpoints)}
 
     @property
     def hu(self) -> HuScale:
@@ -217,9 +236,12 @@ class PredictConfig:
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
         kinds = "a checkpoint, a list of checkpoints or null"
-        for key, checkpoints in (("coarse", self.coarse), ("fine", self.fine)):
+        for stage in STAGES:
+            checkpoints = getattr(self, stage)
             if checkpoints is not None:
-                yield from text_clashes(key, checkpoints, kinds)
+                yield from text_clashes(stage, checkpoints, kinds)
+        if self.single and (self.coarse or self.fine):
+            yield SINGLE_EXCLUDES
         yield from self._weights_clashes()
         previous_name, previous_high_mm = "", 0.0
         in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
@@ -236,9 +258,12 @@ class PredictConfig:
                     "other begins"
                 )
             previous_name, previous_high_mm = name, high_mm
-            for stage, checkpoints in (("coarse", limits.coarse), ("fine", limits.fine)):
+            for stage in STAGES:
+                checkpoints = getattr(limits, stage)
                 if checkpoints is not None:
                     yield from text_clashes(f"{key}.{stage}", checkpoints, kinds)
+            if limits.single and (limits.coarse or limits.fine):
+                yield f"{key}: {SINGLE_EXCLUDES}"
 
     def _weights_clashes(self) -> Iterator[str]:
         """Yield a sentence for each key that contradicts `weights`, or needs it."""
@@ -246,9 +271,8 @@ class PredictConfig:
             if self.folds is not None:
                 yield "folds belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
             return
-        others = {"coarse": self.coarse, "fine": self.fine, "by_spacing": self.by_spacing}
-        for key, value in others.items():
-            if value is not None:
+        for key in (*STAGES, "by_spacing"):
+            if getattr(self, key) is not None:
                 yield f"weights and {key} exclude each other; leave one of them out"
         if self.folds == []:
             yield "folds: expected numbers of folds, such as [0,1], but got none; leave it out for all"

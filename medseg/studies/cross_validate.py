@@ -1,6 +1,7 @@
 """Cross-validation by patient, on whole scans and on harder ones that are made of them."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from itertools import chain
@@ -9,29 +10,39 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.cascade.bound import calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
+from medseg.data.options import StageName
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.evaluation.scoring import METRICS
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import Formats, markdown_table, read_csv, write_csv
 from medseg.report.spacings import distance_text
+from medseg.runs.signature import plain
 from medseg.studies.pieces import cut_partial_scans, oriented_labels, paint_scan
+from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
     BOUND,
     Step,
     check_experiments,
     coarse_arguments,
     experiments,
+    key_of,
     label_values_argument,
     last_checkpoint,
+    merge_arguments,
+    note_recipe,
+    recipe_of,
     run_steps,
     stage_steps,
+    train_arguments,
+    train_steps,
 )
 from medseg.task import Task
 from medseg.task_options import make_task
@@ -50,6 +61,8 @@ COLUMNS = {
     "volume_ref_ml": "reference ml",
     "share_in_crop": "in the crop",
 }
+METRICS_FILE = "metrics.csv"
+SINGLE = StageName.single.value
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
 # Headings of the tables in folds.md; the table of the whole scans has none.
@@ -61,15 +74,20 @@ DISEASED = "These scans with disease painted into their regions:"
 def cross_validate(config: CrossValidateConfig) -> int:
     """Train, predict and score fold by fold; a study that was stopped continues when started again.
 
-    Writes `scores/` (as `evaluate` does), `folds.csv` with one row per case and region, and
-    `folds.md`, a table for readers.
+    Writes `scores/` (as `evaluate` does), `metrics.csv` with the scores of all held-out cases,
+    `folds.csv` with one row per case and region, `folds.md`, a table for readers, and the pooled
+    figures of `medseg.studies.pooled`.
 
     Raises:
+        UserError: If the folds, the experiments or the references cannot be used.
         SystemExit: With the exit code of the command that failed.
     """
     output = Path(config.output)
-    check_experiments(config)
-    cases = read_cases(Path(config.cases), config.data.labels_column)
+    arguments = train_arguments(HydraConfig.get().overrides.task, CrossValidateConfig)
+    is_cascade = config.stage.name is not StageName.single
+    if is_cascade:
+        _check_cascade(config, arguments)
+    cases = read_cases(Path(str(config.cases)), config.data.labels_column)
     check_folds(cases, config.num_folds)
     check_writable(output)
     task = make_task(config.task)
@@ -80,38 +98,103 @@ def cross_validate(config: CrossValidateConfig) -> int:
         )
     organs = _organ_values(task, label_values)
     folders = [output / f"fold_{fold}" for fold in range(config.num_folds)]
-    fine_arguments = coarse_arguments(config, folders)
     scored: dict[str, tuple[int, Case]] = {}
     names_by_heading: dict[str, set[str]] = {WHOLE: set(), PIECES: set(), DISEASED: set()}
-    # The fine stage of a fold may see what the coarse stages of all folds say about their held-out
-    # cases, so all coarse stages are trained first.
-    coarse_steps: list[Step] = []
-    fine_steps: list[Step] = []
+    tables: list[Path] = []
     for fold, folder in enumerate(folders):
-        split = split_cases(cases, fold=fold, num_folds=config.num_folds)
+        split = split_cases(
+            cases,
+            fold=fold,
+            num_folds=config.num_folds,
+            test_patients=config.data.test_patients,
+        )
         held_out = held_out_scans(split.val, organs, config)
         for heading, scans in held_out.items():
             names_by_heading[heading].update(case.name for case in scans)
             scored |= {case.name: (fold, case) for case in scans}
-        data = _data_arguments(config, fold)
-        coarse_steps += stage_steps(config, "coarse", folder, data, output)
-        fine_steps += stage_steps(config, "fine", folder, data, output, fine_arguments)
-        table = write_case_table(folder / "held_out.csv", list(chain(*held_out.values())))
-        fine_steps.append(_predict_step(table, output, folder))
+        tables.append(write_case_table(folder / "held_out.csv", list(chain(*held_out.values()))))
     reference = write_case_table(output / "scored.csv", [case for _, case in scored.values()])
-    steps = [*coarse_steps, *fine_steps, _evaluate_step(reference, config)]
+    if is_cascade:
+        steps = _cascade_steps(config, arguments, folders, tables)
+    else:
+        steps = _single_steps(config, arguments, folders, tables)
     # The folds share the trainings on phantoms: equal commands run once.
     run_steps(list(dict.fromkeys(map(tuple, steps))))
-    rows = fold_rows(scored, output, task, label_values)
+    run_steps([_evaluate_step(reference, config)])
+    rows = fold_rows(scored, output, organs, is_cascade)
     write_rows(rows, output, names_by_heading)
-    # `predict` states no bound for a region to which anything was added, so these do not calibrate
-    # it.
-    bound_rows = [
-        row for row in rows if row["case"] in names_by_heading[WHOLE] and not row["added_ml"]
-    ]
-    write_bound(bound_rows, {name: case for name, (_, case) in scored.items()}, config)
+    shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
+    whole_rows = [row for row in rows if row["case"] in names_by_heading[WHOLE]]
+    cases_by_name = {name: case for name, (_, case) in scored.items()}
+    write_pooled(whole_rows, cases_by_name, fold_costs(folders), output)
+    if is_cascade:
+        # `predict` states no bound for a region to which anything was added, so these do not
+        # calibrate it.
+        bound_rows = [row for row in whole_rows if not row["added_ml"]]
+        write_bound(bound_rows, cases_by_name, config)
     print((output / "folds.md").read_text(encoding="utf-8"))
+    print((output / POOLED_MD).read_text(encoding="utf-8"))
     return 0
+
+
+def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> None:
+    """Refuse experiments that cannot be trained, and arguments that choose one stage.
+
+    Raises:
+        UserError: With the key.
+    """
+    for key in map(key_of, arguments):
+        if key in ("experiment", "stage"):
+            raise UserError(
+                f"{key}: cross_validate trains both stages of a cascade, but this is the stage "
+                f"{config.stage.name} alone; name an experiment of each stage by coarse= and "
+                "fine=, or choose stage=single"
+            )
+    check_experiments(config, arguments)
+
+
+def _cascade_steps(
+    config: CrossValidateConfig,
+    arguments: Sequence[str],
+    folders: Sequence[Path],
+    tables: Sequence[Path],
+) -> list[Step]:
+    """Make the commands that train both stages of each fold and predict its held-out cases.
+
+    The fine stage of a fold may see what the coarse stages of all folds say about their held-out
+    cases, so all coarse stages are trained first.
+    """
+    output = Path(config.output)
+    coarse_steps: list[Step] = []
+    fine_steps: list[Step] = []
+    coarse_checkpoints = coarse_arguments(config, folders)
+    for fold, (folder, table) in enumerate(zip(folders, tables, strict=True)):
+        note_recipe(folder, recipe_of(config, arguments))
+        data = _fold_arguments(config, arguments, fold)
+        coarse_steps += stage_steps(config, "coarse", folder, data, output)
+        fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
+        checkpoints = {stage: last_checkpoint(folder / stage) for stage in ("coarse", "fine")}
+        fine_steps.append(_predict_step(table, output, checkpoints))
+    return [*coarse_steps, *fine_steps]
+
+
+def _single_steps(
+    config: CrossValidateConfig,
+    arguments: Sequence[str],
+    folders: Sequence[Path],
+    tables: Sequence[Path],
+) -> list[Step]:
+    """Make the commands that train the one stage of each fold and predict its held-out cases."""
+    output = Path(config.output)
+    cache = f"data.cache={output / 'cache'}"
+    steps: list[Step] = []
+    for fold, (folder, table) in enumerate(zip(folders, tables, strict=True)):
+        note_recipe(folder, {"arguments": list(arguments)})
+        run_dir = folder / SINGLE
+        data = _fold_arguments(config, arguments, fold)
+        steps += train_steps(run_dir, *merge_arguments([cache], data))
+        steps.append(_predict_step(table, output, {SINGLE: last_checkpoint(run_dir)}))
+    return steps
 
 
 def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
@@ -167,41 +250,45 @@ def held_out_scans(
     return {WHOLE: list(cases), PIECES: partial, DISEASED: diseased}
 
 
-def _data_arguments(config: CrossValidateConfig, fold: int) -> list[str]:
-    """List the arguments of `train` that select the training cases of a fold."""
-    return [
-        f"data.cases={Path(config.cases).absolute()}",
+def _fold_arguments(
+    config: CrossValidateConfig, arguments: Sequence[str], fold: int
+) -> tuple[str, ...]:
+    """Join the arguments of `train` that the user gave with those that select a fold."""
+    place = [
+        f"data.cases={Path(str(config.cases)).absolute()}",
         f"data.fold={fold}",
         f"data.num_folds={config.num_folds}",
         "data.val_patients=[]",
-        "data.test_patients=[]",
-        f"data.labels_column={config.data.labels_column}",
-        label_values_argument(config.data.label_values or {}),
     ]
+    return merge_arguments(["data.test_patients=[]"], arguments, place)
 
 
-def _predict_step(table: Path, output: Path, folder: Path) -> Step:
-    """Make the command that predicts the cases of a table with the runs of a fold."""
-    return [
-        "predict",
-        f"input={table}",
-        f"output={output / 'predictions'}",
-        f"coarse={last_checkpoint(folder / 'coarse')}",
-        f"fine={last_checkpoint(folder / 'fine')}",
-    ]
+def _predict_step(table: Path, output: Path, checkpoints: Mapping[str, Path]) -> Step:
+    """Make the command that predicts the cases of a table.
+
+    Args:
+        table: Held-out cases of a fold.
+        output: Folder of the study.
+        checkpoints: Key of `predict` to the checkpoint of the fold.
+    """
+    weights = [f"{key}={path}" for key, path in checkpoints.items()]
+    return ["predict", f"input={table}", f"output={output / 'predictions'}", *weights]
 
 
 def _evaluate_step(reference: Path, config: CrossValidateConfig) -> Step:
     """Make the command that scores the predictions of all folds against a case table."""
     output = Path(config.output)
-    arguments = HydraConfig.get().overrides.task
+    # An experiment may choose the task or change it, so the task is written out.
+    task_file = output / "task.yaml"
+    replace_text(task_file, yaml.safe_dump({"task": plain(config.task)}, sort_keys=False))
     return [
         "evaluate",
         f"pred={output / 'predictions'}",
         f"ref={reference}",
         f"output={output / 'scores'}",
+        f"task={task_file}",
+        f"data.labels_column={config.data.labels_column}",
         label_values_argument(config.data.label_values or {}),
-        *(argument for argument in arguments if argument.startswith("task")),
     ]
 
 
@@ -258,34 +345,40 @@ def _check_validation(cases: Sequence[Case], num_folds: int) -> None:
 
 
 def fold_rows(
-    scored: Mapping[str, tuple[int, Case]], output: Path, task: Task, label_values: dict[int, str]
+    scored: Mapping[str, tuple[int, Case]],
+    output: Path,
+    organs: Mapping[str, Sequence[int]],
+    is_cascade: bool,
 ) -> list[Row]:
-    """Make one row per scored case and region, with its fold, scores and share in the crop."""
-    region_labels = {region.name: region.labels for region in task.regions}
+    """Make one row per scored case and region, with its fold and scores.
+
+    Args:
+        scored: Name of a case to its fold and the case.
+        output: Folder of the study.
+        organs: Name of each region to its values in the label files.
+        is_cascade: Whether two stages made the predictions. Their rows have the agreement of the
+            stages, the volume that was added and the share in the crop too.
+    """
     rows = []
-    for score in read_csv(output / "scores" / "metrics.csv"):
+    for score in read_csv(output / "scores" / METRICS_FILE):
         name, region = score["case"], score["region"]
         fold, case = scored[name]
         report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
-        box = report["boxes"].get(region)
-        # Two stages that agree on an empty region say nothing about its Dice.
-        agreement = None if box is None else report["agreements"].get(region)
-        region_values = [
-            value for value, label in label_values.items() if label in region_labels[region]
-        ]
-        rows.append(
-            {
-                "case": name,
-                "fold": fold,
-                "region": region,
-                "trust": score["trust"],
-                **{metric: float(score[metric]) for metric in METRICS},
-                "agreement": agreement,
-                "added_ml": report["added_ml"].get(region, 0.0),
-                "share_in_crop": share_in_crop(case, region_values, box),
-                "total_s": round(report["durations_s"]["total"], 1),
-            }
-        )
+        row = {
+            "case": name,
+            "fold": fold,
+            "region": region,
+            "trust": score["trust"],
+            **{metric: float(score[metric]) for metric in METRICS},
+            "total_s": round(report["durations_s"]["total"], 1),
+        }
+        if is_cascade:
+            box = report["boxes"].get(region)
+            # Two stages that agree on an empty region say nothing about its Dice.
+            row["agreement"] = None if box is None else report["agreements"].get(region)
+            row["added_ml"] = report["added_ml"].get(region, 0.0)
+            row["share_in_crop"] = share_in_crop(case, organs[region], box)
+        rows.append(row)
     return rows
 
 
@@ -397,7 +490,8 @@ def _section(rows: Sequence[Row]) -> str:
         "hd95_mm": distance_text,
         "share_in_crop": _percent,
     }
-    lines = [markdown_table(rows, COLUMNS, formats)]
+    columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
+    lines = [markdown_table(rows, columns, formats)]
     present = [row for row in rows if row["volume_ref_ml"] > 0]
     absent = [row for row in rows if row["volume_ref_ml"] == 0]
     for trust in dict.fromkeys(row["trust"] for row in present):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -37,11 +38,13 @@ from medseg.wording import shell_line
 BOUND = "bound.json"
 """File of `cross_validate` with the lower bound on Dice."""
 EXPERIMENTS = "experiments.json"
-"""File beside the two runs of a cascade with the experiments that they come from."""
+"""File beside the runs of a fold with the experiments and arguments that they come from."""
 Step = Sequence[str]
 """Arguments of `medseg`, the command first."""
 
 MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
+# Provider of a folder that `--config-dir` added to Hydra's search path.
+COMMAND_LINE = "command-line"
 
 # Keys of the configuration that hold folders of the training machine.
 FOLDER_KEYS = (
@@ -128,7 +131,27 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
     if read_summary(run_dir).get("status") == Status.finished.value:
         return []
     resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
-    return [["train", *arguments, f"hydra.run.dir={run_dir}", *resume]]
+    return [["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}", *resume]]
+
+
+def search_paths() -> list[str]:
+    """List the options of this command that tell Hydra where further configuration files are."""
+    if not HydraConfig.initialized():
+        return []
+    hydra_config = HydraConfig.get()
+    options = []
+    for source in hydra_config.runtime.config_sources:
+        if source.provider == COMMAND_LINE:
+            options += ["--config-dir", source.path]
+    return options + _search_path_overrides()
+
+
+def _search_path_overrides() -> list[str]:
+    """List the arguments `hydra.searchpath=[…]` of this command."""
+    if not HydraConfig.initialized():
+        return []
+    overrides = HydraConfig.get().overrides.hydra
+    return [override for override in overrides if key_of(override) == "hydra.searchpath"]
 
 
 def last_checkpoint(run_dir: Path) -> Path:
@@ -157,11 +180,7 @@ def stage_steps(
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
             study.
         more: Experiment to further arguments of its training, see `coarse_arguments`.
-
-    Raises:
-        UserError: If the folder has runs of other experiments.
     """
-    _note_experiments(folder, config)
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
     # Each training starts from the weights of the one before.
@@ -212,8 +231,12 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
     }
 
 
-def check_experiments(config: RecipeConfig) -> None:
+def check_experiments(config: RecipeConfig, more: Sequence[str] = ()) -> None:
     """Refuse an experiment that `train` would refuse, before hours of training.
+
+    Args:
+        config: Names the experiments.
+        more: Further arguments of the trainings that are not on phantoms.
 
     Raises:
         UserError: With its key.
@@ -223,6 +246,8 @@ def check_experiments(config: RecipeConfig) -> None:
             continue
         for name in [names] if isinstance(names, str) else names:
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
+            if not key.startswith("pretrain"):
+                arguments += more
             # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
             if key == "fine" and sees_coarse_stage(name, key):
                 # Any file stands for the checkpoint that is still to be trained.
@@ -231,16 +256,29 @@ def check_experiments(config: RecipeConfig) -> None:
             compose_train(arguments, key)
 
 
-def _note_experiments(folder: Path, config: RecipeConfig) -> None:
-    """Write the experiments of a cascade beside its runs, or compare them with those of its runs.
+def recipe_of(config: RecipeConfig, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Collect what decides the runs of a cascade beside its cases.
 
-    A finished run is reused, which would be wrong with other experiments.
+    Args:
+        config: Names the experiments.
+        arguments: Further arguments of the trainings.
+    """
+    recipe: dict[str, Any] = {**experiments(config)}
+    if arguments:
+        recipe["arguments"] = list(arguments)
+    return recipe
+
+
+def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
+    """Write the recipe of runs beside them, or compare it with that of earlier runs.
+
+    A finished run is reused, which would be wrong with another recipe.
 
     Raises:
-        UserError: If the runs come from other experiments.
+        UserError: If the runs come from another recipe.
     """
     path = folder / EXPERIMENTS
-    current = json.dumps(experiments(config))
+    current = json.dumps(recipe)
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, current)
@@ -248,7 +286,7 @@ def _note_experiments(folder: Path, config: RecipeConfig) -> None:
     earlier = path.read_text(encoding="utf-8")
     if earlier != current:
         raise UserError(
-            f"{folder}: its runs come from the experiments {earlier}, not {current}; "
+            f"{folder}: its runs come from {earlier}, not {current}; "
             "give the same ones, or another folder"
         )
 
@@ -275,7 +313,8 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
 def _compose(arguments: Sequence[str], where: str) -> DictConfig:
     """Compose the arguments of a training, unchecked; a mistake names the key that gave them."""
     try:
-        return hydra.compose("train", targets_first(arguments))
+        # Folders of `--config-dir` belong to this process already.
+        return hydra.compose("train", targets_first([*_search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
 
@@ -420,6 +459,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
             "held-out cases, and they are not here; "
             f"start cross_validate with output={runs} and the same experiments first"
         )
+    note_recipe(runs / "all", recipe_of(config))
     coarse_steps = stage_steps(config, "coarse", runs / "all", data, runs)
     fine_steps = stage_steps(config, "fine", runs / "all", data, runs, fine_arguments)
     run_steps([*coarse_steps, *fine_steps])

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from medseg.data.case_table import Case, read_case_table, write_case_table
+from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import cross_validate as study
+from medseg.studies import recipes
 from medseg.studies.cross_validate import check_folds, share_in_crop, write_bound, write_rows
 from medseg.studies.recipes import BOUND, read_bound
 
@@ -141,42 +143,113 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
     )
 
 
+def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
+    """The keys that `cross_validate` reads."""
+    defaults = {
+        "output": str(folder),
+        "cases": "cases.csv",
+        "num_folds": 3,
+        "coarse": ["a"],
+        "fine": ["b"],
+        "pretrain_coarse": None,
+        "pretrain_fine": None,
+        "task": None,
+        "pieces": False,
+        "diseased": False,
+        "stage": SimpleNamespace(name=stage),
+        "data": SimpleNamespace(
+            labels_column="labels", label_values={"left_lung": 1}, test_patients=[]
+        ),
+    }
+    return SimpleNamespace(**{**defaults, **values})
+
+
+def without_runs(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], rows: list[dict[str, Any]]
+) -> list[recipes.Step]:
+    """Let a study plan its commands without running them; they are collected in the list."""
+    cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(4)]
+    commands: list[recipes.Step] = []
+    (folder / "scores").mkdir(parents=True)
+    (folder / "scores" / "metrics.csv").write_text("case,dice\n")
+    replaced: dict[str, Any] = {
+        "HydraConfig": SimpleNamespace(
+            get=lambda: SimpleNamespace(overrides=SimpleNamespace(task=arguments))
+        ),
+        "check_experiments": lambda *_: None,
+        "read_cases": lambda *_: cases,
+        "make_task": lambda _: SimpleNamespace(is_ct=True, regions=(), labels={"left_lung": 1}),
+        "plain": lambda _: {"name": "t"},
+        "coarse_arguments": lambda *_: {},
+        "run_steps": commands.extend,
+        "fold_rows": lambda *_: rows,
+        "write_rows": lambda *_: (folder / "folds.md").write_text("table"),
+        "write_pooled": lambda *_: (folder / "pooled.md").write_text("table"),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(study, name, value)
+    return commands
+
+
 def test_regions_with_additions_and_pieces_do_not_calibrate_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(3)]
-    data = SimpleNamespace(labels_column="labels", label_values={"left_lung": 1})
-    config: Any = SimpleNamespace(
-        output=str(tmp_path),
-        cases="cases.csv",
-        num_folds=3,
-        task=None,
-        pieces=False,
-        diseased=False,
-        data=data,
-    )
     rows = [
         {"case": case, "added_ml": added_ml}
         for case, added_ml in (("c0", 0.0), ("c1", 2.5), ("c2_lower", 0.0))
     ]
-    arguments = SimpleNamespace(overrides=SimpleNamespace(task=[]))
+    without_runs(monkeypatch, tmp_path, [], rows)
     calibrated: list[dict[str, Any]] = []
-    replaced: dict[str, Any] = {
-        "HydraConfig": SimpleNamespace(get=lambda: arguments),
-        "check_experiments": lambda _: None,
-        "read_cases": lambda *_: cases,
-        "make_task": lambda _: SimpleNamespace(is_ct=True, regions=(), labels={"left_lung": 1}),
-        "stage_steps": lambda *_: [],
-        "coarse_arguments": lambda *_: {},
-        "run_steps": lambda _: None,
-        "fold_rows": lambda *_: rows,
-        "write_rows": lambda *_: (tmp_path / "folds.md").write_text("table"),
-        "write_bound": lambda bound_rows, *_: calibrated.extend(bound_rows),
-    }
-    for name, value in replaced.items():
-        monkeypatch.setattr(study, name, value)
-    assert study.cross_validate(config) == 0
+    monkeypatch.setattr(study, "write_bound", lambda bound_rows, *_: calibrated.extend(bound_rows))
+    assert study.cross_validate(make_config(tmp_path, StageName.coarse)) == 0
     assert calibrated == rows[:1]
+
+
+def test_one_stage_is_trained_by_the_arguments_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["experiment=mine", "steps=7", "num_folds=3", "data.test_patients=[p3]", "output=x"]
+    commands = without_runs(monkeypatch, tmp_path, given, [])
+    config = make_config(tmp_path, StageName.single)
+    config.data.test_patients = ["p3"]
+    assert study.cross_validate(config) == 0
+    assert [command[0] for command in commands] == ["train", "predict"] * 3 + ["evaluate"]
+    for fold, (train, predict) in enumerate(zip(commands[:6:2], commands[1:6:2], strict=True)):
+        run_dir = tmp_path / f"fold_{fold}" / "single"
+        assert {"experiment=mine", "steps=7", f"data.fold={fold}", "data.num_folds=3"} < set(train)
+        assert "data.test_patients=[p3]" in train, "they are held out of every fold"
+        assert f"hydra.run.dir={run_dir}" in train
+        assert not any(argument.startswith(("num_folds", "output")) for argument in train)
+        assert f"single={run_dir / 'checkpoints' / 'last.ckpt'}" in predict
+    assert f"task={tmp_path / 'task.yaml'}" in commands[-1], "an experiment may choose the task"
+    tables = [tmp_path / f"fold_{fold}" / "held_out.csv" for fold in range(3)]
+    held_out = [case.name for table in tables for case in read_case_table(table)]
+    assert sorted(held_out) == ["c0", "c1", "c2"]
+    assert "coarse" not in json.dumps([*map(list, commands)])
+    # Finished runs of other arguments would be taken for those of these.
+    given[1] = "steps=8"
+    with pytest.raises(UserError, match=r"fold_0: its runs come from .*steps=7.*another folder"):
+        study.cross_validate(config)
+
+
+@pytest.mark.parametrize("argument", ["experiment=mine", "stage=fine"])
+def test_a_cascade_takes_no_argument_that_chooses_one_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str
+) -> None:
+    without_runs(monkeypatch, tmp_path, [argument], [])
+    with pytest.raises(UserError, match=r"coarse= and fine=, or choose stage=single"):
+        study.cross_validate(make_config(tmp_path, StageName.coarse))
+
+
+def test_both_stages_of_a_cascade_get_the_arguments_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = without_runs(monkeypatch, tmp_path, ["trainer.threads=1"], [])
+    monkeypatch.setattr(study, "write_bound", lambda *_: None)
+    assert study.cross_validate(make_config(tmp_path, StageName.coarse)) == 0
+    trainings = [command for command in commands if command[0] == "train"]
+    assert [command[1] for command in trainings] == ["experiment=a"] * 3 + ["experiment=b"] * 3
+    assert all("trainer.threads=1" in command for command in trainings)
 
 
 def test_folds_of_the_table_must_be_those_that_are_scored() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -147,8 +148,8 @@ def test_weights_of_a_stage_that_sees_the_coarse_one_need_the_folds(
             recipes.make_weights(config)
 
 
-def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
-    def plan(coarse: str) -> list[recipes.Step]:
+def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
+    def note(coarse: str, arguments: tuple[str, ...] = ()) -> None:
         config = MakeWeightsConfig(
             cases="t.csv",
             output="out",
@@ -158,14 +159,36 @@ def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
             pretrain_coarse=None,
             pretrain_fine=None,
         )
-        return cascade_steps(config, tmp_path / "fold_0", [], tmp_path)
+        recipes.note_recipe(tmp_path / "fold_0", recipes.recipe_of(config, arguments))
 
-    assert plan("a") == plan("a")
+    note("a")
+    note("a")
     with pytest.raises(
         UserError,
-        match=r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": \["c"\],',
+        match=r'fold_0: its runs come from \{"coarse": \["a"\],.*not \{"coarse": \["c"\],',
     ):
-        plan("c")
+        note("c")
+    with pytest.raises(UserError, match=r'not .*"arguments": \["steps=5"\]'):
+        note("a", ("steps=5",))
+
+
+def test_folders_of_configuration_files_reach_the_commands_of_a_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert recipes.search_paths() == [], "outside of Hydra"
+    sources = [
+        SimpleNamespace(provider="main", path="conf"),
+        SimpleNamespace(provider="command-line", path="/mine"),
+    ]
+    hydra_config = SimpleNamespace(
+        runtime=SimpleNamespace(config_sources=sources),
+        overrides=SimpleNamespace(hydra=["hydra.searchpath=[pkg://p.conf]", "hydra.job.x=1"]),
+    )
+    fake = SimpleNamespace(initialized=lambda: True, get=lambda: hydra_config)
+    monkeypatch.setattr(recipes, "HydraConfig", fake)
+    ((command, *arguments),) = recipes.train_steps(tmp_path / "run", "steps=5")
+    assert command == "train"
+    assert arguments[:4] == ["--config-dir", "/mine", "hydra.searchpath=[pkg://p.conf]", "steps=5"]
 
 
 @pytest.mark.parametrize(

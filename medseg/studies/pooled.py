@@ -1,0 +1,142 @@
+"""Held-out scores of all folds pooled over patients, with what each fold cost."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from medseg.data.case_table import Case
+from medseg.io.atomic import replace_text
+from medseg.io.tables import latex_table, markdown_table, write_csv
+from medseg.runs.folder import read_summary
+
+Row = Mapping[str, Any]
+
+POOLED_CSV = "pooled.csv"
+POOLED_MD = "pooled.md"
+POOLED_TEX = "pooled.tex"
+# Metric to its number of decimals in the tables for readers.
+POOLED_METRICS = {"dice": 4, "nsd_1mm": 3, "hd95_mm": 1}
+COLUMNS = {
+    "region": "region",
+    "trust": "reference",
+    "patients": "patients",
+    "scans": "scans",
+    "dice": "Dice",
+    "nsd_1mm": "NSD 1 mm",
+    "hd95_mm": "HD95 mm",
+    "not_found": "not found",
+    "false_regions": "found where absent",
+}
+COST_COLUMNS = {
+    "fold": "fold",
+    "run": "run",
+    "steps": "steps",
+    "train_s": "training, s",
+    "peak_resident_mib": "peak memory, MiB",
+}
+
+
+def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Pool the scores of held-out scans: mean and standard deviation over patients.
+
+    The scans of one patient are averaged first: they are no independent observations. A region that
+    was not found counts with a Dice and an NSD of 0. It has no distance, so it is missing from the
+    mean HD95 and counted in the column `not_found`. Scans without the region are left out of all
+    means; those in which it was found nevertheless are counted in `false_regions`.
+
+    Args:
+        rows: One per scan and region with `case`, `region`, `trust`, `volume_pred_ml`,
+            `volume_ref_ml` and the keys of `POOLED_METRICS`.
+        patients: Scan to its patient.
+
+    Returns:
+        One row per region and trust. `<metric>` is the mean and `<metric>_sd` the standard
+        deviation of a sample, both None where nothing or a single patient is there to compute it.
+    """
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row["region"], row["trust"]].append(row)
+    pooled = []
+    for (region, trust), group in groups.items():
+        present = [row for row in group if row["volume_ref_ml"] > 0]
+        absent = [row for row in group if row["volume_ref_ml"] == 0]
+        pooled_row: dict[str, Any] = {
+            "region": region,
+            "trust": trust,
+            "patients": len({patients[row["case"]] for row in present}),
+            "scans": len(present),
+            "not_found": sum(row["volume_pred_ml"] == 0 for row in present),
+            "false_regions": sum(row["volume_pred_ml"] > 0 for row in absent),
+        }
+        for metric in POOLED_METRICS:
+            means = _patient_means(present, metric, patients)
+            pooled_row[metric] = statistics.fmean(means) if means else None
+            pooled_row[f"{metric}_sd"] = statistics.stdev(means) if len(means) > 1 else None
+        pooled.append(pooled_row)
+    return pooled
+
+
+def _patient_means(rows: Sequence[Row], metric: str, patients: Mapping[str, str]) -> list[float]:
+    """Average the finite scores of each patient."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if math.isfinite(row[metric]):
+            scores[patients[row["case"]]].append(row[metric])
+    return [statistics.fmean(values) for values in scores.values()]
+
+
+def fold_costs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Read what the trainings of each fold cost from the summaries of their runs.
+
+    Args:
+        folders: Folder of each fold.
+    """
+    costs = []
+    for fold, folder in enumerate(folders):
+        for summary_file in sorted(folder.glob("*/summary.json")):
+            summary = read_summary(summary_file.parent)
+            cost = {key: summary.get(key) for key in COST_COLUMNS}
+            costs.append({**cost, "fold": fold, "run": summary_file.parent.name})
+    return costs
+
+
+def write_pooled(
+    rows: Sequence[Row], cases: Mapping[str, Case], costs: Sequence[Row], output: Path
+) -> None:
+    """Write the pooled scores as CSV, Markdown and LaTeX, the Markdown with the cost of the folds.
+
+    Args:
+        rows: As for `pooled_rows`.
+        cases: Scan to its row of the case table; one without a patient is a patient of its own.
+        costs: From `fold_costs`.
+        output: Folder of the study.
+    """
+    patients = {name: case.patient or name for name, case in cases.items()}
+    pooled = pooled_rows(rows, patients)
+    write_csv(output / POOLED_CSV, pooled)
+    readable = [_readable(row) for row in pooled]
+    scores = markdown_table(readable, COLUMNS)
+    cost_table = markdown_table(costs, COST_COLUMNS, {"train_s": ".0f", "peak_resident_mib": ".0f"})
+    replace_text(
+        output / POOLED_MD,
+        "Held-out scans, mean ± standard deviation over patients:\n\n"
+        f"{scores}\nCost of each training:\n\n{cost_table}",
+    )
+    replace_text(output / POOLED_TEX, latex_table(readable, COLUMNS))
+
+
+def _readable(row: Row) -> dict[str, Any]:
+    """Join each mean with its standard deviation."""
+    texts = dict(row)
+    for metric, decimals in POOLED_METRICS.items():
+        mean, deviation = row[metric], row[f"{metric}_sd"]
+        if mean is None:
+            texts[metric] = "none"
+        elif deviation is None:
+            texts[metric] = f"{mean:.{decimals}f}"
+        else:
+            texts[metric] = f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
+    return texts
