@@ -449,9 +449,9 @@ def make_weights(config: MakeWeightsConfig) -> int:
     ]
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     fine_arguments = coarse_arguments(config, folds)
-    # Without folds the message below says where the checkpoints were looked for.
-    has_checkpoints = all(
-        last_checkpoint(folder / "coarse").is_file() for folder in folds or [runs]
+    # `all` of no fold is true.
+    has_checkpoints = bool(folds) and all(
+        last_checkpoint(folder / "coarse").is_file() for folder in folds
     )
     if fine_arguments and not has_checkpoints:
         raise UserError(

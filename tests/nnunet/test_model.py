@@ -197,7 +197,7 @@ def test_predict_writes_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         config = to_config(hydra.compose("predict", arguments), PredictConfig)
     assert app.predict(config) == 0
     assert np.mean(read_image(output).array != expected) <= MAX_SHARE
-    report = json.loads((tmp_path / "out" / "labels.json").read_text())
+    report = json.loads((tmp_path / "out" / "labels.json").read_text(encoding="utf-8"))
     assert list(report["durations_s"]) == ["read", "prepare", "segment", "write", "total"]
     assert report["statistics"].keys() == {f"organ_{value}" for value in range(1, 6)}
     assert len(report["checkpoints"]["3d_fullres"]) == 1

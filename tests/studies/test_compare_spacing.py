@@ -20,6 +20,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.tables import write_csv
 from medseg.report.spacings import Strategy
 from medseg.studies import compare_spacing as app
+from medseg.studies import recipes
 from medseg.studies.recipes import failure_of
 
 
@@ -278,6 +279,6 @@ def test_the_last_message_of_a_command_is_its_failure(
         f"#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\nexit {code}\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(recipes, "MEDSEG", (str(program),))
     assert failure_of([command, "input=x"]) == failure
     assert capfd.readouterr().err == "medseg: first\nmedseg: coarse=x does not exist\n", "passed on"
