@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 AIR_HU = -1024
@@ -75,6 +75,7 @@ class Task:
         codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or
             `right`; names may be absent.
         colours: Label name to its colour in results, `#rrggbb`; names may be absent.
+        is_sided: Whether left and right differ although no region or label says so.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Task:
     volume_ml: dict[str, tuple[float, float]] = field(default_factory=dict)
     codes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     colours: dict[str, str] = field(default_factory=dict)
+    is_sided: bool = False
 
     @property
     def num_classes(self) -> int:
@@ -108,12 +110,16 @@ class Task:
 
         By the side of a region, or by the word `left` or `right` in the name of a label.
         """
-        if any(region.side for region in self.regions):
+        if self.is_sided or any(region.side for region in self.regions):
             return True
         words = set[str]()
         for label in self.labels:
             words.update(label.lower().replace("-", "_").split("_"))
         return "left" in words or "right" in words
+
+    def as_one_stage(self) -> Task:
+        """Return the task without regions, as one stage segments it; sides stay sides."""
+        return replace(self, regions=(), is_sided=self.has_sides)
 
     @property
     def is_ct(self) -> bool:
@@ -178,6 +184,7 @@ class Task:
             volume_ml={name: _pair(values) for name, values in data.get("volume_ml", {}).items()},
             codes={name: tuple(code) for name, code in data.get("codes", {}).items()},
             colours=dict(data.get("colours", {})),
+            is_sided=bool(data.get("is_sided", False)),
         )
 
 

@@ -88,6 +88,9 @@ def load_stage(
         task = with_known_labels(Task.from_dict(metadata["task"]))
         if name == "coarse" and not task.regions:
             name = "single"  # as older files do not call it
+        if name == "single":
+            # The task may have regions: a run chose to segment all labels at once.
+            task = task.as_one_stage()
         has_coarse_channel = bool(metadata.get("coarse_channel"))
 
         def make() -> StageNetwork:

@@ -32,7 +32,8 @@ class Segmenter:
     Args:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
         fine: The same for the fine stage; none for a task without regions.
-        weights: In place of both, a model folder of nnU-Net; see `load_model_folder`.
+        single: In place of both, checkpoints of a model of one stage, which are averaged.
+        weights: In place of all, a model folder of nnU-Net; see `load_model_folder`.
         folds: Names of its folds to average; None = all.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
@@ -50,6 +51,7 @@ class Segmenter:
         coarse: Sequence[str | Path] = (),
         fine: Sequence[str | Path] = (),
         *,
+        single: Sequence[str | Path] = (),
         weights: str | Path | None = None,
         folds: Sequence[str] | None = None,
         accelerator: str = "auto",
@@ -60,8 +62,8 @@ class Segmenter:
         self.num_threads = torch.get_num_threads()
         self.cascade: ScanModel
         if weights is not None:
-            if coarse or fine:
-                raise UserError("weights and coarse or fine exclude each other; leave one out")
+            if coarse or fine or single:
+                raise UserError("weights and checkpoints exclude each other; leave one of them out")
             self.cascade = load_model_folder(
                 weights, folds, accelerator=accelerator, precision=precision, options=options
             )
@@ -69,6 +71,7 @@ class Segmenter:
         self.cascade = load_cascade(
             coarse,
             fine,
+            single,
             accelerator=accelerator,
             precision=precision,
             options=options,

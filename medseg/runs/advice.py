@@ -75,7 +75,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
             coarse = config.stage.coarse or "<checkpoint of the coarse stage>"
             arguments += [f"coarse={coarse}", f"fine={checkpoint}"]
         else:
-            arguments.append(f"coarse={checkpoint}")
+            arguments.append(f"single={checkpoint}")
     if config.trusted_targets:
         arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
     words = ["medseg"]

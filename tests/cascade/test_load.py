@@ -13,6 +13,7 @@ import torch
 
 from medseg.cascade import load as stages
 from medseg.cascade.bound import DiceBound
+from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stage, load_stages, with_known_labels
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -68,6 +69,15 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     image = torch.randn(1, 1, 32, 32, 32)
     logits = stage.network(image)
     torch.testing.assert_close(logits, network(image), rtol=1e-4, atol=1e-4)
+
+
+def test_one_stage_segments_the_labels_of_a_task_with_regions(tmp_path: Path) -> None:
+    config = compose(stage="single")
+    assert config.task.regions
+    write(tmp_path / "s.safetensors", config)
+    stage = load_stage(tmp_path / "s.safetensors", "single", CPU)
+    assert (stage.name, stage.task.regions) == ("single", ())
+    assert Cascade(stage).fine is None
 
 
 @pytest.mark.parametrize("norm", ["instance", "channel", "affine"])

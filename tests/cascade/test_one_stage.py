@@ -17,7 +17,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
-from medseg.task import Task
+from medseg.task import Region, Task
 
 WHOLE = replace(TASK, regions=())
 STORED = Orientation((2, 0, 1), (False, True, False))
@@ -85,6 +85,17 @@ def test_several_checkpoints_and_flips_give_a_disagreement() -> None:
     assert result.disagreement.shape == volume.array.shape
     assert flips(WHOLE, tta=True) == [(), (-3,), (-2,), (-3, -2)], "the labels have sides"
     assert len(flips(Task("t", {"liver": 1}, (), WHOLE.channels), tta=True)) == 8
+
+
+def test_one_stage_of_a_task_with_regions_keeps_its_sides() -> None:
+    labels = {"a": 1, "b": 2}
+    regions = (Region("a", ("a",), "left"), Region("b", ("b",), "right"))
+    task = Task("t", labels, regions, WHOLE.channels)
+    one_stage = task.as_one_stage()
+    assert (one_stage.regions, one_stage.labels) == ((), labels)
+    assert len(flips(one_stage, tta=True)) == len(flips(task, tta=True)) == 4
+    assert Task.from_dict(one_stage.to_dict()) == one_stage
+    assert not TASK.as_one_stage().as_one_stage().regions
 
 
 def test_a_missing_or_superfluous_stage_is_refused() -> None:

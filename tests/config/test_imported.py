@@ -61,7 +61,9 @@ def test_the_task_of_a_data_set_replaces_that_of_the_lungs(
 
 def test_a_cross_validation_has_the_task_of_its_cases(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path / "D", labels={"background": 0, "liver": 1})
-    config = compose([f"cases={folder}", "output=x"], "cross_validate", CrossValidateConfig)
+    arguments = [f"cases={folder}", "output=x", "run_dir=x"]
+    config = compose(arguments, "cross_validate", CrossValidateConfig)
+    assert config.data.cases == config.cases == str(folder)
     assert (config.task.labels, config.data.label_values) == ({"liver": 1}, {"liver": 1})
 
 

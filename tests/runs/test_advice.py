@@ -118,7 +118,7 @@ def test_the_plan_of_a_task_file_names_the_file(monkeypatch: pytest.MonkeyPatch)
             ["stage=fine"],
             "predict input=<scan> output=<folder> coarse=<checkpoint of the coarse stage> fine=",
         ),
-        (["stage=single", "task=brain_tumour"], "predict input=<scan> output=<folder> coarse="),
+        (["stage=single", "task=brain_tumour"], "predict input=<scan> output=<folder> single="),
     ],
 )
 def test_a_finished_run_names_the_command_that_follows(
@@ -129,10 +129,10 @@ def test_a_finished_run_names_the_command_that_follows(
     line = next_command(compose("train", *overrides), checkpoint)
     assert line.replace("'", "").startswith(f"medseg {expected}")
     name, config = follow(line.replace("<checkpoint of the coarse stage>", "coarse.ckpt"))
-    is_training = name == "train"
-    assert str(checkpoint) in (
-        str(config.stage.coarse) if is_training else f"{config.coarse} {config.fine}"
-    )
+    if name == "train":
+        assert config.stage.coarse == str(checkpoint)
+    else:
+        assert [str(checkpoint)] in (config.fine, config.single)
 
 
 def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path) -> None:
