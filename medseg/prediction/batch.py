@@ -27,7 +27,7 @@ from medseg.memory.profile import resident_bytes
 from medseg.prediction.cascades import (
     RangeCascade,
     load_cascade,
-    load_model_folder,
+    load_model_folders,
     pick_cascade,
     result_settings,
 )
@@ -128,14 +128,16 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
     if config.weights is not None:
-        model = load_model_folder(
+        model = load_model_folders(
             config.weights,
             config.folds,
+            label_values=config.label_values,
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,
         )
-        return [RangeCascade(model, result_settings(model, precision))]
+        settings = {**result_settings(model, precision), "labels": model.task.labels}
+        return [RangeCascade(model, settings)]
     loaded = []
     for name, checkpoints in config.ranges.items():
         cascade = load_cascade(

@@ -129,13 +129,17 @@ class PredictConfig:
         Knob("Like coarse, for the fine stage; several checkpoints also write their disagreement."),
     ] = None
     weights: Annotated[
-        Text,
+        Any,
         Knob(
-            "Model folder of nnU-Net, a folder above it, or the zip file of its export; in place of coarse and fine."
+            "Model folder of medseg or nnU-Net, or the zip file of nnU-Net's export; [a,b]: a later label wins."
         ),
     ] = None
     folds: Annotated[
         Any, Knob("With weights: folds whose outputs are averaged, such as [0,1]; null: all.")
+    ] = None
+    label_values: Annotated[
+        dict[str, int] | None,
+        Knob("With weights: {name: value}, 1 to 255; null: 1, 2, … in the order of the folders."),
     ] = None
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,
@@ -192,6 +196,7 @@ class PredictConfig:
         """Bring single checkpoints to lists of one, and give a range the checkpoints that it leaves out."""
         self.save = list(dict.fromkeys(self.save))
         self.coarse, self.fine = as_texts(self.coarse), as_texts(self.fine)
+        self.weights = as_texts(self.weights)
         if self.folds is not None:
             folds = self.folds if isinstance(self.folds, list) else [self.folds]
             self.folds = [str(fold) for fold in folds]
@@ -243,9 +248,11 @@ class PredictConfig:
     def _weights_clashes(self) -> Iterator[str]:
         """Yield a sentence for each key that contradicts `weights`, or needs it."""
         if self.weights is None:
-            if self.folds is not None:
-                yield "folds belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            for key in ("folds", "label_values"):
+                if getattr(self, key) is not None:
+                    yield f"{key} belongs to a model folder; give weights=<folder> too, or leave it out"
             return
+        yield from text_clashes("weights", self.weights, "a model folder, a list of them or null")
         others = {"coarse": self.coarse, "fine": self.fine, "by_spacing": self.by_spacing}
         for key, value in others.items():
             if value is not None:
