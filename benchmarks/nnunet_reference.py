@@ -39,7 +39,7 @@ SPLINE, TORCH, NONE = (
     "no_resampling_hack",
 )
 # Small toy whose labels are recorded for all storages of a scan.
-STORED_MODEL = "anisotropic"
+STORED_MODEL = "torch"
 # Resampling function to its arguments for images, reference labels and logits.
 RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
     SPLINE: (CUBIC, LINEAR | {"is_seg": True}, LINEAR),
