@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from medseg.cascade.cascade import Cascade
 from medseg.errors import (
     EXIT_FAILED,
     EXIT_OUT_OF_MEMORY,
@@ -50,7 +51,7 @@ from medseg.prediction.forecast import (
     seconds_per_voxel,
 )
 from medseg.prediction.model import ScanModel
-from medseg.prediction.options import PredictConfig
+from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import (
     Scan,
@@ -135,7 +136,13 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,
+            trusted=config.trusted_targets,
         )
+        if Save.probabilities in config.save and not isinstance(model, Cascade):
+            raise UserError(
+                "save=probabilities: only one model folder of medseg keeps probabilities, which "
+                "would fill the memory otherwise; leave it out"
+            )
         settings = {**result_settings(model, precision), "labels": model.task.labels}
         return [RangeCascade(model, settings)]
     loaded = []

@@ -24,6 +24,7 @@ from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
+from medseg.weights.model_folder import find_stages, is_weights_folder
 
 
 class RangeCascade(NamedTuple):
@@ -115,6 +116,7 @@ def load_model_folders(
     accelerator: str = "auto",
     precision: str | None = None,
     options: InferenceOptions | None = None,
+    trusted: Sequence[str] = (),
 ) -> ScanModel:
     """Load model folders; of several, a later label is painted over an earlier one.
 
@@ -124,18 +126,32 @@ def load_model_folders(
         folds: Names of the folds to average; None = all.
         label_values: Label name to value where it is not its place among the labels of all folders.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, or None for it.
-        options: Sums, orientation, flips and memory; the defaults where None.
+        precision: See `load_cascade`; `fp32` or None for a folder of nnU-Net.
+        options: Keys of `inference`; the defaults where None.
+        trusted: See `load_cascade`, for a folder of medseg.
 
     Raises:
-        UserError: If the device, the folder or an option cannot be used.
+        UserError: If the device, a folder or an option cannot be used, or the models do not go
+            together.
     """
-    device = _device_of(accelerator)
+    options = options or InferenceOptions()
     models: list[ScanModel] = []
-    for folder in weights:
-        models.append(
-            load_nnunet(Path(folder), folds, device, options or InferenceOptions(), precision)
-        )
+    for folder in map(Path, weights):
+        if is_weights_folder(folder):
+            stages = find_stages(folder, folds)
+            models.append(
+                load_cascade(
+                    stages.get("coarse") or stages["single"],
+                    stages.get("fine"),
+                    accelerator=accelerator,
+                    precision=precision,
+                    options=options,
+                    trusted=trusted,
+                )
+            )
+            continue
+        device = _device_of(accelerator)
+        models.append(load_nnunet(folder, folds, device, options, precision))
     if len(models) == 1 and not label_values:
         return models[0]
     names = _distinct_names([Path(folder) for folder in weights])

@@ -259,11 +259,6 @@ class PredictConfig:
                 yield f"weights and {key} exclude each other; leave one of them out"
         if self.folds == []:
             yield "folds: expected numbers of folds, such as [0,1], but got none; leave it out for all"
-        if Save.probabilities in self.save:
-            yield (
-                "save=probabilities: a model folder of nnU-Net keeps no probabilities, which would fill the memory; leave "
-                "it out"
-            )
 
 
 def as_texts(value: Any) -> Any:

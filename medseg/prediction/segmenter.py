@@ -72,6 +72,7 @@ class Segmenter:
                 accelerator=accelerator,
                 precision=precision,
                 options=options,
+                trusted=trusted,
             )
             return
         self.cascade = load_cascade(

@@ -225,7 +225,8 @@ def test_the_python_api_takes_a_model_folder() -> None:
         (["folds=[0]"], "folds belongs to a model folder; give weights=<folder> too"),
         (["weights=a", "coarse=b"], "weights and coarse exclude each other"),
         (["weights=a", "folds=[]"], "folds: expected numbers of folds"),
-        (["weights=a", "save=[probabilities]"], "save=probabilities: a model folder of nnU-Net"),
+        (["label_values={a: 1}"], "label_values belongs to a model folder"),
+        (["weights=[]"], "weights: expected a model folder, a list of them or null"),
     ],
 )
 def test_contradicting_keys_are_refused(arguments: list[str], words: str) -> None:

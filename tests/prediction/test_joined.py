@@ -18,6 +18,7 @@ from medseg.io.volume import Volume
 from medseg.prediction.joined import JoinedModels, join_values
 from medseg.task import Channel, Task
 
+CPU = torch.device("cpu")
 GRID = VoxelGrid((2, 2, 2), (1.0, 1.0, 1.0))
 
 
@@ -29,7 +30,7 @@ class Painter:
     slices: tuple[int, ...]
     keeps_values: bool = True
     precision: str = "fp32"
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     options: InferenceOptions = field(default_factory=InferenceOptions)
     steps: tuple[str, ...] = ("segment",)
 
@@ -111,7 +112,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
     for values in ({"liver": 0}, {"liver": 256}, {"liver": 5, "aorta": 5}):
         with pytest.raises(UserError, match="expected different values from 1 to 255, got"):
             join_values([["liver"], ["aorta"]], values)
-    with pytest.raises(UserError, match="have 300 labels, .* up to 255; give fewer models"):
+    with pytest.raises(UserError, match=r"have 300 labels, .* up to 255; give fewer models"):
         join_values([[f"a{n}" for n in range(150)], [f"b{n}" for n in range(150)]], {})
     with pytest.raises(UserError, match="part0 takes the channels ct, but part1 mr"):
         joined(painter(["liver"]), painter(["tumour"], modality="mr"))
