@@ -12,6 +12,7 @@ runs on the CPU, reads the scan by the reader of the plans and mirrors as the ch
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -31,7 +32,20 @@ CT = {"mean": -150.0, "std": 320.0, "percentile_00_5": -990.0, "percentile_99_5"
 UNET = "dynamic_network_architectures.architectures.unet"
 CUBIC = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
 LINEAR = {"is_seg": False, "order": 1, "order_z": 0, "force_separate_z": None}
-TORCH = {"is_seg": False, "force_separate_z": None}
+SLICES = {"is_seg": False, "force_separate_z": None}
+SPLINE, TORCH, NONE = (
+    "resample_data_or_seg_to_shape",
+    "resample_torch_fornnunet",
+    "no_resampling_hack",
+)
+# Small toy whose labels are recorded for all storages of a scan.
+STORED_MODEL = "torch"
+# Resampling function to its arguments for images, reference labels and logits.
+RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
+    SPLINE: (CUBIC, LINEAR | {"is_seg": True}, LINEAR),
+    TORCH: (SLICES, SLICES, SLICES),
+    NONE: ({}, {}, {}),
+}
 
 
 def labels_of(num_classes: int) -> dict[str, int]:
@@ -88,7 +102,7 @@ def toy(
     transpose: tuple[int, int, int] = (0, 1, 2),
     schemes: tuple[str, ...] = ("CTNormalization",),
     masked: bool = False,
-    torch_resampling: bool = False,
+    resampling: str = SPLINE,
     mirror_axes: tuple[int, ...] | None = (0, 1, 2),
     folds: tuple[int, ...] = (0,),
     reader: str = "SimpleITKIO",
@@ -105,14 +119,14 @@ def toy(
         transpose: `transpose_forward` of the plans.
         schemes: Normalisation of each channel.
         masked: Whether z-scores are computed inside the non-zero mask.
-        torch_resampling: Whether `resample_torch_fornnunet` resamples.
+        resampling: Key of `RESAMPLING`.
         mirror_axes: Axes that the checkpoint allows to mirror.
         folds: Numbers of the folds.
         reader: `image_reader_writer` of the plans.
         regions_class_order: Of `dataset.json`, for regions.
         trainer: Name of the trainer.
     """
-    function = "resample_torch_fornnunet" if torch_resampling else "resample_data_or_seg_to_shape"
+    images, labels_of_reference, logits = RESAMPLING[resampling]
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres",
         "preprocessor_name": "DefaultPreprocessor",
@@ -122,12 +136,12 @@ def toy(
         "spacing": spacing_mm,
         "normalization_schemes": list(schemes),
         "use_mask_for_norm": [masked] * len(schemes),
-        "resampling_fn_data": function,
-        "resampling_fn_seg": function,
-        "resampling_fn_probabilities": function,
-        "resampling_fn_data_kwargs": TORCH if torch_resampling else CUBIC,
-        "resampling_fn_seg_kwargs": TORCH if torch_resampling else LINEAR | {"is_seg": True},
-        "resampling_fn_probabilities_kwargs": TORCH if torch_resampling else LINEAR,
+        "resampling_fn_data": resampling,
+        "resampling_fn_seg": resampling,
+        "resampling_fn_probabilities": resampling,
+        "resampling_fn_data_kwargs": images,
+        "resampling_fn_seg_kwargs": labels_of_reference,
+        "resampling_fn_probabilities_kwargs": logits,
         "batch_dice": False,
         **(older_network() if network is None else {"architecture": network}),
     }
@@ -224,7 +238,18 @@ def toys() -> dict[str, dict[str, Any]]:
             [3.0, 2.0, 2.0],
             [24, 32, 32],
             network=described_network(8),
-            torch_resampling=True,
+            resampling=TORCH,
+            mirror_axes=None,
+        ),
+        "torch_apart": toy(
+            labels_of(5), [6.0, 1.5, 1.5], [8, 48, 48], resampling=TORCH, mirror_axes=None
+        ),
+        "unresampled": toy(
+            labels_of(5),
+            [3.0, 2.0, 2.0],
+            [24, 32, 32],
+            network=described_network(8),
+            resampling=NONE,
             mirror_axes=None,
         ),
         "reoriented": toy(
@@ -321,6 +346,14 @@ def small_toys() -> dict[str, dict[str, Any]]:
             transpose=(1, 2, 0),
             mirror_axes=(0,),
         ),
+        "torch": toy(
+            labels_of(4),
+            [2.0, 1.1, 1.4],
+            [8, 16, 16],
+            network=tiny,
+            resampling=TORCH,
+            mirror_axes=None,
+        ),
     }
 
 
@@ -342,7 +375,55 @@ def record(output: Path) -> None:
             with zipfile.ZipFile(output / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
                 for file in sorted(model.rglob("*.*")):
                     archive.write(file, file.relative_to(folder))
+            if name == STORED_MODEL:
+                record_orientations(model, output / "orientations.npz")
         np.savez_compressed(output / f"{name}.npz", scan=scan, spacing_mm=spacing_mm, labels=labels)
+
+
+def storages() -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    """All 48 ways to store a volume: the order of its axes, and which of them run backwards."""
+    orders = itertools.permutations(range(3))
+    flips = list(itertools.product((False, True), repeat=3))
+    return list(itertools.product(orders, flips))
+
+
+def record_orientations(model: Path, output: Path) -> None:
+    """Write the labels of one scan in all storages, by the reader that reorients and the one that does not.
+
+    Args:
+        model: A model folder.
+        output: Receives `scan` (D, H, W) with axes to superior, posterior and left, `spacing_mm`,
+            and the voxels of the labels of each storage, in stored order: `stored` and `reoriented`.
+    """
+    import nibabel
+    from nnunetv2.imageio.nibabel_reader_writer import NibabelIOWithReorient
+    from nnunetv2.imageio.simpleitk_reader_writer import SimpleITKIO
+
+    spacing_mm = np.array((3.0, 1.0, 1.2))
+    scan = np.random.default_rng(7).normal(-300, 300, (11, 14, 12)).astype(np.int16)
+    # World directions (x, y, z to right, anterior, superior) of a step along each axis.
+    steps = spacing_mm[:, None] * np.array([[0, 0, 1], [0, -1, 0], [-1, 0, 0]])
+    labels: dict[str, list[np.ndarray]] = {"stored": [], "reoriented": []}
+    readers = {"stored": SimpleITKIO(), "reoriented": NibabelIOWithReorient()}
+    for order, flips in storages():
+        sign = np.where(flips, -1, 1)
+        array = scan.transpose(order)[tuple(slice(None, None, step) for step in sign)]
+        affine = np.eye(4)
+        affine[:3, :3] = (sign[:, None] * steps[list(order)])[::-1].T
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "scan.nii.gz")
+            nibabel.save(nibabel.Nifti1Image(array.transpose(2, 1, 0), affine), path)
+            for name, reader in readers.items():
+                image, properties = reader.read_images([str(path)])
+                written = Path(folder, f"{name}.nii.gz")
+                reader.write_seg(
+                    labels_of_nnunet(model, image, properties), str(written), properties
+                )
+                stored = np.asarray(nibabel.load(written).dataobj).astype(np.uint8)
+                labels[name].append(stored.transpose(2, 1, 0).ravel())
+    np.savez_compressed(
+        output, scan=scan, spacing_mm=spacing_mm, **{key: np.stack(labels[key]) for key in labels}
+    )
 
 
 def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:

@@ -11,7 +11,14 @@ import numpy as np
 from torch import Tensor
 
 from medseg.findings import Finding, information_in, sentences_of
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
+from medseg.task import Task
+
+EMPTY_RESULT = "empty_result"
+NO_LABEL = (
+    "no label found at all: the result is empty; check that the scan shows the organs of the task"
+)
+"""Finding of a result without any label, and its sentence."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,14 @@ class Segmentation:
     def information(self) -> list[str]:
         """Sentences of the findings that ask for nothing."""
         return information_in(self.findings)
+
+
+def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
+    """Volume of each label of a label map (D, H, W) of bytes, counted plane by plane."""
+    counts = np.zeros(256, dtype=np.int64)
+    for plane in labels:
+        counts += np.bincount(plane.reshape(-1), minlength=256)
+    return {name: voxel_ml(grid) * int(counts[value]) for name, value in task.labels.items()}
 
 
 def rounded_down(value: float, digits: int) -> float:

@@ -117,8 +117,8 @@ def _pick_folder(top: Path, path: Path, given: str) -> Path:
                 "could execute code; train it again with version 2, or predict with nnU-Net 1"
             )
         raise UserError(
-            f"{given}: expected a model folder of nnU-Net, but no {PLANS} is there or up to "
-            f"{MAX_DEPTH} folders below; give <trainer>__<plans>__<configuration>"
+            f"{given}: expected a model folder, but neither the SHA256SUMS of medseg is there, nor "
+            f"the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; give the folder that holds it"
         )
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
     candidates = supported or folders

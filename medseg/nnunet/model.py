@@ -16,9 +16,14 @@ from torch import Tensor, nn
 
 from medseg.errors import UserError
 from medseg.findings import information_of, warnings_of
-from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
-from medseg.inference.segmentation import Segmentation
+from medseg.inference.segmentation import (
+    EMPTY_RESULT,
+    NO_LABEL,
+    Segmentation,
+    label_volumes_ml,
+)
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.memory.accounting import forward_bytes_per_voxel
@@ -194,16 +199,12 @@ class NnunetModel:
             turned = orientation.turned(stored).transpose(self.plan.transpose)
             self._segment(prepared, turned[prepared.box.slices()])
         result.labels = stored
-        result.volumes_ml = _volumes_ml(stored, volume.grid, self.task)
+        result.volumes_ml = label_volumes_ml(stored, volume.grid, self.task)
         result.tiling_plans["segment"] = self._described_passes()
         result.findings += information_of("model_folder", self.folder.notes)
         result.findings += warnings_of("stored_orientation", self._side_warnings(volume.grid))
         if not any(result.volumes_ml.values()):
-            sentence = (
-                "no label found at all: the result is empty; check that the scan shows the organs "
-                "of the task"
-            )
-            result.findings += warnings_of("empty_result", [sentence])
+            result.findings += warnings_of(EMPTY_RESULT, [NO_LABEL])
         return result
 
     @torch.inference_mode()
@@ -436,14 +437,6 @@ def _timed(
     start_s = time.perf_counter()
     yield
     result.durations_s[step] = time.perf_counter() - start_s
-
-
-def _volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
-    """Volume of each label, counted plane by plane."""
-    counts = np.zeros(256, dtype=np.int64)
-    for plane in labels:
-        counts += np.bincount(plane.reshape(-1), minlength=256)
-    return {name: voxel_ml(grid) * int(counts[value]) for name, value in task.labels.items()}
 
 
 def _times(shape: Sequence[int]) -> str:

@@ -72,20 +72,30 @@ class SamePlanes:
 
 
 class TorchPlanes:
-    """Trilinear interpolation of torch in float32, with the bits of one call on the whole volume.
+    """Linear interpolation of torch in float32, with the bits of one call on the whole volume.
 
     Torch interpolates rows inside planes inside the volume. Two planes that keep their distance
     along z go through the same kernel; what is left is the step between them, a fused
-    multiply-add.
+    multiply-add. Slices that are resampled apart are two-dimensional images to torch, which takes
+    another kernel for results with H + W <= 128: there the last bit of a value may differ.
 
     Args:
         source: Shape of the volume.
         target: Shape of the result.
+        apart: Axis along which the nearest voxel is taken once the other two are interpolated; None
+            interpolates along all.
     """
 
-    def __init__(self, source: Shape, target: Shape) -> None:
+    def __init__(self, source: Shape, target: Shape, apart: int | None = None) -> None:
         self.num_planes = target[0]
-        self._in_plane = target[1:]
+        self._apart = apart
+        self._nearest = np.empty(0, dtype=np.int64)
+        # An axis apart keeps its size while the other two are interpolated.
+        in_plane = list(target)
+        if apart is not None:
+            in_plane[apart] = source[apart]
+            self._nearest = nearest_exact(target[apart], source[apart])
+        self._in_plane = in_plane[1:]
         scale = np.float32(source[0]) / np.float32(target[0])
         # Fused as well: the product is exact in float64, and the result is rounded once.
         position = (np.float64(scale) * (np.arange(target[0]) + 0.5) - 0.5).astype(np.float32)
@@ -96,17 +106,32 @@ class TorchPlanes:
         self._weight = np.clip(distance, np.float32(0.0), np.float32(1.0))
 
     def sources(self, plane: int) -> list[int]:
-        """The planes before and after the position."""
+        """The nearest plane, or those before and after the position."""
+        if self._apart == 0:
+            return [int(self._nearest[plane])]
         return [int(self._first[plane]), int(self._second[plane])]
 
     def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
         """Interpolate in plane, then between the planes; float32."""
-        pair = torch.stack([values.float() for values in planes])
-        size = (2, *self._in_plane)
-        first, second = functional.interpolate(pair[None, None], size, mode="trilinear")[0, 0]
+        values = torch.stack([source.float() for source in planes])[None, None]
+        size = (len(planes), *self._in_plane)
+        interpolated = functional.interpolate(values, size, mode="trilinear")[0, 0]
+        if self._apart == 0:
+            return interpolated[0]
+        first, second = interpolated
         weight = self._weight[plane]
         after = (second * float(weight)).double()
-        return after.add_(first.double().mul_(float(np.float32(1.0) - weight))).float()
+        between = after.add_(first.double().mul_(float(np.float32(1.0) - weight))).float()
+        if self._apart is None:
+            return between
+        return between.index_select(self._apart - 1, torch.from_numpy(self._nearest))
+
+
+def nearest_exact(num_outputs: int, num_inputs: int) -> np.ndarray:
+    """Source voxels of torch's `nearest-exact`, which rounds the scale and the product to float32."""
+    scale = np.float64(np.float32(num_inputs) / np.float32(num_outputs))
+    position = ((np.arange(num_outputs) + 0.5) * scale).astype(np.float32)
+    return np.minimum(np.floor(position).astype(np.int64), num_inputs - 1)
 
 
 def orders_of(plan: ResamplingPlan, current_mm: SpacingMm, new_mm: SpacingMm) -> Shape:
@@ -138,26 +163,17 @@ def make_planes(
         new_mm: Spacing of the target.
 
     Raises:
-        PlanError: If the plan does not resample, but the shapes differ; or if torch would resample
-            slices apart.
+        PlanError: If the plan does not resample, but the shapes differ.
     """
     if source == target:
         return SamePlanes(target[0])
     if plan.function == NONE:
         raise PlanError(
-            f"asks for no resampling, but the scan has {source} voxels and the network needs {target}"
+            f"asks for {NONE} of the logits, but they have {source} voxels and the scan {target}"
         )
     if plan.function == TORCH:
-        if separate_axis(plan.separate_z, current_mm, new_mm) is not None:
-            raise PlanError(
-                f"resamples slices apart by {TORCH} at the spacing of this scan, "
-                f"{_times(current_mm)} to {_times(new_mm)} mm, which is not supported yet"
-            )
-        return TorchPlanes(source, target)
+        apart = separate_axis(plan.separate_z, current_mm, new_mm)
+        return TorchPlanes(source, target, apart)
     orders = orders_of(plan, current_mm, new_mm)
     margins = [FILTER_MARGIN if order == CUBIC else 0 for order in orders]
     return SplinePlanes(source, target, orders, (margins[0], margins[1], margins[2]))
-
-
-def _times(spacing_mm: SpacingMm) -> str:
-    return "×".join(f"{size_mm:.2f}" for size_mm in spacing_mm)

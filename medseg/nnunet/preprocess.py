@@ -13,7 +13,7 @@ from torch import Tensor
 from medseg.geometry.grid import VoxelBox
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_array, new_tensor
-from medseg.nnunet.plan import TORCH, ChannelPlan, NnunetPlan
+from medseg.nnunet.plan import NONE, TORCH, ChannelPlan, NnunetPlan
 from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_of
 from medseg.nnunet.spline import axis_taps, filtered
 
@@ -91,6 +91,8 @@ def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
 
 def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:
     """Shape at the spacing of the plan; `round` takes the even number at a half, as nnU-Net does."""
+    if plan.image_resampling.function == NONE:
+        return shape
     depth, height, width = (
         max(1, round(native_mm / target_mm * size))
         for native_mm, target_mm, size in zip(spacing_mm, plan.spacing_mm, shape, strict=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from medseg.cascade.cascade import Cascade
 from medseg.errors import (
     EXIT_FAILED,
     EXIT_OUT_OF_MEMORY,
@@ -27,7 +28,7 @@ from medseg.memory.profile import resident_bytes
 from medseg.prediction.cascades import (
     RangeCascade,
     load_cascade,
-    load_model_folder,
+    load_model_folders,
     pick_cascade,
     result_settings,
 )
@@ -50,7 +51,7 @@ from medseg.prediction.forecast import (
     seconds_per_voxel,
 )
 from medseg.prediction.model import ScanModel
-from medseg.prediction.options import PredictConfig
+from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import (
     Scan,
@@ -128,14 +129,22 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
     if config.weights is not None:
-        model = load_model_folder(
+        model = load_model_folders(
             config.weights,
             config.folds,
+            label_values=config.label_values,
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,
+            trusted=config.trusted_targets,
         )
-        return [RangeCascade(model, result_settings(model, precision))]
+        if Save.probabilities in config.save and not isinstance(model, Cascade):
+            raise UserError(
+                "save=probabilities: only one model folder of medseg keeps probabilities, which "
+                "would fill the memory otherwise; leave it out"
+            )
+        settings = {**result_settings(model, precision), "labels": model.task.labels}
+        return [RangeCascade(model, settings)]
     loaded = []
     for name, checkpoints in config.ranges.items():
         cascade = load_cascade(

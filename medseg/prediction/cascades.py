@@ -1,6 +1,6 @@
 """Models of a prediction: loading cascades and model folders, and choosing a cascade for a scan by its spacing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,13 @@ from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.nnunet.model import load_nnunet
 from medseg.prediction.contract import backend_room_bytes
+from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan
 from medseg.weights.files import TILE_CHANGES, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
+from medseg.weights.model_folder import find_stages, is_weights_folder
 
 
 class RangeCascade(NamedTuple):
@@ -114,28 +116,63 @@ def load_cascade(
     return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
 
 
-def load_model_folder(
-    weights: str | Path,
+def load_model_folders(
+    weights: Sequence[str | Path],
     folds: Sequence[str] | None = None,
     *,
+    label_values: Mapping[str, int] | None = None,
     accelerator: str = "auto",
     precision: str | None = None,
     options: InferenceOptions | None = None,
+    trusted: Sequence[str] = (),
 ) -> ScanModel:
-    """Load a model folder of nnU-Net.
+    """Load model folders; of several, a later label is painted over an earlier one.
 
     Args:
-        weights: The folder, one above it, or the zip file of nnU-Net's export.
+        weights: For each model a folder of medseg or nnU-Net, one above the latter, or the zip file
+            of nnU-Net's export.
         folds: Names of the folds to average; None = all.
+        label_values: Label name to value where it is not its place among the labels of all folders.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, or None for it.
-        options: Sums, orientation, flips and memory; the defaults where None.
+        precision: See `load_cascade`; `fp32` or None for a folder of nnU-Net.
+        options: Keys of `inference`; the defaults where None.
+        trusted: See `load_cascade`, for a folder of medseg.
 
     Raises:
-        UserError: If the device, the folder or an option cannot be used.
+        UserError: If the device, a folder or an option cannot be used, or the models do not go
+            together.
     """
-    device = _device_of(accelerator)
-    return load_nnunet(Path(weights), folds, device, options or InferenceOptions(), precision)
+    options = options or InferenceOptions()
+    models: list[ScanModel] = []
+    for folder in map(Path, weights):
+        if is_weights_folder(folder):
+            stages = find_stages(folder, folds)
+            models.append(
+                load_cascade(
+                    stages.get("coarse"),
+                    stages.get("fine"),
+                    stages.get("single"),
+                    accelerator=accelerator,
+                    precision=precision,
+                    options=options,
+                    trusted=trusted,
+                )
+            )
+            continue
+        device = _device_of(accelerator)
+        models.append(load_nnunet(folder, folds, device, options, precision))
+    if len(models) == 1 and not label_values:
+        return models[0]
+    names = _distinct_names([Path(folder) for folder in weights])
+    return JoinedModels(names, tuple(models), label_values or {})
+
+
+def _distinct_names(folders: Sequence[Path]) -> tuple[str, ...]:
+    """Name folders by their last part where that tells them apart, else by their paths."""
+    names = tuple(folder.name for folder in folders)
+    if len(set(names)) == len(names):
+        return names
+    return tuple(str(folder) for folder in folders)
 
 
 def _device_of(accelerator: str) -> torch.device:

@@ -143,13 +143,17 @@ class PredictConfig:
         ),
     ] = None
     weights: Annotated[
-        Text,
+        Any,
         Knob(
-            "Model folder of nnU-Net, a folder above it, or the zip file of its export; in place of coarse and fine."
+            "Model folder of medseg or nnU-Net, or the zip file of nnU-Net's export; [a,b]: a later label wins."
         ),
     ] = None
     folds: Annotated[
         Any, Knob("With weights: folds whose outputs are averaged, such as [0,1]; null: all.")
+    ] = None
+    label_values: Annotated[
+        dict[str, int] | None,
+        Knob("With weights: {name: value}, 1 to 255; null: 1, 2, … in the order of the folders."),
     ] = None
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,
@@ -207,6 +211,7 @@ class PredictConfig:
         self.save = list(dict.fromkeys(self.save))
         for stage in STAGES:
             setattr(self, stage, as_texts(getattr(self, stage)))
+        self.weights = as_texts(self.weights)
         if self.folds is not None:
             folds = self.folds if isinstance(self.folds, list) else [self.folds]
             self.folds = [str(fold) for fold in folds]
@@ -268,19 +273,16 @@ class PredictConfig:
     def _weights_clashes(self) -> Iterator[str]:
         """Yield a sentence for each key that contradicts `weights`, or needs it."""
         if self.weights is None:
-            if self.folds is not None:
-                yield "folds belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+            for key in ("folds", "label_values"):
+                if getattr(self, key) is not None:
+                    yield f"{key} belongs to a model folder; give weights=<folder> too, or leave it out"
             return
+        yield from text_clashes("weights", self.weights, "a model folder, a list of them or null")
         for key in (*STAGES, "by_spacing"):
             if getattr(self, key) is not None:
                 yield f"weights and {key} exclude each other; leave one of them out"
         if self.folds == []:
             yield "folds: expected numbers of folds, such as [0,1], but got none; leave it out for all"
-        if Save.probabilities in self.save:
-            yield (
-                "save=probabilities: a model folder of nnU-Net keeps no probabilities, which would fill the memory; leave "
-                "it out"
-            )
 
 
 def as_texts(value: Any) -> Any:

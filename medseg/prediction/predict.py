@@ -124,7 +124,8 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         )
     if config.weights is not None:
         raise UserError(
-            "weights: the processes of torchrun cannot share a model folder of nnU-Net; start the command without torchrun"
+            "weights: the processes of torchrun cannot share a model folder; start the command without "
+            "torchrun, or give coarse= and fine="
         )
     if config.by_spacing:
         raise UserError(

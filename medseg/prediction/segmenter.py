@@ -1,7 +1,7 @@
 """Python API: load a cascade once, then segment any number of scans."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import Segmentation
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
-from medseg.prediction.cascades import load_cascade, load_model_folder
+from medseg.prediction.cascades import load_cascade, load_model_folders
 from medseg.prediction.case import read_scan, segment_scan
 from medseg.prediction.model import ScanModel
 from medseg.preprocess.channels import place_channel
@@ -33,8 +33,9 @@ class Segmenter:
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
         fine: The same for the fine stage; none for a task without regions.
         single: In place of both, checkpoints of a model of one stage, which are averaged.
-        weights: In place of all, a model folder of nnU-Net; see `load_model_folder`.
-        folds: Names of its folds to average; None = all.
+        weights: In place of all, a model folder or a list of them; see `load_model_folders`.
+        folds: Names of the folds to average; None = all.
+        label_values: Label name to value where it is not its place among the labels of `weights`.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
@@ -52,8 +53,9 @@ class Segmenter:
         fine: Sequence[str | Path] = (),
         *,
         single: Sequence[str | Path] = (),
-        weights: str | Path | None = None,
+        weights: str | Path | Sequence[str | Path] | None = None,
         folds: Sequence[str] | None = None,
+        label_values: Mapping[str, int] | None = None,
         accelerator: str = "auto",
         precision: str | None = None,
         options: InferenceOptions | None = None,
@@ -64,8 +66,15 @@ class Segmenter:
         if weights is not None:
             if coarse or fine or single:
                 raise UserError("weights and checkpoints exclude each other; leave one of them out")
-            self.cascade = load_model_folder(
-                weights, folds, accelerator=accelerator, precision=precision, options=options
+            folders = [weights] if isinstance(weights, (str, Path)) else weights
+            self.cascade = load_model_folders(
+                folders,
+                folds,
+                label_values=label_values,
+                accelerator=accelerator,
+                precision=precision,
+                options=options,
+                trusted=trusted,
             )
             return
         self.cascade = load_cascade(

@@ -31,8 +31,9 @@ from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
-from medseg.weights.files import CHECKSUMS, SUFFIX, read_weights, shipped_weights, write_weights
+from medseg.weights.files import read_weights, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
+from medseg.weights.model_folder import StageWeights, write_model_folder
 from medseg.wording import shell_line
 
 BOUND = "bound.json"
@@ -431,7 +432,7 @@ def demo(config: DemoConfig) -> int:
 def make_weights(config: MakeWeightsConfig) -> int:
     """Train both stages on every case of the table, and write their weights.
 
-    Writes `<task>_<stage>.safetensors` and a file with the checksums.
+    Writes a model folder, see `medseg.weights.model_folder`.
 
     Raises:
         SystemExit: With the exit code of a training that failed.
@@ -463,17 +464,16 @@ def make_weights(config: MakeWeightsConfig) -> int:
     coarse_steps = stage_steps(config, "coarse", runs / "all", data, runs)
     fine_steps = stage_steps(config, "fine", runs / "all", data, runs, fine_arguments)
     run_steps([*coarse_steps, *fine_steps])
-    sums = ""
+    networks: list[StageWeights] = []
     for stage in ("coarse", "fine"):
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
         metadata["dice_bound"] = bound
-        path = output / f"{metadata['task']['name']}_{stage}{SUFFIX}"
         weights = {name: _in_half(value) for name, value in weights.items()}
-        checksum = write_weights(path, without_folders(metadata), weights)
-        sums += f"{checksum}  {path.name}\n"
-        num_weights = sum(value.numel() for value in weights.values())
+        networks.append(StageWeights(without_folders(metadata), weights))
+    for path, network in zip(write_model_folder(output, networks), networks, strict=True):
+        num_weights = sum(value.numel() for value in network.weights.values())
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {num_weights} weights")
-    replace_text(output / CHECKSUMS, sums)
+    print(f"medseg predict -i <scan> -o labels.nii.gz weights={output}")
     return 0
 
 

@@ -23,6 +23,7 @@ from medseg import __version__
 from medseg.errors import UserError, first_line, require
 from medseg.io.atomic import replace_bytes
 from medseg.io.names import utf8_path
+from medseg.io.text import read_text
 from medseg.weights.checks import check_plain, check_tensors
 
 LAST = "checkpoints/last.ckpt"
@@ -121,8 +122,7 @@ def shipped_weights(task: str, stage: str) -> Path:
         UserError: If medseg includes none for the task, or the file is missing or damaged.
     """
     path = SHIPPED / f"{task}_{stage}{SUFFIX}"
-    lines = (SHIPPED / CHECKSUMS).read_text(encoding="ascii").splitlines()
-    sums = {name: checksum for checksum, name in (line.split() for line in lines)}
+    sums = read_checksums(SHIPPED / CHECKSUMS)
     require(
         path.name in sums,
         f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>",
@@ -133,6 +133,24 @@ def shipped_weights(task: str, stage: str) -> Path:
         f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again",
     )
     return path
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Read the SHA-256 of files by their names.
+
+    Raises:
+        UserError: If it is no file as `sha256sum` writes it.
+    """
+    checksums: dict[str, str] = {}
+    for line in read_text(path).splitlines():
+        match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+        if match is None:
+            raise UserError(
+                f"{path}: expected lines of a SHA-256, two spaces and a file name, got "
+                f"{line[:80]!r}; take another copy"
+            )
+        checksums[match[2]] = match[1]
+    return checksums
 
 
 def checksum(path: Path) -> str:

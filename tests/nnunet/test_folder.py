@@ -118,7 +118,11 @@ def test_version_1_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["missing", "folder"])
 def test_a_wrong_path_is_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "nothing" if damage == "missing" else tmp_path
-    words = "no such folder" if damage == "missing" else "no plans.json is there"
+    words = (
+        "no such folder"
+        if damage == "missing"
+        else "neither the SHA256SUMS of medseg is there, nor the plans.json"
+    )
     with pytest.raises(UserError, match=words):
         open_model_folder(path)
 

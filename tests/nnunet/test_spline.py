@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
 from scipy.ndimage import zoom
+from torch import Tensor
 
-from medseg.nnunet.plan import SPLINE, TORCH, PlanError, ResamplingPlan
-from medseg.nnunet.planes import filtered_axes, make_planes, separate_axis
+from medseg.nnunet.plan import SPLINE, TORCH, ResamplingPlan
+from medseg.nnunet.planes import filtered_axes, make_planes, nearest_exact, separate_axis
 from medseg.nnunet.spline import FILTER_MARGIN, SplinePlanes, filtered
 
 Shape = tuple[int, int, int]
@@ -92,10 +95,37 @@ def test_planes_have_the_bits_of_torch(source: Shape, target: Shape) -> None:
         assert torch.equal(planes.resample(number, parts), whole[number])
 
 
-def test_torch_resamples_no_slices_apart() -> None:
-    plan = ResamplingPlan(TORCH, 1, None)
-    with pytest.raises(PlanError, match=r"slices apart .* 5.00×1.00×1.00 to 2.00×1.00×1.00 mm"):
-        make_planes(plan, (4, 5, 6), (9, 5, 6), (5.0, 1.0, 1.0), (2.0, 1.0, 1.0))
+def torch_apart(values: Tensor, target: Shape, apart: int) -> Tensor:
+    """Resample heads (K, d, h, w) as nnU-Net does: slices as channels, then the nearest slice."""
+    in_plane = [axis for axis in range(3) if axis != apart]
+    slices = values.movedim(1 + apart, 1)
+    channels = slices.reshape(-1, *slices.shape[2:])[None]
+    size = [target[axis] for axis in in_plane]
+    images = functional.interpolate(channels.float(), size, mode="bilinear")[0]
+    images = images.reshape(len(values), -1, *size).movedim(1, 1 + apart)
+    return functional.interpolate(images[None], target, mode="nearest-exact")[0]
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2])
+@pytest.mark.parametrize("source", [(9, 11, 13), (30, 7, 2)])
+def test_slices_apart_have_the_bits_of_torch(source: Shape, apart: int) -> None:
+    target = (66, 70, 75)
+    values = torch.randn((2, *source), generator=torch.Generator().manual_seed(0)).half()
+    whole = torch_apart(values, target, apart)
+    current_mm = [5.0 if axis == apart else 1.0 for axis in range(3)]
+    spacing_mm = current_mm[0], current_mm[1], current_mm[2]
+    planes = make_planes(ResamplingPlan(TORCH, 1, None), source, target, spacing_mm, (1, 1, 1))
+    for number in range(planes.num_planes):
+        parts = [values[1, index] for index in planes.sources(number)]
+        assert torch.equal(planes.resample(number, parts), whole[1, number])
+
+
+def test_the_nearest_slice_is_that_of_torch() -> None:
+    for num_inputs, num_outputs in itertools.product((1, 2, 7, 65, 311), range(1, 200, 11)):
+        values = torch.arange(num_inputs).float()[None, None, :, None, None]
+        size = (num_outputs, 1, 1)
+        expected = functional.interpolate(values, size, mode="nearest-exact").flatten()
+        assert nearest_exact(num_outputs, num_inputs).tolist() == expected.tolist()
 
 
 def test_an_equal_shape_is_not_touched() -> None:

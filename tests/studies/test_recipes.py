@@ -266,6 +266,7 @@ def test_weights_are_written_in_half_precision_with_their_checksums(
     for stage in ("coarse", "fine"):
         path = tmp_path / f"lungs_{stage}.safetensors"
         assert sums[path.name] == checksum(path)
+        assert path.name in (tmp_path / "README.md").read_text()
         metadata, weights = read_weights(path, stage, stage)
         assert metadata["config"]["run_dir"] == "run"
         assert weights["head.weight"].dtype == torch.float16

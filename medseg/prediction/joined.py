@@ -1,0 +1,233 @@
+"""Several models as one: their labels in one map, in the order given, a later label over an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from medseg.data.audit.image import check_channels
+from medseg.errors import UserError
+from medseg.findings import warnings_of
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import EMPTY_RESULT, NO_LABEL, Segmentation, label_volumes_ml
+from medseg.io.volume import Volume
+from medseg.prediction.model import ScanModel
+from medseg.task import Task
+
+# Labels are stored in bytes.
+MAX_VALUE = 255
+
+
+@dataclass(frozen=True)
+class JoinedModels:
+    """Models that segment a scan one after the other.
+
+    Attributes:
+        names: Name of each model in messages.
+        parts: The models, in the order given.
+        label_values: Label name to value where it is not its place among all labels.
+        task: Labels of all parts, and their channels; made by the class.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[ScanModel, ...]
+    label_values: Mapping[str, int] = field(default_factory=dict)
+    task: Task = field(init=False)
+
+    # Each part gets the voxels as its networks expect them.
+    keeps_values = True
+    has_views = False
+
+    def __post_init__(self) -> None:
+        first = self.parts[0].task
+        modalities = [channel.modality for channel in first.channels]
+        for name, part in zip(self.names, self.parts, strict=True):
+            others = [channel.modality for channel in part.task.channels]
+            if others != modalities:
+                raise UserError(
+                    f"weights: {self.names[0]} takes the channels {', '.join(modalities)}, but "
+                    f"{name} {', '.join(others)}; give models for the same scans"
+                )
+        merged: dict[str, dict[str, object]] = {"volume_ml": {}, "codes": {}, "colours": {}}
+        for part in self.parts:
+            for key, values in merged.items():
+                values.update(getattr(part.task, key))
+        task = Task(
+            name=" + ".join(dict.fromkeys(part.task.name for part in self.parts)),
+            labels=join_values([list(part.task.labels) for part in self.parts], self.label_values),
+            regions=(),
+            channels=first.channels,
+            **merged,  # type: ignore[arg-type]
+        )
+        object.__setattr__(self, "task", task)
+
+    @property
+    def options(self) -> InferenceOptions:
+        """Keys of `inference`, which are the same for all parts."""
+        return self.parts[0].options
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all parts."""
+        return self.parts[0].device
+
+    @property
+    def precision(self) -> str:
+        """Number formats of the parts."""
+        return ", ".join(dict.fromkeys(part.precision for part in self.parts))
+
+    @property
+    def backend_bytes(self) -> int:
+        """Memory that the backends of all parts keep."""
+        return sum(part.backend_bytes for part in self.parts)
+
+    @property
+    def steps(self) -> list[str]:
+        """Steps of all parts, with the number of the part."""
+        steps: list[str] = []
+        for number, part in enumerate(self.parts, start=1):
+            steps += [self.step_name(number, step) for step in part.steps]
+        return steps
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        """Checksums of the stages of all parts, with the number of the part."""
+        files: dict[str, dict[str, str]] = {}
+        for number, part in enumerate(self.parts, start=1):
+            for stage, checksums in part.checkpoints.items():
+                files[self.step_name(number, stage)] = checksums
+        return files
+
+    def step_name(self, number: int, step: str) -> str:
+        """Name a step or stage of part `number`; a single part keeps its names."""
+        return step if len(self.parts) == 1 else f"{step}_{number}"
+
+    def within(self, budget_gib: float) -> JoinedModels:
+        """Return the same models with a bound on the memory of a network pass."""
+        return replace(self, parts=tuple(part.within(budget_gib) for part in self.parts))
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        """Refuse a scan that a part cannot segment within the bound."""
+        for part in self.parts:
+            part.check_budget(grid)
+
+    def segment(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray] = (),
+        *,
+        on_step: Callable[[str], None] | None = None,
+        keep_probabilities: bool = False,
+    ) -> Segmentation:
+        """Segment one scan by each part in turn; see `ScanModel.segment`.
+
+        A part does not see the labels of the others. Bounds on Dice are left out: a later part may
+        paint over the label that they are about.
+        """
+        assert not keep_probabilities, "`load_cascades` refuses them"
+        result = Segmentation(np.empty(0))
+        for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
+            seen, others = _as_seen_by(part, volume, more_channels)
+            segmented = part.segment(seen, others, on_step=self._announced(number, on_step))
+            _rename(segmented.labels, part.task.labels, self.task.labels)
+            if number == 1:
+                result.labels = segmented.labels
+            else:
+                _paint(result.labels, segmented.labels)
+            result.findings += [
+                finding.within(name) if len(self.parts) > 1 else finding
+                for finding in segmented.findings
+                if finding.code != EMPTY_RESULT
+            ]
+            for step, duration_s in segmented.durations_s.items():
+                result.durations_s[self.step_name(number, step)] = duration_s
+            for step, described in segmented.tiling_plans.items():
+                result.tiling_plans[self.step_name(number, step)] = described
+            result.boxes |= segmented.boxes
+            result.agreements |= segmented.agreements
+            result.added_ml |= segmented.added_ml
+        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
+        if not any(result.volumes_ml.values()):
+            result.findings += warnings_of(EMPTY_RESULT, [NO_LABEL])
+        return result
+
+    def _announced(
+        self, number: int, on_step: Callable[[str], None] | None
+    ) -> Callable[[str], None] | None:
+        """Announce steps with the number of their part."""
+        if on_step is None:
+            return None
+        return lambda step: on_step(self.step_name(number, step))
+
+
+def join_values(
+    labels_by_part: Sequence[Sequence[str]], label_values: Mapping[str, int]
+) -> dict[str, int]:
+    """Give each label of several models a value.
+
+    A label of `label_values` has its value there. The others count from 1 in their order and leave
+    those values out. A name that several models have is one label.
+
+    Raises:
+        UserError: If a name is unknown, a value is used twice or out of range, or there are too
+            many labels.
+
+    Example:
+        >>> join_values([["liver", "spleen"], ["aorta"]], {"aorta": 1})
+        {'liver': 2, 'spleen': 3, 'aorta': 1}
+    """
+    names: list[str] = []
+    for labels in labels_by_part:
+        names += [name for name in labels if name not in names]
+    unknown = [name for name in label_values if name not in names]
+    if unknown:
+        raise UserError(
+            f"label_values: the models have no label {unknown[0]}, but {', '.join(names[:20])}"
+        )
+    taken = set(label_values.values())
+    if len(taken) < len(label_values) or not taken <= set(range(1, MAX_VALUE + 1)):
+        raise UserError(
+            f"label_values: expected different values from 1 to {MAX_VALUE}, got "
+            f"{dict(label_values)}"
+        )
+    free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
+    values: dict[str, int] = {}
+    for name in names:
+        values[name] = label_values[name] if name in label_values else next(free)
+    if max(values.values()) > MAX_VALUE:
+        raise UserError(
+            f"weights: the models have {len(names)} labels, but a label map holds values up to "
+            f"{MAX_VALUE}; give fewer models"
+        )
+    return values
+
+
+def _as_seen_by(
+    part: ScanModel, volume: Volume, more_channels: Sequence[np.ndarray]
+) -> tuple[Volume, Sequence[np.ndarray]]:
+    """Give a part the voxels that its networks expect: as stored, or air in place of padding."""
+    if part.keeps_values:
+        return volume, more_channels
+    modalities = [channel.modality for channel in part.task.channels]
+    # What the audit finds is told once, by the caller.
+    arrays, _, _ = check_channels([volume.array, *more_channels], modalities, is_owned=False)
+    return replace(volume, array=arrays[0]), arrays[1:]
+
+
+def _rename(labels: np.ndarray, values: Mapping[str, int], new_values: Mapping[str, int]) -> None:
+    """Replace the values of a part by those of the joined task, in place."""
+    table = np.zeros(256, dtype=np.uint8)
+    for name, value in values.items():
+        table[value] = new_values[name]
+    for plane in labels:
+        plane[:] = table[plane]
+
+
+def _paint(labels: np.ndarray, later: np.ndarray) -> None:
+    """Write the labels of a later part over those that are there, in place."""
+    for plane, painted in zip(labels, later, strict=True):
+        np.copyto(plane, painted, where=painted > 0)

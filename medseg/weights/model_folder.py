@@ -1,0 +1,198 @@
+"""Model folder of medseg: the networks of all stages and folds, their checksums and a model card.
+
+    SHA256SUMS                               checksum and name of each file of weights
+    <task>_<stage>.safetensors               network of a stage, trained on all cases
+    <task>_<stage>_fold_<k>.safetensors      or networks of folds, whose outputs are averaged
+    README.md                                model card
+
+Each file of weights holds everything else as its metadata: configuration, clean-up, label names,
+plausible volumes, bound on Dice and versions. The included weights lie in such a folder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from medseg.errors import UserError
+from medseg.io.atomic import replace_text
+from medseg.weights.files import (
+    CHECKSUMS,
+    STAGES,
+    SUFFIX,
+    checksum,
+    read_checksums,
+    write_weights,
+)
+
+CARD = "README.md"
+ALL = "all"
+"""Fold of a network that was trained on all cases."""
+
+_NAME = re.compile(rf"(.+?)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
+
+
+class StageWeights(NamedTuple):
+    """Network of a stage.
+
+    Attributes:
+        metadata: What `medseg.training.assemble.make_metadata` describes.
+        weights: Its weights by name.
+        fold: Number of its fold, or `ALL`.
+    """
+
+    metadata: dict[str, Any]
+    weights: dict[str, Tensor]
+    fold: str = ALL
+
+    @property
+    def file_name(self) -> str:
+        """Name of its file."""
+        fold = "" if self.fold == ALL else f"_fold_{self.fold}"
+        return f"{self.metadata['task']['name']}_{self.metadata['stage']}{fold}{SUFFIX}"
+
+
+def is_weights_folder(path: Path) -> bool:
+    """Whether a path is a model folder of medseg."""
+    return (path / CHECKSUMS).is_file()
+
+
+def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, list[Path]]:
+    """Find the files of each stage, and compare their checksums.
+
+    Args:
+        folder: The model folder.
+        folds: Names of the folds to average; None = all, or without any the network of all cases.
+
+    Returns:
+        Name of each stage to its files, the first stage first.
+
+    Raises:
+        UserError: If a file is missing, damaged or unknown, or a stage lacks a fold.
+    """
+    given = f"weights={folder}"
+    files: dict[str, dict[str, Path]] = {}
+    tasks = set[str]()
+    for name, expected in read_checksums(folder / CHECKSUMS).items():
+        match = _NAME.fullmatch(name)
+        if match is None or Path(name).name != name:
+            raise UserError(
+                f"{given}: {CHECKSUMS} names {name[:100]!r}, expected <task>_<stage>{SUFFIX} with "
+                f"the stage {', '.join(STAGES)}; take another copy"
+            )
+        path = folder / name
+        if not path.is_file() or checksum(path) != expected:
+            raise UserError(
+                f"{given}: {name} is missing or damaged (its checksum is not that of {CHECKSUMS}); "
+                "copy the folder again"
+            )
+        tasks.add(match[1])
+        files.setdefault(match[2], {})[match[3] or ALL] = path
+    if len(tasks) != 1 or set(files) not in ({"single"}, {"coarse", "fine"}):
+        raise UserError(
+            f"{given}: expected the stages coarse and fine, or single, of one task, got "
+            f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; copy the folder "
+            "again"
+        )
+    return {stage: _choose_folds(files[stage], stage, folds, given) for stage in sorted(files)}
+
+
+def _choose_folds(
+    files: Mapping[str, Path], stage: str, folds: Sequence[str] | None, given: str
+) -> list[Path]:
+    """Files of the folds of a stage, in the order of `folds`."""
+    if folds is None:
+        numbered = [name for name in files if name != ALL]
+        folds = sorted(numbered, key=lambda name: (len(name), name)) or [ALL]
+    for name in folds:
+        if name not in files:
+            raise UserError(
+                f"folds={','.join(folds)}: the {stage} stage of {given} has no fold {name}; it has "
+                f"{', '.join(files)}"
+            )
+    return [files[name] for name in folds]
+
+
+def write_model_folder(folder: Path, networks: Sequence[StageWeights]) -> list[Path]:
+    """Write the networks of all stages and folds with their checksums, and a model card.
+
+    A card that is there is kept: it may hold what only people know.
+
+    Args:
+        folder: The folder, which is there.
+        networks: Networks of one task.
+
+    Returns:
+        The files of weights.
+    """
+    checksums: dict[str, str] = {}
+    for network in networks:
+        path = folder / network.file_name
+        checksums[path.name] = write_weights(path, network.metadata, network.weights)
+    lines = [f"{value}  {name}\n" for name, value in checksums.items()]
+    replace_text(folder / CHECKSUMS, "".join(lines))
+    if not (folder / CARD).is_file():
+        replace_text(folder / CARD, model_card(networks, checksums))
+    return [folder / name for name in checksums]
+
+
+def model_card(networks: Sequence[StageWeights], checksums: Mapping[str, str]) -> str:
+    """Describe a model folder in Markdown by the metadata of its networks.
+
+    Args:
+        networks: All of them.
+        checksums: SHA-256 by file name.
+    """
+    last = networks[-1].metadata
+    task, ranges_ml = last["task"], last["task"].get("volume_ml", {})
+    # Older metadata lack some of the keys.
+    modalities = [channel["modality"] for channel in task.get("channels", [])]
+    lines = [
+        f"# Model card: {task['name']}",
+        "",
+        "    medseg predict -i <scan> -o labels.nii.gz weights=<this folder>",
+        "",
+        "**Research software, not a medical device.** Not for diagnosis or treatment.",
+        "",
+        f"Input: {', '.join(modalities) or 'not stated'}.",
+        "",
+        "| label | value | plausible volume, ml |",
+        "|---|--:|---|",
+    ]
+    for name, value in task.get("labels", {}).items():
+        lines.append(f"| {name} | {value} | {_range(ranges_ml.get(name))} |")
+    lines += ["", "| file | spacing, mm | weights | SHA-256 |", "|---|---|--:|---|"]
+    for network in networks:
+        lines.append(_network_row(network, checksums[network.file_name]))
+    least_hu = task.get("least_hu")
+    clean_up = "none" if least_hu is None else f"parts with a median below {least_hu:g} HU go"
+    versions = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
+    lines += ["", f"Clean-up: {clean_up}.", "", _bound_sentence(last.get("dice_bound"))]
+    lines += ["", f"Trained with {versions or 'unknown versions'}.", ""]
+    lines.append("Training cases, scores and known failures: to be added by whoever trained it.")
+    return "\n".join(lines) + "\n"
+
+
+def _range(volume_ml: Sequence[float] | None) -> str:
+    return "not stated" if volume_ml is None else f"{volume_ml[0]:g} to {volume_ml[1]:g}"
+
+
+def _network_row(network: StageWeights, sha256: str) -> str:
+    spacing = network.metadata.get("spacing_mm", "not stated")
+    # A stage that does not resample states a word.
+    spacing_mm = spacing if isinstance(spacing, str) else "×".join(f"{mm:g}" for mm in spacing)
+    num_weights = sum(value.numel() for value in network.weights.values())
+    return f"| {network.file_name} | {spacing_mm} | {num_weights} | `{sha256}` |"
+
+
+def _bound_sentence(bound: Mapping[str, Any] | None) -> str:
+    if bound is None:
+        return "Bound on Dice: none was calibrated."
+    return (
+        f"Bound on Dice: calibrated on {bound['num_patients']} patients for a share of "
+        f"{bound['level']:g}; reports state it as `dice_at_least`."
+    )

@@ -1,0 +1,118 @@
+"""Several models as one: values of the labels, what is painted over, and the names of all parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medseg.errors import UserError
+from medseg.findings import warnings_of
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import EMPTY_RESULT, NO_LABEL, Segmentation
+from medseg.io.volume import Volume
+from medseg.prediction.joined import JoinedModels, join_values
+from medseg.task import Channel, Task
+
+CPU = torch.device("cpu")
+GRID = VoxelGrid((2, 2, 2), (1.0, 1.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Painter:
+    """Model that marks the voxels of one slice with each of its labels."""
+
+    task: Task
+    slices: tuple[int, ...]
+    keeps_values: bool = True
+    precision: str = "fp32"
+    device: torch.device = CPU
+    options: InferenceOptions = field(default_factory=InferenceOptions)
+    steps: tuple[str, ...] = ("segment",)
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        return {"3d_fullres": {self.task.name: "sha256"}}
+
+    def segment(self, volume: Volume, _: Any = (), **options: Any) -> Segmentation:
+        options["on_step"]("segment")
+        labels = np.zeros(volume.array.shape, dtype=np.uint8)
+        for value, number in enumerate(self.slices, start=1):
+            labels[number] = value
+        findings = warnings_of(EMPTY_RESULT, [] if self.slices else [NO_LABEL])
+        return Segmentation(labels, findings=findings, durations_s={"segment": 1.0})
+
+
+def painter(labels: list[str], *slices: int, modality: str = "ct") -> Painter:
+    values = {name: value for value, name in enumerate(labels, start=1)}
+    return Painter(Task("+".join(labels), values, (), (Channel(modality, (0, 1)),)), slices)
+
+
+def joined(*parts: Painter, **label_values: int) -> JoinedModels:
+    names = tuple(f"part{number}" for number in range(len(parts)))
+    return JoinedModels(names, parts, label_values)  # type: ignore[arg-type]
+
+
+def test_values_count_through_all_models_and_a_later_label_wins() -> None:
+    model = joined(painter(["liver", "spleen"], 0, 1), painter(["aorta"], 1), painter(["rib"]))
+    begun: list[str] = []
+    volume = Volume(np.zeros((2, 2, 2)), GRID, None)
+    result = model.segment(volume, on_step=begun.append)
+    assert model.task.labels == {"liver": 1, "spleen": 2, "aorta": 3, "rib": 4}
+    assert result.labels[:, 0, 0].tolist() == [1, 3]
+    assert result.volumes_ml == {"liver": 0.004, "spleen": 0.0, "aorta": 0.004, "rib": 0.0}
+    assert begun == model.steps == list(result.durations_s) == [f"segment_{n}" for n in (1, 2, 3)]
+    assert list(model.checkpoints) == ["3d_fullres_1", "3d_fullres_2", "3d_fullres_3"]
+    # A part may be empty where the others are not.
+    assert result.warnings == []
+
+
+def test_the_order_decides_what_is_painted_over() -> None:
+    first, second = painter(["liver"], 0), painter(["aorta"], 0)
+    volume = Volume(np.zeros((2, 2, 2)), GRID, None)
+    for parts in ((first, second), (second, first)):
+        labels = joined(*parts).segment(volume, on_step=lambda _: None).labels
+        assert labels[:, 0, 0].tolist() == [2, 0]
+
+
+def test_values_can_be_given() -> None:
+    model = joined(painter(["liver", "spleen"], 0, 1), spleen=200)
+    assert model.task.labels == {"liver": 1, "spleen": 200}
+
+
+def test_an_empty_result_has_one_warning() -> None:
+    volume = Volume(np.zeros((2, 2, 2)), GRID, None)
+    model = joined(painter(["liver"]), painter(["aorta"]))
+    assert model.segment(volume, on_step=lambda _: None).warnings == [NO_LABEL]
+
+
+@pytest.mark.parametrize(
+    ("labels", "values", "expected"),
+    [
+        ([["a", "b"], ["c"]], {}, {"a": 1, "b": 2, "c": 3}),
+        # One name is one label.
+        ([["a", "b"], ["b", "c"]], {}, {"a": 1, "b": 2, "c": 3}),
+        ([["a", "b"], ["c"]], {"c": 1}, {"a": 2, "b": 3, "c": 1}),
+        ([["a", "b"]], {"a": 7}, {"a": 7, "b": 1}),
+    ],
+)
+def test_values_of_labels(
+    labels: list[list[str]], values: dict[str, int], expected: dict[str, int]
+) -> None:
+    assert join_values(labels, values) == expected
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    with pytest.raises(UserError, match="no label kidney, but liver, aorta"):
+        join_values([["liver"], ["aorta"]], {"kidney": 1})
+    for values in ({"liver": 0}, {"liver": 256}, {"liver": 5, "aorta": 5}):
+        with pytest.raises(UserError, match="expected different values from 1 to 255, got"):
+            join_values([["liver"], ["aorta"]], values)
+    with pytest.raises(UserError, match=r"have 300 labels, .* up to 255; give fewer models"):
+        join_values([[f"a{n}" for n in range(150)], [f"b{n}" for n in range(150)]], {})
+    with pytest.raises(UserError, match="part0 takes the channels ct, but part1 mr"):
+        joined(painter(["liver"]), painter(["tumour"], modality="mr"))

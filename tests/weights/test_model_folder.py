@@ -1,0 +1,113 @@
+"""Model folders of medseg: what is written is found, and what cannot be used is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from medseg.cascade.cascade import Cascade
+from medseg.errors import UserError
+from medseg.inference.options import Backend, InferenceOptions
+from medseg.prediction.cascades import load_cascade, load_model_folders
+from medseg.prediction.joined import JoinedModels
+from medseg.weights.files import SHIPPED, checksum, read_weights, shipped_weights
+from medseg.weights.model_folder import (
+    CARD,
+    StageWeights,
+    find_stages,
+    is_weights_folder,
+    write_model_folder,
+)
+
+# Without measuring which backend is the quickest.
+TORCH = InferenceOptions(backend=Backend.torch)
+
+
+@pytest.fixture(scope="module")
+def networks() -> list[StageWeights]:
+    """The included networks as those of two folds; the second has other numbers."""
+    folds: list[StageWeights] = []
+    for stage in ("coarse", "fine"):
+        metadata, weights = read_weights(shipped_weights("lungs", stage), stage, stage)
+        folds.append(StageWeights(metadata, weights, "0"))
+        moved = {name: value * 1.01 for name, value in weights.items()}
+        folds.append(StageWeights(metadata, moved, "1"))
+    return folds
+
+
+@pytest.fixture(scope="module")
+def written(networks: list[StageWeights], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(folder, networks)
+    return folder
+
+
+def test_folds_are_found_and_averaged(written: Path) -> None:
+    names = [
+        f"lungs_{stage}_fold_{fold}.safetensors" for stage in ("coarse", "fine") for fold in (0, 1)
+    ]
+    stages = find_stages(written)
+    assert [path.name for paths in stages.values() for path in paths] == names
+    model = load_model_folders([written], accelerator="cpu", options=TORCH)
+    assert isinstance(model, Cascade)
+    files = [path for paths in stages.values() for path in paths]
+    assert model.checkpoints["fine"] == {str(path): checksum(path) for path in files[2:]}
+    assert model.fine is not None
+    assert len(model.fine.networks) == 2
+    (single,) = load_model_folders([written], ["1"], accelerator="cpu", options=TORCH).checkpoints[
+        "fine"
+    ]
+    assert Path(single).name == names[3]
+
+
+def test_the_included_weights_are_a_model_folder() -> None:
+    model = load_model_folders([SHIPPED], accelerator="cpu", options=TORCH)
+    assert (
+        model.checkpoints == load_cascade(None, None, accelerator="cpu", options=TORCH).checkpoints
+    )
+    assert isinstance(model, Cascade)
+    assert model.dice_bound is not None
+    renamed = load_model_folders(
+        [SHIPPED], label_values={"left_lung": 2}, accelerator="cpu", options=TORCH
+    )
+    assert isinstance(renamed, JoinedModels)
+    assert renamed.task.labels == {"left_lung": 2, "right_lung": 1}
+    assert renamed.task.volume_ml == model.task.volume_ml
+
+
+def test_the_card_says_what_the_files_hold_and_is_kept(
+    written: Path, networks: list[StageWeights]
+) -> None:
+    card = (written / CARD).read_text()
+    for words in ("| left_lung | 1 | 500 to 5500 |", "| 1×1×1 |", "below -980 HU", "26 patients"):
+        assert words in card
+    assert checksum(written / networks[0].file_name) in card
+    assert max(map(len, card.splitlines())) < 200
+    (written / CARD).write_text("mine")
+    write_model_folder(written, networks)
+    assert (written / CARD).read_text() == "mine"
+
+
+def test_what_cannot_be_used_is_refused(written: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(written, folder)
+    assert is_weights_folder(folder)
+    with pytest.raises(UserError, match=r"the coarse stage of .* has no fold 7; it has 0, 1"):
+        find_stages(folder, ["7"])
+    sums = folder / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines[2:]))
+    with pytest.raises(UserError, match="expected the stages coarse and fine, or single"):
+        find_stages(folder)
+    sums.write_text(lines[0].replace("lungs_coarse", "../lungs_coarse"))
+    with pytest.raises(UserError, match=r"SHA256SUMS names '../lungs_coarse_fold_0.safetensors'"):
+        find_stages(folder)
+    sums.write_text("not sums")
+    with pytest.raises(UserError, match="expected lines of a SHA-256"):
+        find_stages(folder)
+    sums.write_text("".join(lines))
+    (folder / "lungs_fine_fold_1.safetensors").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"fold_1.safetensors is missing or damaged"):
+        find_stages(folder)
