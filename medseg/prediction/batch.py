@@ -266,7 +266,7 @@ class Batch:
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)
-            case.messages.append(message)
+            case.messages.append(case.scan.identity.added_to(message))
         self.observer.case_ends(case)
         return case
 

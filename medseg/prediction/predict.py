@@ -84,7 +84,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
         require_channels(task, len(source))
     elif is_folder:
         by_study = divide_studies(source, scans, task.channels[0].modality, observer.header_read)
-        if sentence := describe_studies(by_study, scans):
+        if sentence := describe_studies(by_study):
             say(f"{source}: {sentence}")
         scans = join_channels(by_study, len(task.channels))
     outputs = _outputs(output, scans, is_one_scan)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from medseg.data.case_table import list_channels, named_files, read_case_table
+from medseg.data.case_table import Case, list_channels, named_files, read_case_table
 from medseg.errors import UserError, require
+from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.inputs import (
     WRITTEN_SUFFIXES,
     case_name,
@@ -41,6 +42,8 @@ class Scan(NamedTuple):
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
         labels: Reference of a case table; None where there is none.
         files: The DICOM files of its study, where they are not all files at the path.
+        identity: Patient and date as far as they are known before it is read: of a study by its
+            headers, of a row of a case table by its columns.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Scan(NamedTuple):
     more_paths: tuple[Path | None, ...] = ()
     labels: Path | None = None
     files: tuple[Path, ...] = ()
+    identity: Identity = UNKNOWN
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -109,17 +113,28 @@ def find_scans(
         f"series={series}: a case table has a column series for that; fill in that column of input={source}",
     )
     table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
-    chosen = [
-        Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
-        for case in table
-        if split is None or case.split == split
-    ]
+    chosen = [_scan_of_row(case) for case in table if split is None or case.split == split]
     require(
         bool(chosen),
         f"input={source}: no case of the table is marked split={split}; give a split of the table",
     )
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
+
+
+def _scan_of_row(case: Case) -> Scan:
+    """Make the scan of a row of a case table."""
+    # Without a patient in the table, the case stands for one.
+    patient = "" if case.patient == case.name else case.patient
+    return Scan(
+        case.name,
+        case.image,
+        case.series,
+        case.hu,
+        case.more_images,
+        case.labels,
+        identity=Identity(patient, case.study_date),
+    )
 
 
 class Part(NamedTuple):
@@ -209,7 +224,7 @@ def divide_studies(
             scan = _scan_of(case, source, names)
             names.add(scan.name)
         if case in chosen:
-            cases.append(scan)
+            cases.append(scan._replace(identity=case.study.identity))
     return sorted(cases, key=lambda scan: scan.name)
 
 
@@ -273,9 +288,9 @@ def _study_name(study: Study, folder: str) -> str:
     return "_".join(filter(None, words)) or "study"
 
 
-def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
+def describe_studies(scans: Sequence[Scan]) -> str:
     """Say that cases are studies instead of folders; "" where nothing was divided or joined."""
-    names = [scan.name for scan in scans if scan not in before]
+    names = [scan.name for scan in scans if scan.files]
     if not names:
         return ""
     number = "1 case" if len(names) == 1 else f"{len(names)} cases"

@@ -18,6 +18,7 @@ from pydicom.tag import Tag
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
@@ -130,6 +131,11 @@ class Series:
     def scope(self) -> str:
         """Patient and study, by which `series=<scope>:<number>` names them."""
         return f"{self.patient}:{self.study}"
+
+    @property
+    def identity(self) -> Identity:
+        """What a result says of the scan."""
+        return Identity(self.patient, written_date(self.date), self.number, self.description)
 
     def is_in(self, scope: str) -> bool:
         """Whether a scope names its patient, its study, or both; the study by UID or date.

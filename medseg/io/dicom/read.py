@@ -157,7 +157,14 @@ def open_dicom(
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
 
-    return LazyVolume(path, slices.grid, dtype, runs, findings=slices.findings)
+    return LazyVolume(
+        path,
+        slices.grid,
+        dtype,
+        runs,
+        findings=slices.findings,
+        identity=frames[0].series.identity,
+    )
 
 
 def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:

@@ -18,6 +18,7 @@ from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
+from medseg.io.identity import written_date
 from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
 from medseg.io.volume import shown
 from medseg.wording import first_few
@@ -536,10 +537,3 @@ def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
         if sum(candidate.is_in(scope) for candidate in same_number) == 1:
             return f"{scope}:{series.number}"
     return series.uid
-
-
-def written_date(date: str) -> str:
-    """Write a date of DICOM, `20240131`, as `2024-01-31`; other texts stay."""
-    if re.fullmatch(r"[0-9]{8}", date) is None:
-        return date
-    return f"{date[:4]}-{date[4:6]}-{date[6:]}"

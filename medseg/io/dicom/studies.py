@@ -7,6 +7,7 @@ from pathlib import Path
 
 from medseg.io.dicom.frames import Frame, NoSlice, Series, read_frames
 from medseg.io.dicom.stacks import broken_copies
+from medseg.io.identity import Identity, written_date
 from medseg.io.inputs import dicom_files
 
 Position = tuple[float, ...]
@@ -36,6 +37,11 @@ class Study:
     series: tuple[Series, ...]
     positions: dict[str, frozenset[Position]]
     files: tuple[Path, ...]
+
+    @property
+    def identity(self) -> Identity:
+        """Patient and date; its series are several."""
+        return Identity(self.patient, written_date(self.date))
 
     def shares_series(self, other: "Study") -> bool:
         """Whether a series of this study goes on in another folder; a copy of a series does not."""
