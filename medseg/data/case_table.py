@@ -77,6 +77,7 @@ class Case:
         fold_sides: Side of the case in each fold, the columns `fold_0`, `fold_1`, …: `train`,
             `val`, or None where the fold does not use it; empty where the table has no such
             columns.
+        study_date: Date of the examination, such as `2024-01-31`, or "".
     """
 
     name: str
@@ -91,6 +92,7 @@ class Case:
     more_images: tuple[Path | None, ...] = ()
     fold: int | None = None
     fold_sides: tuple[str | None, ...] = ()
+    study_date: str = ""
 
     def images(self, num_channels: int) -> list[Path]:
         """List the image of each channel of a task.
@@ -128,7 +130,7 @@ def read_case_table(
     """Read a case table.
 
     Its columns are `case`, `image`, `image_1`, …, `labels`, `patient`, `split`, `fold`, `fold_0`,
-    …, `series`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the first two and
+    …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the first two and
     the labels are needed. The table is CSV in UTF-8 (with or without byte order mark), with its own
     commas quoted; paths are relative to its folder. Unknown columns are ignored and blank lines
     skipped. An empty cell means that there is no value; `patient` defaults to the case's name.
@@ -341,6 +343,7 @@ def _case(
         hu=HuScale(slope, offset),
         more_images=tuple(more_images),
         ignore_findings=ignore_findings | check_ignored(codes, f"{where}, ignore_findings"),
+        study_date=cells.get("study_date") or "",
     )
 
 
@@ -429,6 +432,7 @@ def _row_of(case: Case) -> dict[str, Any]:
     for number, side in enumerate(case.fold_sides):
         row[f"{FOLD_PREFIX}{number}"] = side
     row["series"] = case.series
+    row["study_date"] = case.study_date or None
     if case.hu != AS_STORED:
         row["hu_slope"] = case.hu.slope
         row["hu_offset"] = case.hu.offset

@@ -5,6 +5,8 @@ Their pages leave the memory of this process a moment after they were used; the 
 file.
 """
 
+from __future__ import annotations
+
 import _thread
 import math
 import mmap
@@ -16,14 +18,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from medseg.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Time between two releases of pages: at most some 50 MB are touched in between.
 RELEASE_INTERVAL_S = 0.02
@@ -80,6 +84,8 @@ def new_tensor(
     Raises:
         UserError: If the disk has no room for it.
     """
+    import torch  # most readers of files need no tensor, and it takes 200 MiB
+
     num_bytes = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or num_bytes <= _limit_bytes.get():
         return torch.empty(shape, dtype=dtype, device=device)

@@ -21,6 +21,7 @@ from isal.igzip_lib import DECOMP_ZLIB, IgzipDecompressor
 from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.scratch import new_array
 from medseg.task import AIR_HU
 
@@ -81,12 +82,14 @@ class Volume:
         header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and
             unit; None for other formats.
         findings: What the reader left out, assumed or repaired; the caller shows it to the user.
+        identity: Patient, study and series of a DICOM scan.
     """
 
     array: np.ndarray
     grid: VoxelGrid
     header: Any = None
     findings: tuple[Finding, ...] = ()
+    identity: Identity = UNKNOWN
 
     def __post_init__(self) -> None:
         if self.array.shape != self.grid.shape:
@@ -109,6 +112,7 @@ class LazyVolume:
         header: nibabel header of a NIfTI file; None for other formats.
         packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel
             bytes is known.
+        identity: See `Volume.identity`.
     """
 
     path: Path
@@ -120,6 +124,7 @@ class LazyVolume:
     findings: tuple[Finding, ...] = ()
     header: Any = None
     packed_bytes: int | None = None
+    identity: Identity = UNKNOWN
 
 
 def shown(text: str) -> str:
@@ -630,7 +635,7 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
             "expect a poor result"
         )
     findings = (*volume.findings, *warnings_of("reading", sentences))
-    return Volume(image_hu, volume.grid, volume.header, findings)
+    return Volume(image_hu, volume.grid, volume.header, findings, volume.identity)
 
 
 def load_labels(volume: LazyVolume) -> Volume:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from medseg.data.case_table import list_channels, named_files, read_case_table
+from medseg.data.case_table import Case, list_channels, named_files, read_case_table
 from medseg.errors import UserError, require
+from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.inputs import (
     WRITTEN_SUFFIXES,
     case_name,
@@ -19,6 +19,7 @@ from medseg.io.inputs import (
     list_inputs,
     volume_suffix,
 )
+from medseg.io.names import joined_name
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.wording import first_few
 
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
 
 # Cases that a sentence names; it counts the others.
 MAX_NAMED = 10
+
+
+class Archive(NamedTuple):
+    """A zip archive that was unpacked.
+
+    Attributes:
+        path: The archive.
+        folder: Temporary folder that stands for it.
+    """
+
+    path: Path
+    folder: Path
 
 
 class Scan(NamedTuple):
@@ -41,6 +54,10 @@ class Scan(NamedTuple):
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
         labels: Reference of a case table; None where there is none.
         files: The DICOM files of its study, where they are not all files at the path.
+        identity: Patient and date as far as they are known before it is read: of a study by its
+            headers, of a row of a case table by its columns.
+        refusal: Why it cannot be predicted, a message; "" for one that can be read.
+        archive: What it was unpacked from; None for a scan that lies where it was.
     """
 
     name: str
@@ -50,6 +67,20 @@ class Scan(NamedTuple):
     more_paths: tuple[Path | None, ...] = ()
     labels: Path | None = None
     files: tuple[Path, ...] = ()
+    identity: Identity = UNKNOWN
+    refusal: str = ""
+    archive: Archive | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the user has it: its path, or that in its archive."""
+        return self.in_words_of_user(str(self.path))
+
+    def in_words_of_user(self, text: str) -> str:
+        """Name the archive in a message in place of the folder that it was unpacked to."""
+        if self.archive is None:
+            return text
+        return text.replace(str(self.archive.folder), str(self.archive.path))
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -109,17 +140,28 @@ def find_scans(
         f"series={series}: a case table has a column series for that; fill in that column of input={source}",
     )
     table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
-    chosen = [
-        Scan(case.name, case.image, case.series, case.hu, case.more_images, case.labels)
-        for case in table
-        if split is None or case.split == split
-    ]
+    chosen = [_scan_of_row(case) for case in table if split is None or case.split == split]
     require(
         bool(chosen),
         f"input={source}: no case of the table is marked split={split}; give a split of the table",
     )
     protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
     return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
+
+
+def _scan_of_row(case: Case) -> Scan:
+    """Make the scan of a row of a case table."""
+    # Without a patient in the table, the case stands for one.
+    patient = "" if case.patient == case.name else case.patient
+    return Scan(
+        case.name,
+        case.image,
+        case.series,
+        case.hu,
+        case.more_images,
+        case.labels,
+        identity=Identity(patient, case.study_date),
+    )
 
 
 class Part(NamedTuple):
@@ -172,9 +214,15 @@ class StudyCase:
 
 
 def divide_studies(
-    source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
+    source: Path,
+    scans: Sequence[Scan],
+    modality: str,
+    on_file: Callable[[], None] = lambda: None,
+    on_empty: Callable[[Study], None] = lambda _: None,
 ) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
+
+    A study without a volume of the modality makes no case, but keeps its folder if it is alone.
 
     A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A
     folder with several becomes a case for each of them. Cases are left out that cannot hold what
@@ -185,6 +233,7 @@ def divide_studies(
         scans: Its scans by folder, see `find_scans`.
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
+        on_empty: Called with each study that makes no case.
     """
     holders = [scan for scan in scans if may_hold_studies(scan)]
     if not holders:
@@ -194,14 +243,27 @@ def divide_studies(
 
     folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
     parts: list[Part] = []
-    for scan, studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
+    alone: dict[Path, Study] = {}
+    for scan, all_studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
+        studies = [study for study in all_studies if study.has_volume]
         parts += [Part(scan, study, len(studies)) for study in studies]
+        empty = [study for study in all_studies if not study.has_volume]
+        if not studies and len(empty) == 1:
+            # Its reader says what is there instead.
+            alone[scan.path] = empty[0]
+            continue
+        for study in empty:
+            on_empty(study)
     found = _join_parts(parts)
     chosen = set(_choose(found))
     divided_paths = {part.scan.path for case in found if case.is_divided for part in case.parts}
     with_study = {part.scan.path for part in parts}
     names = {scan.name for scan in scans if scan.path not in divided_paths}
-    cases = [scan for scan in scans if scan.path not in with_study]
+    cases = [
+        scan._replace(identity=alone[scan.path].identity) if scan.path in alone else scan
+        for scan in scans
+        if scan.path not in with_study
+    ]
     for case in found:
         scan = case.scan
         if case.is_divided:
@@ -209,7 +271,7 @@ def divide_studies(
             scan = _scan_of(case, source, names)
             names.add(scan.name)
         if case in chosen:
-            cases.append(scan)
+            cases.append(scan._replace(identity=case.study.identity))
     return sorted(cases, key=lambda scan: scan.name)
 
 
@@ -269,17 +331,29 @@ def may_hold_studies(scan: Scan) -> bool:
 
 def _study_name(study: Study, folder: str) -> str:
     """Name the case of a study after its folder, patient and date."""
-    words = [folder, *(re.sub(r"[^\w.+-]+", "_", text) for text in (study.patient, study.date))]
-    return "_".join(filter(None, words)) or "study"
+    name = joined_name([study.patient, study.date])
+    return "_".join(filter(None, (folder, name))) or "study"
 
 
-def describe_studies(scans: Sequence[Scan], before: Sequence[Scan]) -> str:
+def describe_studies(scans: Sequence[Scan]) -> str:
     """Say that cases are studies instead of folders; "" where nothing was divided or joined."""
-    names = [scan.name for scan in scans if scan not in before]
+    names = [scan.name for scan in scans if scan.files]
     if not names:
         return ""
     number = "1 case" if len(names) == 1 else f"{len(names)} cases"
     return f"by the patients and studies in their headers the DICOM files are {number}: {first_few(names, MAX_NAMED)}"
+
+
+def describe_empty(studies: Sequence[Study]) -> str:
+    """Name the studies that make no case; "" without one."""
+    if not studies:
+        return ""
+    number = "1 study has" if len(studies) == 1 else f"{len(studies)} studies have"
+    names = [str(study.identity) or "unknown patient" for study in studies]
+    return (
+        f"{number} no scan of the task's modality: {first_few(names, MAX_NAMED, '; ')}; "
+        "`medseg list` says why"
+    )
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:

@@ -14,6 +14,7 @@ from medseg.errors import UserError
 from medseg.findings import Severity
 from medseg.io.inputs import case_name, input_format, list_inputs
 from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image
 
 HEIGHTS = list(2.5 * np.arange(5))
 CHOICE = "choose one with series=, or in the column series of a case table."
@@ -413,3 +414,16 @@ def test_any_modality_but_no_object_without_an_image(tmp_path: Path) -> None:
         match="expected a scan series of at least two slices, but found only 1 x RTDOSE object",
     ):
         read_image(tmp_path / "dose", modality="other")
+
+
+def test_a_scan_says_whose_it_is(tmp_path: Path) -> None:
+    """Patient, date and series reach who reads the scan; a scan of another format has none."""
+    image = np.zeros((2, 4, 5), np.int16)
+    image[0, 0, 0] = 1
+    about = {"PatientID": "P 1", "StudyDate": "20240131", "SeriesNumber": 3}
+    save_stack(tmp_path, image, [0.0, 2.5], SeriesDescription="Lung 1.0", **about)
+    identity = read_image(tmp_path).identity
+    assert identity == ("P 1", "2024-01-31", "3", "Lung 1.0")
+    assert str(identity) == "patient P 1, 2024-01-31"
+    write_image(tmp_path / "a.nii.gz", image, read_image(tmp_path).grid)
+    assert not any(read_image(tmp_path / "a.nii.gz").identity)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 import shutil
 from collections import Counter
@@ -18,6 +20,7 @@ from rich.progress import Progress
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, NoSlice, read_frames
 from medseg.io.read import read_image
@@ -347,3 +350,35 @@ def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
     shown.clear()
     assert predict(min(flat.iterdir()), tmp_path / "one") == 0
     assert not any("headers" in text for text in shown)
+
+
+def test_results_and_refusals_name_patient_and_date(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report of a result holds both, and so does the line of a refusal and a row of the summary."""
+    flat, out = tmp_path / "flat", tmp_path / "out"
+    series(flat, "anna", 2)
+    series(flat, "bert", 2)
+    series(flat, "bert", 3)
+    assert predict(flat, out) == 1
+    report = json.loads((out / "anna_20240101.json").read_text())
+    assert report["identity"] == {
+        "patient": "anna",
+        "study_date": "2024-01-01",
+        "series_number": "2",
+        "series_description": "B20f",
+    }
+    (refusal,) = [line for line in capsys.readouterr().err.splitlines() if "expected one" in line]
+    assert refusal.endswith("(patient bert, 2024-01-01).")
+    with (out / "summary.csv").open() as file:
+        (failed,) = [row for row in csv.DictReader(file) if row["status"] == "failed"]
+    assert failed["warnings"].endswith("(patient bert, 2024-01-01).")
+
+
+def test_a_case_table_says_whose_a_scan_is(tmp_path: Path) -> None:
+    table = tmp_path / "cases.csv"
+    table.write_text("case,image,patient,study_date\na,a.nii.gz,P1,2024-01-31\nb,b.nii.gz,,\n")
+    scans, _ = find_scans(table, None)
+    assert [str(scan.identity) for scan in scans] == ["patient P1, 2024-01-31", ""]
+    copy = write_case_table(tmp_path / "copy.csv", read_case_table(table, None))
+    assert read_case_table(copy, None) == read_case_table(table, None)

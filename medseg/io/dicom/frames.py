@@ -5,6 +5,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -18,6 +19,7 @@ from pydicom.tag import Tag
 
 from medseg.errors import UserError
 from medseg.geometry.grid import DIRECTION_TOLERANCE
+from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
@@ -43,6 +45,7 @@ MACROS = {
     "ImageOrientationPatient": "PlaneOrientationSequence",
     "PixelSpacing": "PixelMeasuresSequence",
     "SpacingBetweenSlices": "PixelMeasuresSequence",
+    "SliceThickness": "PixelMeasuresSequence",
     "ReferencedSegmentNumber": "SegmentIdentificationSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
@@ -117,6 +120,7 @@ class Series:
         patient: Patient ID, or "".
         study: Study Instance UID, or "".
         date: Study Date as DICOM writes it, `20240131`, or "".
+        modality: Modality as DICOM names it, such as `CT`, or "".
     """
 
     uid: str = ""
@@ -125,11 +129,17 @@ class Series:
     patient: str = ""
     study: str = ""
     date: str = ""
+    modality: str = ""
 
     @property
     def scope(self) -> str:
         """Patient and study, by which `series=<scope>:<number>` names them."""
         return f"{self.patient}:{self.study}"
+
+    @property
+    def identity(self) -> Identity:
+        """What a result says of the scan."""
+        return Identity(self.patient, written_date(self.date), self.number, self.description)
 
     def is_in(self, scope: str) -> bool:
         """Whether a scope names its patient, its study, or both; the study by UID or date.
@@ -190,6 +200,7 @@ class Frame:
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
         warnings: Sentences for the user.
+        thickness_mm: Slice Thickness, or None.
     """
 
     path: Path
@@ -205,6 +216,7 @@ class Frame:
     has_rescale: bool
     phases: tuple[str, ...]
     warnings: tuple[str, ...]
+    thickness_mm: float | None = None
 
     @property
     def air(self) -> int:
@@ -380,6 +392,7 @@ def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
         patient=_text(header.get("PatientID")),
         study=_text(header.get("StudyInstanceUID")),
         date=_text(header.get("StudyDate")),
+        modality=_text(header.get("Modality")),
     )
 
 
@@ -543,7 +556,15 @@ def _slice(
             for _, keyword, frame_keyword in PHASES
         ),
         warnings=tuple(sentences),
+        thickness_mm=_read_thickness(places),
     )
+
+
+def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
+    """Read the slice thickness in mm, which is only told: a value that makes no sense is None."""
+    with suppress(ValueError, TypeError):
+        return _read_number(places, "SliceThickness")
+    return None
 
 
 def _is_localiser(places: tuple[Dataset, ...]) -> bool:

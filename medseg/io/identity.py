@@ -1,0 +1,51 @@
+"""Identity of a scan: patient, study and series as its DICOM headers name them."""
+
+import re
+from typing import NamedTuple
+
+
+class Identity(NamedTuple):
+    """Patient, study and series of a scan; "" is unknown, as all of it is in other formats.
+
+    Attributes:
+        patient: Patient ID.
+        study_date: Study Date, written as `2024-01-31`.
+        series_number: Series Number.
+        series_description: Series Description.
+    """
+
+    patient: str = ""
+    study_date: str = ""
+    series_number: str = ""
+    series_description: str = ""
+
+    def __str__(self) -> str:
+        """Name patient and date for a message, such as `patient P1, 2024-01-31`; "" without both."""
+        patient = f"patient {self.patient}" if self.patient else ""
+        return ", ".join(filter(None, (patient, self.study_date)))
+
+    def added_to(self, message: str) -> str:
+        """Put patient and date behind the message that refuses a scan, where they are known.
+
+        Example:
+            >>> Identity("P1", "2024-01-31").added_to("ct: it is empty; export it again.")
+            'ct: it is empty; export it again (patient P1, 2024-01-31).'
+        """
+        name = str(self)
+        return f"{message.rstrip('.')} ({name})." if name else message
+
+
+UNKNOWN = Identity()
+"""Identity of a scan that is no DICOM series."""
+
+
+def written_date(date: str) -> str:
+    """Write a date of DICOM, `20240131`, as `2024-01-31`; other texts stay.
+
+    Example:
+        >>> written_date("20240131")
+        '2024-01-31'
+    """
+    if re.fullmatch(r"[0-9]{8}", date) is None:
+        return date
+    return f"{date[:4]}-{date[4:6]}-{date[6:]}"
