@@ -1,4 +1,4 @@
-"""Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
+"""Lower bound on a region's Dice coefficient with a reference, from the agreement of the stages.
 
 Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical
 Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
