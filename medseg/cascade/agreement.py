@@ -75,6 +75,7 @@ def most_disputed_xyz_mm(
     differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
     for mask in added.values():
         differs |= mask
+    # The first axis runs along z: the slice is one that a reader can open.
     index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[index].any():
         return None
@@ -109,6 +110,7 @@ def added_volumes(
     final = _at_centres(labels, grid, coarse_grid)
     volumes_ml = {}
     for name, mask in added.items():
+        # Counted in coarse voxels, as the parts were added.
         num_voxels = float(np.isin(final, regions[name])[mask].sum())
         if num_voxels:
             volumes_ml[name] = num_voxels * voxel_ml(coarse_grid)

@@ -109,6 +109,7 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     """
     num_covered = 0
     for index, scores in enumerate(groups):
+        # The patients of a group are judged by a bound that has not seen them.
         calibration: dict[str, Sequence[tuple[float, float]]] = {}
         for group in (*groups[:index], *groups[index + 1 :]):
             calibration.update(group)

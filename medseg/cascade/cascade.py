@@ -323,6 +323,7 @@ class Cascade:
 
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""
+        # Never more than the user allows.
         least_gib = min(self.options.budget_gib, budget_gib)
         return replace(self, options=replace(self.options, budget_gib=least_gib))
 
@@ -533,6 +534,7 @@ def _contiguous(labels: np.ndarray) -> np.ndarray:
     """Return the label map in the order of its axes, copied where it is a view in another order."""
     if labels.flags.c_contiguous:
         return labels
+    # `new_array` may lie in a scratch file, where a volume exceeds the memory.
     copied = new_array(labels.shape, labels.dtype)
     np.copyto(copied, labels)
     return copied
@@ -612,6 +614,7 @@ def refine(
         assert localisation is not None, "it has the probabilities"
         assert localisation.probs is not None, "they were asked for"
         assert localisation.probs_grid is not None, "it comes with them"
+        # The sum over the labels of the region, resampled to its crop, is one more channel.
         values = stage.task.region_values(region)
         coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
         image = torch.cat([image, coarse[None]])

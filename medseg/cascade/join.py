@@ -64,8 +64,8 @@ def join(
         volume_ml = counts[-1] * voxel_ml(grid)
         if warnings is not None and volume_ml >= MIN_REPORTED_ML:
             warnings.append(
-                f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart "
-                "from what the coarse stage marks"
+                f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are "
+                "apart from what the coarse stage marks"
             )
     # After all labels are clean: a removed component of one label may lie in a hole of another.
     for value in task.labels.values():
@@ -96,6 +96,7 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     """
     labels = new_array(grid.shape, np.uint8)
     for slab in _slabs(grid.shape):
+        # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)
         for region, probs, crop_grid in regions:
             part = _native_box(crop_grid, grid).intersect(slab)
@@ -129,6 +130,7 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     percent = new_array(grid.shape, np.uint8)
     for share, crop_grid in shares:
         box = _native_box(crop_grid, grid)
+        # By slabs: the resampled crop in float32 would take four times the memory of the result.
         for slab in _slabs(grid.shape):
             part = box.intersect(slab)
             if part.is_empty:
@@ -151,6 +153,7 @@ def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int)
         region_values = task.region_values(region)
         if value in region_values:
             seen_values.update(region_values)
+    # On the coarse grid: a mask of native voxels would be a second volume.
     is_unseen = ~np.isin(localisation.labels, list(seen_values))
     nearest = nearest_voxels(localisation.grid, grid)
 
@@ -196,6 +199,7 @@ def _claim(
         background -= resampled
         np.copyto(winner, value, where=resampled > top)
         top = np.maximum(top, resampled)
+    # Strictly more, so that of two equal probabilities the earlier region keeps the voxel.
     is_claimed = (top > background) & (top > best)
     np.copyto(best, top, where=is_claimed)
     np.copyto(labels, winner, where=is_claimed)

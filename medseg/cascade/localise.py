@@ -210,6 +210,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
+    # After the clean-up: a small component would be mixed with whatever it touches.
     findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
@@ -228,7 +229,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
             f"{least_ml:.3g} ml are reported as absent"
         )
         findings += warnings_of("missing_region", [sentence])
-        cleaned[mask] = 0
+        cleaned[mask] = 0  # so that the agreement of the stages does not count it
     if not measured:
         sentence = (
             "no region found at all: the result is empty; check that the scan shows the organ and "

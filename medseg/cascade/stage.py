@@ -191,6 +191,7 @@ class TrainedStage:
         change = "the labels"
         if measured:
             change += f" ({measured})"
+        # Told with every result: the choice of the user changes all of them.
         self.warnings = (
             f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it "
             f"was validated; this changes {change}; leave inference.tile_size out",
@@ -421,7 +422,7 @@ class TrainedStage:
             overlap=options.overlap,
             divisor=self.divisor,
             batch_size=plan.batch_size,
-            # Air is the lower end of a window; without one, no value means "nothing here".
+            # Without a window, the value of air may also occur inside the body.
             skips_air=all(channel.window_hu for channel in self.task.channels),
             **runners,
         )
