@@ -149,7 +149,7 @@ class Cascade:
         """Steps of `segment`, as in `durations_s` of the result, which lacks absent regions."""
         if self.fine is None:
             return ["segment", "join"]
-        refining = [f"refine_{region.name}" for region in self.coarse.task.regions]
+        refining = [f"refine_{region.name}" for region in self.task.regions]
         return ["localise", *refining, "join"]
 
     def segment(
@@ -311,7 +311,7 @@ class Cascade:
         bounds: dict[str, StatedBound] = {}
         if self.dice_bound is None:
             return bounds
-        for region in self.coarse.task.regions:
+        for region in self.task.regions:
             is_empty = not any(result.volumes_ml[label] for label in region.labels)
             if region.name not in result.boxes or is_empty:
                 continue

@@ -238,7 +238,7 @@ def _store_half(trained: TrainedStage) -> None:
 
 
 def _quickest_backend(trained: TrainedStage, room_bytes: float) -> Backend:
-    """Measure which backend is quicker on this CPU; torch where OpenVINO is missing or too large."""
+    """Measure which backend is quicker; torch where OpenVINO is missing or too large."""
     network = cast(StageNetwork, trained.network)
     if not has_openvino() or openvino_bytes(network) > room_bytes:
         return Backend.torch
