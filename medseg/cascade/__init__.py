@@ -1,1 +1,1 @@
-"""Cascade of two trained stages: localise the regions, refine each in its own crop, join them on the scanner's grid."""
+"""Cascade of two trained stages: localise the regions, refine each in its crop, join them."""

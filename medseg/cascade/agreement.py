@@ -1,4 +1,7 @@
-"""Agreement of the two stages: how much, where least, what one added; and the distortion of crops of fixed size."""
+"""Agreement of the two stages, and the distortion of crops of fixed size.
+
+How much the stages agree, where they agree least, and what the coarse stage alone added.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -37,13 +40,15 @@ def agreement(
         Region name to a number in [0, 1].
     """
     fine_labels = _at_centres(labels, grid, coarse_grid)
-    result = {}
+    agreements = {}
     for name, values in regions.items():
-        coarse, fine = np.isin(coarse_labels, values), np.isin(fine_labels, values)
+        coarse = np.isin(coarse_labels, values)
+        fine = np.isin(fine_labels, values)
         if name in added:
+            # These voxels come from the coarse stage: it would agree with itself.
             fine &= ~added[name]
-        result[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
-    return result
+        agreements[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
+    return agreements
 
 
 def most_disputed_xyz_mm(
@@ -53,7 +58,9 @@ def most_disputed_xyz_mm(
     grid: VoxelGrid,
     added: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> tuple[float, ...] | None:
-    """Find where the two stages differ most: the centre of the different voxels in the axial coarse slice with the most of them.
+    """Find where the two stages differ most.
+
+    The point is the centre of the different voxels in the axial coarse slice with the most of them.
 
     Args:
         coarse_labels: Label map (D, H, W) of the coarse stage.
@@ -68,11 +75,13 @@ def most_disputed_xyz_mm(
     differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
     for mask in added.values():
         differs |= mask
+    # The first axis runs along z: the slice is one that a reader can open.
     index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[index].any():
         return None
-    y, x = (float(places.mean()) for places in np.nonzero(differs[index]))
-    return tuple(coarse_grid.index_to_world_xyz_mm([index, y, x]).tolist())
+    rows, columns = np.nonzero(differs[index])
+    centre = [index, float(rows.mean()), float(columns.mean())]
+    return tuple(coarse_grid.index_to_world_xyz_mm(centre).tolist())
 
 
 def added_volumes(
@@ -82,7 +91,9 @@ def added_volumes(
     regions: Mapping[str, tuple[int, ...]],
     added: Mapping[str, np.ndarray],
 ) -> dict[str, float]:
-    """Measure what is left after the clean-up of the parts that were added; regions without such parts are left out.
+    """Measure what the clean-up has left of the parts that were added.
+
+    Regions without such parts are left out.
 
     Args:
         coarse_grid: Grid of the coarse stage.
@@ -97,21 +108,27 @@ def added_volumes(
     if not added:
         return {}
     final = _at_centres(labels, grid, coarse_grid)
-    volumes_ml = {
-        name: float(np.isin(final, regions[name])[mask].sum()) * voxel_ml(coarse_grid)
-        for name, mask in added.items()
-    }
-    return {name: volume_ml for name, volume_ml in volumes_ml.items() if volume_ml}
+    volumes_ml = {}
+    for name, mask in added.items():
+        # Counted in coarse voxels, as the parts were added.
+        num_voxels = float(np.isin(final, regions[name])[mask].sum())
+        if num_voxels:
+            volumes_ml[name] = num_voxels * voxel_ml(coarse_grid)
+    return volumes_ml
 
 
-def nearest_voxels(grid: VoxelGrid, other: VoxelGrid) -> list[np.ndarray]:
-    """Find the voxel of a grid that is nearest to each voxel of another one with the same axes: indices along z, y and x."""
-    return [
-        np.clip(np.rint(scale * np.arange(size) + offset), 0, length - 1).astype(int)
-        for (scale, offset), size, length in zip(
-            other.axis_map_to(grid), other.shape, grid.shape, strict=True
-        )
-    ]
+def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:
+    """Find the voxel of a grid that is nearest to each voxel of a reading grid with the same axes.
+
+    Returns:
+        Indices into `grid` along z, y and x, each as long as the reading grid along that axis.
+    """
+    nearest = []
+    for axis, (scale, offset) in enumerate(reader.axis_map_to(grid)):
+        positions = np.rint(scale * np.arange(reader.shape[axis]) + offset)
+        # Centres beyond the grid read its outermost voxels.
+        nearest.append(np.clip(positions, 0, grid.shape[axis] - 1).astype(int))
+    return nearest
 
 
 def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
@@ -129,11 +146,10 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
     ratio = distortion(grid.spacing_mm)
     if ratio <= MAX_DISTORTION:
         return []
-    voxels, extent = (
-        "×".join(f"{number:.0f}" for number in numbers)
-        for numbers in (grid.shape, np.multiply(grid.shape, grid.spacing_mm))
-    )
+    voxels = "×".join(str(size) for size in grid.shape)
+    extents_mm = np.multiply(grid.shape, grid.spacing_mm)
+    extent = "×".join(f"{extent_mm:.0f}" for extent_mm in extents_mm)
     return [
-        f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; above {MAX_DISTORTION:g} the network "
-        "may not recognise the shape"
+        f"{name}: {extent} mm were resized to {voxels} voxels, a distortion of {ratio:.1f}; "
+        f"above {MAX_DISTORTION:g} the network may not recognise the shape"
     ]

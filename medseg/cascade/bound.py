@@ -1,4 +1,4 @@
-"""Lower bound on the Dice coefficient that a region would have with a reference, from the agreement of the two stages.
+"""Lower bound on a region's Dice coefficient with a reference, from the agreement of the stages.
 
 Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical
 Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
@@ -44,14 +44,17 @@ class DiceBound:
     offset: float = OFFSET
 
     def __post_init__(self) -> None:
-        if not (
+        # Chained comparisons refuse NaN too.
+        is_valid = (
             0 <= self.factor < math.inf
             and 0 < self.level < 1
             and self.num_patients >= 1
             and 0 < self.offset < math.inf
-        ):
+        )
+        if not is_valid:
             raise ValueError(
-                f"a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an offset > 0, got {self}"
+                "a bound on Dice needs a factor >= 0, a level in (0, 1), a patient and an "
+                f"offset > 0, got {self}"
             )
 
     def at(self, agreement: float) -> float:
@@ -78,16 +81,24 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     Returns:
         The bound; None if there are too few patients for the level: 9 are needed for 0.9.
     """
-    largest = sorted(
-        max((1.0 - dice) / (1.0 - agreement + OFFSET) for agreement, dice in regions)
-        for regions in scores.values()
-    )
-    rank = math.ceil((len(largest) + 1) * level - 1e-9)
-    return DiceBound(largest[rank - 1], level, len(largest)) if 1 <= rank <= len(largest) else None
+    # The largest factor of each patient's regions, since all of them must reach their bounds.
+    factors = sorted(max(map(_factor, regions)) for regions in scores.values())
+    # Quantile of split conformal prediction: the ceil((n + 1) * level)-th smallest of n. The small
+    # number keeps a product such as 10 * 0.9 from exceeding its integer by rounding.
+    rank = math.ceil((len(factors) + 1) * level - 1e-9)
+    if not 1 <= rank <= len(factors):
+        return None
+    return DiceBound(factors[rank - 1], level, len(factors))
+
+
+def _factor(region: tuple[float, float]) -> float:
+    """Error of a region, 1 - Dice, in units of 1 - agreement + `OFFSET`."""
+    agreement, dice = region
+    return (1.0 - dice) / (1.0 - agreement + OFFSET)
 
 
 def count_covered(groups: Sequence[Scores], level: float) -> int | None:
-    """Count the patients whose regions all reach the bound that is calibrated on the patients of the other groups.
+    """Count the patients whose regions all reach the bound that the other groups calibrate.
 
     Groups must differ by more than chance, as folds with networks of their own do. If patients were
     left out one by one, the number of covered patients would follow from the level alone, whatever
@@ -96,17 +107,15 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     Returns:
         The number; None if the others of some group are too few.
     """
-    covered = 0
+    num_covered = 0
     for index, scores in enumerate(groups):
-        others = {
-            patient: found
-            for other in (*groups[:index], *groups[index + 1 :])
-            for patient, found in other.items()
-        }
-        if (bound := calibrate(others, level)) is None:
+        # The patients of a group are judged by a bound that has not seen them.
+        calibration: dict[str, Sequence[tuple[float, float]]] = {}
+        for group in (*groups[:index], *groups[index + 1 :]):
+            calibration.update(group)
+        bound = calibrate(calibration, level)
+        if bound is None:
             return None
-        covered += sum(
-            all(dice >= bound.at(agreement) for agreement, dice in regions)
-            for regions in scores.values()
-        )
-    return covered
+        for regions in scores.values():
+            num_covered += all(dice >= bound.at(agreement) for agreement, dice in regions)
+    return num_covered

@@ -25,7 +25,7 @@ from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
@@ -41,6 +41,9 @@ from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
 Timed = Callable[[str], AbstractContextManager[None]]
+"""Announces a step by its name and records its seconds."""
+Deviations = list[tuple[Tensor, VoxelGrid]]
+"""Standard deviations (D, H, W) of the probabilities, and the grids of their crops."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +64,29 @@ class Cascade:
     options: InferenceOptions = field(default_factory=InferenceOptions)
 
     def __post_init__(self) -> None:
-        task, fine = self.coarse.task, self.last.task
-        require(
-            bool(task.regions) == (self.fine is not None),
-            f"the task {task.name} of the coarse checkpoint has "
-            + (
-                "regions, which a fine stage refines; give fine=<checkpoint>"
-                if task.regions
-                else "no regions; leave fine out"
-            ),
-        )
-        require(
-            task.labels == fine.labels
-            and task.regions == fine.regions
-            and [channel.modality for channel in task.channels]
-            == [channel.modality for channel in fine.channels],
-            f"the coarse checkpoint was trained for the task {task.name} with the labels {task.labels}, "
-            f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
-        )
+        task = self.coarse.task
+        subject = f"the task {task.name} of the coarse checkpoint"
+        if self.fine is None:
+            if task.regions:
+                raise UserError(
+                    f"{subject} has regions, which a fine stage refines; give fine=<checkpoint>"
+                )
+            return
+        if not task.regions:
+            raise UserError(f"{subject} has no regions; leave fine out")
+        if _content(task) != _content(self.fine.task):
+            raise UserError(
+                f"the coarse checkpoint was trained for the task {task.name} with the labels "
+                f"{task.labels}, the fine one for {self.fine.task.name} with "
+                f"{self.fine.task.labels}; give two checkpoints of the same task"
+            )
 
     @property
     def stages(self) -> tuple[TrainedStage, ...]:
         """All stages, the first one first."""
-        return (self.coarse,) if self.fine is None else (self.coarse, self.fine)
+        if self.fine is None:
+            return (self.coarse,)
+        return (self.coarse, self.fine)
 
     @property
     def task(self) -> Task:
@@ -112,7 +115,10 @@ class Cascade:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether voxels must stay as they are stored: our networks are trained with air instead of padding."""
+        """Whether voxels must stay as they are stored.
+
+        They need not: our networks are trained with air instead of padding.
+        """
         return False
 
     @property
@@ -127,19 +133,24 @@ class Cascade:
 
     @property
     def dice_bound(self) -> DiceBound | None:
-        """Bound that was calibrated for these two stages together; None for other pairs, several checkpoints and flips."""
-        is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
-        return (
-            self.coarse.dice_bound
-            if is_pair and not any(stage.has_views(self.options) for stage in self.stages)
-            else None
-        )
+        """Bound that was calibrated for these two stages together.
+
+        None for other pairs, several checkpoints and flips.
+        """
+        # Both files hold the bound that they were calibrated with.
+        if self.fine is None or self.fine.dice_bound != self.coarse.dice_bound:
+            return None
+        if any(stage.has_views(self.options) for stage in self.stages):
+            return None
+        return self.coarse.dice_bound
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`, as in `Segmentation.durations_s`; those of absent regions are left out."""
-        refining = [f"refine_{region.name}" for region in self.coarse.task.regions]
-        return ["segment", "join"] if self.fine is None else ["localise", *refining, "join"]
+        """Steps of `segment`, as in `durations_s` of the result, which lacks absent regions."""
+        if self.fine is None:
+            return ["segment", "join"]
+        refining = [f"refine_{region.name}" for region in self.task.regions]
+        return ["localise", *refining, "join"]
 
     def segment(
         self,
@@ -162,92 +173,131 @@ class Cascade:
         Raises:
             UserError: If the task has another number of channels.
         """
-        task, options = self.coarse.task, self.options
+        task = self.task
         require_channels(task, 1 + len(more_channels))
+        # All steps work in LPS order, whatever the storage order of the file.
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0))
         for stage in self.stages:
             result.findings += warnings_of("other_tiles", stage.warnings)
         timed = partial(_timed, result.durations_s, on_step)
-        found: Localisation | None = None
-        added: dict[str, np.ndarray] = {}
+        localisation: Localisation | None = None
         if self.fine is None:
-            parts, stds = _segment_whole(images, grid, self.coarse, options, result, timed)
+            parts, stds = _segment_whole(images, grid, self.coarse, self.options, result, timed)
         else:
-            with timed("localise"):
-                keep_probs = self.fine.has_coarse_channel
-                found = localise(images, grid, self.coarse, options, keep_probs=keep_probs)
-            result.findings += found.findings
-            _note_crop(
-                result, "localise", "whole scan", self.coarse, found.tiling_plan, found.crop_grid
+            localisation = self._localise(images, grid, self.fine, result, timed)
+            parts, stds = _refine_regions(
+                images, grid, localisation, self.fine, self.options, result, timed
             )
-            parts, stds = _refine_regions(images, grid, found, self.fine, options, result, timed)
-        not_added: list[str] = []
-        apart: list[str] = []
         with timed("join"):
-            # A fine stage that sees the coarse probabilities decides about these parts itself.
-            adds_parts = options.add_parts and not self.last.has_coarse_channel
-            if found is not None and adds_parts and self.coarse.add_parts_mm is not None:
-                added = add_coarse_parts(
-                    found.labels,
-                    found.grid,
-                    found.beyond,
-                    parts,
-                    task,
-                    self.coarse.add_parts_mm,
-                    not_added,
-                )
-            labels = join(parts, grid, task, first, found, apart)
-            # Plane by plane: the mask of a whole label would be a second volume.
-            result.volumes_ml = {
-                name: voxel_ml(grid)
-                * sum(int(np.count_nonzero(plane == value)) for plane in labels)
-                for name, value in task.labels.items()
-            }
-            if found is not None:
-                regions = {region.name: task.region_values(region) for region, _, _ in parts}
-                result.agreements = agreement(
-                    found.labels, found.grid, labels, grid, regions, added
-                )
-                result.most_disputed_xyz_mm = most_disputed_xyz_mm(
-                    found.labels, found.grid, labels, grid, added
-                )
-                result.added_ml = added_volumes(found.grid, labels, grid, regions, added)
-        # Read now: the next step forgets what was added to the regions that it removes.
-        changed_labels: set[str] = set()
-        for region in task.regions:
-            if region.name in result.added_ml:
-                changed_labels.update(region.labels)
-        absent, contradictions = remove_contradictions(
-            labels, first, task, result.volumes_ml, result.agreements, result.added_ml
-        )
-        result.findings += warnings_of("beside_patient", not_added)
-        result.findings += warnings_of("apart", apart)
-        result.findings += warnings_of("little_agreement", contradictions)
-        for name in absent:
-            del result.boxes[name]
-        additions = [
-            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as consolidation: check the result"
-            for name, volume_ml in result.added_ml.items()
-            if volume_ml >= MIN_REPORTED_ML
-        ]
-        result.findings += warnings_of("added_parts", additions)
-        result.dice_at_least = self._stated_bounds(result, changed_labels)
-        if not self.coarse.task.regions and not any(result.volumes_ml.values()):
-            sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
-            result.findings += warnings_of("empty_result", [sentence])
-        result.findings += warnings_of(
-            "implausible_volume", volume_warnings(result.volumes_ml, labels, task)
-        )
+            added: dict[str, np.ndarray] = {}
+            if localisation is not None:
+                added = self._add_parts(localisation, parts, result)
+            apart: list[str] = []
+            labels = join(parts, grid, task, first, localisation, apart)
+            result.findings += warnings_of("apart", apart)
+            result.volumes_ml = _label_volumes_ml(labels, grid, task)
+            if localisation is not None:
+                values = {region.name: task.region_values(region) for region, _, _ in parts}
+                _compare_stages(localisation, labels, grid, values, added, result)
+        self._judge(labels, first, result)
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
+            # A label that two regions share has a crop in each of them.
             for region, probs, crop_grid in parts:
                 for name, prob in zip(region.labels, probs, strict=True):
                     result.probabilities.setdefault(name, []).append((prob, crop_grid))
         if self.has_views:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
+
+    def _localise(
+        self,
+        images: Sequence[np.ndarray],
+        grid: VoxelGrid,
+        fine: TrainedStage,
+        result: Segmentation,
+        timed: Timed,
+    ) -> Localisation:
+        """Run the coarse stage; `result` receives its tiling plan and findings."""
+        with timed("localise"):
+            localisation = localise(
+                images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
+            )
+        result.findings += localisation.findings
+        _note_crop(
+            result,
+            "localise",
+            "whole scan",
+            self.coarse,
+            localisation.tiling_plan,
+            localisation.crop_grid,
+        )
+        return localisation
+
+    def _add_parts(
+        self, localisation: Localisation, parts: list[RegionResult], result: Segmentation
+    ) -> dict[str, np.ndarray]:
+        """Raise the fine probabilities where only the coarse stage finds a region, in place.
+
+        Returns:
+            See `add_coarse_parts`; empty where nothing shall be added.
+        """
+        # A fine stage that sees the coarse probabilities decides about these parts itself.
+        adds_parts = self.options.add_parts and not self.last.has_coarse_channel
+        if not adds_parts or self.coarse.add_parts_mm is None:
+            return {}
+        not_added: list[str] = []
+        added = add_coarse_parts(
+            localisation.labels,
+            localisation.grid,
+            localisation.beyond,
+            parts,
+            self.task,
+            self.coarse.add_parts_mm,
+            not_added,
+        )
+        result.findings += warnings_of("beside_patient", not_added)
+        return added
+
+    def _judge(self, labels: np.ndarray, image: np.ndarray, result: Segmentation) -> None:
+        """Remove what the stages contradict each other about, and say what is doubtful.
+
+        Args:
+            labels: Joined label map (D, H, W) in LPS order; regions are removed in place.
+            image: The first channel of the scan, (D, H, W).
+            result: With volumes and the agreement of the stages; receives findings and bounds.
+        """
+        task = self.task
+        # Read now: the next step forgets what was added to the regions that it removes.
+        changed_labels: set[str] = set()
+        for region in task.regions:
+            if region.name in result.added_ml:
+                changed_labels.update(region.labels)
+        absent, contradictions = remove_contradictions(
+            labels, image, task, result.volumes_ml, result.agreements, result.added_ml
+        )
+        result.findings += warnings_of("little_agreement", contradictions)
+        for name in absent:
+            del result.boxes[name]
+        additions = [
+            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as "
+            "consolidation: check the result"
+            for name, volume_ml in result.added_ml.items()
+            if volume_ml >= MIN_REPORTED_ML
+        ]
+        result.findings += warnings_of("added_parts", additions)
+        result.dice_at_least = self._stated_bounds(result, changed_labels)
+        # With regions, the localisation has already told that there are none.
+        if not task.regions and not any(result.volumes_ml.values()):
+            sentence = (
+                "no label found at all: the result is empty; check that the scan shows the organs "
+                "of the task"
+            )
+            result.findings += warnings_of("empty_result", [sentence])
+        implausible = volume_warnings(result.volumes_ml, labels, task)
+        result.findings += warnings_of("implausible_volume", implausible)
 
     def _stated_bounds(
         self, result: Segmentation, changed_labels: set[str]
@@ -261,7 +311,7 @@ class Cascade:
         bounds: dict[str, StatedBound] = {}
         if self.dice_bound is None:
             return bounds
-        for region in self.coarse.task.regions:
+        for region in self.task.regions:
             is_empty = not any(result.volumes_ml[label] for label in region.labels)
             if region.name not in result.boxes or is_empty:
                 continue
@@ -273,9 +323,9 @@ class Cascade:
 
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""
-        return replace(
-            self, options=replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
-        )
+        # Never more than the user allows.
+        least_gib = min(self.options.budget_gib, budget_gib)
+        return replace(self, options=replace(self.options, budget_gib=least_gib))
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan whose planes exceed the budget, by its header alone.
@@ -299,26 +349,42 @@ class Cascade:
             try:
                 yield
             finally:
+                # After an error too: the other processes wait for jobs until they are dismissed.
                 workers.dismiss()
 
     def serve_tiles(self) -> None:
-        """Run networks for rank 0 until it has segmented all scans; for the other processes of torchrun."""
+        """Run networks for rank 0 until it has segmented all scans.
+
+        For the other processes of torchrun.
+        """
         stages = {stage.name: stage for stage in self.stages}
+
+        def run_job(job: tuple[str, int, float | None], images: Tensor) -> Tensor:
+            name, network_index, slab_bytes = job
+            return stages[name].serve(network_index, images, slab_bytes)
+
         with process_group():
-            serve_tiles(lambda job, images: stages[job[0]].serve(job[1], images, job[2]))
+            serve_tiles(run_job)
 
 
-def require_channels(task: Task, num_given: int) -> None:
+def _content(task: Task) -> tuple[object, ...]:
+    """What two stages of one cascade must have in common."""
+    return task.labels, task.regions, [channel.modality for channel in task.channels]
+
+
+def require_channels(task: Task, num_channels: int) -> None:
     """Refuse a scan of another number of channels than that of the task.
 
     Raises:
         UserError: With both numbers.
     """
+    if num_channels == len(task.channels):
+        return
     kinds = ", ".join(channel.modality for channel in task.channels)
-    require(
-        num_given == len(task.channels),
-        f"the task {task.name} has {len(task.channels)} channels ({kinds}), but the scan has {num_given}; give input=[a,b,…] with a file of "
-        "each, or a case table with the columns image, image_1, …",
+    raise UserError(
+        f"the task {task.name} has {len(task.channels)} channels ({kinds}), but the scan has "
+        f"{num_channels}; give input=[a,b,…] with a file of each, or a case table with the columns "
+        "image, image_1, …"
     )
 
 
@@ -329,7 +395,7 @@ def _segment_whole(
     options: InferenceOptions,
     result: Segmentation,
     timed: Timed,
-) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
+) -> tuple[list[RegionResult], Deviations]:
     """Segment all labels at once, for a task without regions.
 
     Args:
@@ -348,26 +414,29 @@ def _segment_whole(
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.findings += warnings_of("out_of_memory", prediction.warnings)
+    # For `join`, the task is one region with all labels. The first channel is the background.
     whole = Region(stage.task.name, tuple(stage.task.labels))
-    stds = [] if prediction.std is None else [(prediction.std, crop.grid)]
-    return [(whole, prediction.probs[1:], crop.grid)], stds
+    parts = [(whole, prediction.probs[1:], crop.grid)]
+    if prediction.std is None:
+        return parts, []
+    return parts, [(prediction.std, crop.grid)]
 
 
 def _refine_regions(
     images: Sequence[np.ndarray],
     grid: VoxelGrid,
-    found: Localisation,
+    localisation: Localisation,
     fine: TrainedStage,
     options: InferenceOptions,
     result: Segmentation,
     timed: Timed,
-) -> tuple[list[RegionResult], list[tuple[Tensor, VoxelGrid]]]:
+) -> tuple[list[RegionResult], Deviations]:
     """Refine the regions that were found, one after the other.
 
     Args:
         images: Oriented volume (D, H, W) of each channel.
         grid: Their grid, oriented.
-        found: Boxes of the coarse stage.
+        localisation: Boxes of the coarse stage.
         fine: The fine stage.
         options: How the networks run.
         result: Receives boxes, tiling plans and warnings.
@@ -377,17 +446,19 @@ def _refine_regions(
         The probabilities of the regions for `join`, and their standard deviations for
         `paste_percent`.
     """
+    # The rule of the fine stage may scale its lattice, by the spacing of the scan.
     lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
     parts: list[RegionResult] = []
-    stds: list[tuple[Tensor, VoxelGrid]] = []
-    for region in (one for one in fine.task.regions if one.name in found.boxes):
+    stds: Deviations = []
+    for region in fine.task.regions:
+        if region.name not in localisation.boxes:
+            continue
         step = f"refine_{region.name}"
         with timed(step):
-            tight_box = found.boxes[region.name]
             crop = region_crop(
-                tight_box,
-                found.grid,
+                localisation.boxes[region.name],
+                localisation.grid,
                 lattice,
                 fine.region_margin_mm,
                 fine.tile_size,
@@ -395,7 +466,9 @@ def _refine_regions(
                 fine.rule,
                 fine.least_size,
             )
-            prediction = refine(images, grid, crop, region, fine, options, intensities, found)
+            prediction = refine(
+                images, grid, crop, region, fine, options, intensities, localisation
+            )
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):
@@ -414,17 +487,54 @@ def _note_crop(
     plan: Any,
     grid: VoxelGrid | None,
 ) -> None:
-    """Note how a crop went through the network, and warn where a crop of fixed size is distorted."""
+    """Note how a crop went through the network, and warn of the distortion of a fixed size."""
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
         result.distortions[step] = distortion(grid.spacing_mm)
         result.findings += warnings_of("distortion", distortion_warnings(name, grid))
 
 
+def _label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
+    """Measure the volume of each label of a map (D, H, W)."""
+    volumes_ml = {}
+    for name, value in task.labels.items():
+        # Plane by plane: the mask of a whole label would be a second volume.
+        num_voxels = sum(int(np.count_nonzero(plane == value)) for plane in labels)
+        volumes_ml[name] = voxel_ml(grid) * num_voxels
+    return volumes_ml
+
+
+def _compare_stages(
+    localisation: Localisation,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    values: dict[str, tuple[int, ...]],
+    added: dict[str, np.ndarray],
+    result: Segmentation,
+) -> None:
+    """Note how much the two stages agree, where least, and what the coarse stage added.
+
+    Args:
+        localisation: Result of the coarse stage.
+        labels: Joined label map (D, H, W).
+        grid: Its grid.
+        values: Label values of each region that was refined.
+        added: See `add_coarse_parts`.
+        result: Receives the figures.
+    """
+    coarse_labels, coarse_grid = localisation.labels, localisation.grid
+    result.agreements = agreement(coarse_labels, coarse_grid, labels, grid, values, added)
+    result.most_disputed_xyz_mm = most_disputed_xyz_mm(
+        coarse_labels, coarse_grid, labels, grid, added
+    )
+    result.added_ml = added_volumes(coarse_grid, labels, grid, values, added)
+
+
 def _contiguous(labels: np.ndarray) -> np.ndarray:
-    """The label map in the order of its axes, copied where it is a view in another order."""
+    """Return the label map in the order of its axes, copied where it is a view in another order."""
     if labels.flags.c_contiguous:
         return labels
+    # `new_array` may lie in a scratch file, where a volume exceeds the memory.
     copied = new_array(labels.shape, labels.dtype)
     np.copyto(copied, labels)
     return copied
@@ -441,11 +551,15 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
 def _timed(
     durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str
 ) -> Iterator[None]:
-    """Announce a step and record its seconds; it begins without the free memory of the step before."""
+    """Announce a step and record its seconds.
+
+    It begins without the free memory of the step before.
+    """
     release_free_memory()
     if on_step is not None:
         on_step(step)
     start = time.perf_counter()
+    # A step that fails is not recorded: its exception leaves here.
     yield
     durations_s[step] = time.perf_counter() - start
 
@@ -458,7 +572,7 @@ def refine(
     stage: TrainedStage,
     options: InferenceOptions | None = None,
     intensities: Sequence[Intensity] | None = None,
-    found: Localisation | None = None,
+    localisation: Localisation | None = None,
 ) -> Prediction:
     """Segment one region; only its crop is resampled.
 
@@ -470,17 +584,19 @@ def refine(
         stage: The fine stage.
         options: How the networks run; the defaults where None.
         intensities: Map of each channel to the range of the network; None = by its values.
-        found: Result of the coarse stage with its probabilities, for a stage with a coarse channel.
+        localisation: Result of the coarse stage with its probabilities, for a stage with a coarse
+            channel.
 
     Returns:
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
         left out and so count as background.
     """
     lattice = grid.resampled(stage.spacing_mm)
+    intensities = intensities or stage.intensities(images)
 
-    def channel(one: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
+    def crop_of(image: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
         resampled = resample_crop(
-            one, grid, lattice, crop, outside, stage.resampling, limits=limits
+            image, grid, lattice, crop, outside, stage.resampling, limits=limits
         )
         return erase_outside(resampled, crop, outside)
 
@@ -488,22 +604,19 @@ def refine(
     # the network runs.
     image = stacked(
         [
-            normalise(channel(one, outside, limits), intensity)
-            for one, outside, limits, intensity in zip(
-                images,
-                stage.outside,
-                stage.limits,
-                intensities or stage.intensities(images),
-                strict=True,
+            normalise(crop_of(channel, outside, limits), intensity)
+            for channel, outside, limits, intensity in zip(
+                images, stage.outside, stage.limits, intensities, strict=True
             )
         ]
     )
     if stage.has_coarse_channel:
-        assert found is not None, "it has the probabilities"
-        assert found.probs is not None, "they were asked for"
-        assert found.probs_grid is not None, "it comes with them"
+        assert localisation is not None, "it has the probabilities"
+        assert localisation.probs is not None, "they were asked for"
+        assert localisation.probs_grid is not None, "it comes with them"
+        # The sum over the labels of the region, resampled to its crop, is one more channel.
         values = stage.task.region_values(region)
-        coarse = probability_channel(found.probs, found.probs_grid, crop, values)
+        coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
         image = torch.cat([image, coarse[None]])
     # Right sides look like left ones to the network.
     flipped = [X_AXIS] if region.side == "right" else []
@@ -513,5 +626,6 @@ def refine(
     # Copied even without an axis: a view would keep the background and the classes of other regions
     # in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
-    std = prediction.std
-    return prediction._replace(probs=probs, std=None if std is None else std.flip(flipped))
+    if prediction.std is None:
+        return prediction._replace(probs=probs)
+    return prediction._replace(probs=probs, std=prediction.std.flip(flipped))

@@ -1,4 +1,4 @@
-"""Join: the crops of all regions resampled back and merged on the scan's own grid, then cleaned."""
+"""Join: crops of all regions resampled back, merged on the scan's own grid and cleaned."""
 
 from collections.abc import Iterator
 
@@ -17,6 +17,7 @@ from medseg.task import Region, Task
 
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
+
 # Native voxels of one slab; each needs five float32 values and three bytes at a time.
 SLAB_VOXELS = 2**22
 
@@ -26,7 +27,7 @@ def join(
     grid: VoxelGrid,
     task: Task,
     image_hu: np.ndarray | None = None,
-    found: Localisation | None = None,
+    localisation: Localisation | None = None,
     warnings: list[str] | None = None,
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
@@ -39,18 +40,15 @@ def join(
         grid: Oriented native grid of the scan.
         task: Labels and regions.
         image_hu: The scan on that grid; None skips the check against `task.least_hu`.
-        found: Result of the coarse stage, which must mark a tenth of each component. None skips the
-            check.
+        localisation: Result of the coarse stage, which must mark a tenth of each component. None
+            skips the check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
     """
     labels = merge(regions, grid, task)
-    least_hu = task.least_hu
-    gas: list[Rejection] = []
-    if image_hu is not None and least_hu is not None:
-        gas.append(Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE))
+    gas = _gas_rejections(image_hu, task.least_hu)
     if not task.regions:
         # A task without regions only loses its gas: lesions may be small and many, and enclose each
         # other.
@@ -58,19 +56,28 @@ def join(
             remove_components(labels, value, gas)
         return labels
     for name, value in task.labels.items():
-        unseen = [Rejection(_unseen(found, grid, task, value), MAX_UNSEEN_SHARE)] if found else []
-        counts = remove_components(labels, value, [*gas, *unseen], MIN_PART_FRACTION)
-        if (
-            unseen
-            and warnings is not None
-            and (volume_ml := counts[-1] * voxel_ml(grid)) >= MIN_REPORTED_ML
-        ):
+        if localisation is None:
+            remove_components(labels, value, gas, MIN_PART_FRACTION)
+            continue
+        unseen = Rejection(_unseen(localisation, grid, task, value), MAX_UNSEEN_SHARE)
+        counts = remove_components(labels, value, [*gas, unseen], MIN_PART_FRACTION)
+        volume_ml = counts[-1] * voxel_ml(grid)
+        if warnings is not None and volume_ml >= MIN_REPORTED_ML:
             warnings.append(
-                f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are apart from what the coarse stage marks"
+                f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are "
+                "apart from what the coarse stage marks"
             )
+    # After all labels are clean: a removed component of one label may lie in a hole of another.
     for value in task.labels.values():
         fill_holes(labels, value)
     return labels
+
+
+def _gas_rejections(image_hu: np.ndarray | None, least_hu: float | None) -> list[Rejection]:
+    """Reject components of which more than half lies below the bound of gas, if it is known."""
+    if image_hu is None or least_hu is None:
+        return []
+    return [Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE)]
 
 
 def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarray:
@@ -89,24 +96,29 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     """
     labels = new_array(grid.shape, np.uint8)
     for slab in _slabs(grid.shape):
+        # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)
         for region, probs, crop_grid in regions:
             part = _native_box(crop_grid, grid).intersect(slab)
-            if not part.is_empty:
-                inner = part.shifted((-slab.start[0], 0, 0)).slices()
-                _claim(
-                    labels[part.slices()],
-                    best[inner],
-                    probs,
-                    crop_grid,
-                    grid.crop(part),
-                    task.region_values(region),
-                )
+            if part.is_empty:
+                continue
+            # `best` begins at the slab, `labels` at the scan.
+            in_slab = part.shifted((-slab.start[0], 0, 0))
+            _claim(
+                labels[part.slices()],
+                best[in_slab.slices()],
+                probs,
+                crop_grid,
+                grid.crop(part),
+                task.region_values(region),
+            )
     return labels
 
 
 def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np.ndarray:
-    """Resample probabilities or their standard deviations back, slab by slab; where crops overlap, the larger value counts.
+    """Resample probabilities or their standard deviations back, slab by slab.
+
+    Where crops overlap, the larger value counts.
 
     Args:
         shares: Values (D, H, W) in [0, 1], and the grid of the crop.
@@ -118,28 +130,38 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     percent = new_array(grid.shape, np.uint8)
     for share, crop_grid in shares:
         box = _native_box(crop_grid, grid)
+        # By slabs: the resampled crop in float32 would take four times the memory of the result.
         for slab in _slabs(grid.shape):
             part = box.intersect(slab)
-            if not part.is_empty:
-                values = resample_image(share, crop_grid, grid.crop(part), outside=0.0)
-                view = percent[part.slices()]
-                np.maximum(view, values.mul_(100.0).round_().to(torch.uint8).numpy(), out=view)
+            if part.is_empty:
+                continue
+            values = resample_image(share, crop_grid, grid.crop(part), outside=0.0)
+            rounded = values.mul_(100.0).round_().to(torch.uint8).numpy()
+            view = percent[part.slices()]
+            np.maximum(view, rounded, out=view)
     return percent
 
 
-def _unseen(found: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
-    """Voxels of the native grid that the coarse stage assigns to no region that contains a label."""
-    values = {
-        one
-        for region in task.regions
-        if value in task.region_values(region)
-        for one in task.region_values(region)
-    }
-    is_unseen = ~np.isin(found.labels, list(values))
-    nearest = nearest_voxels(found.grid, grid)
-    return lambda part: is_unseen[
-        np.ix_(*(indices[along] for indices, along in zip(nearest, part, strict=True)))
-    ]
+def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
+    """Voxels of the native grid that the coarse stage assigns to no region that contains a label.
+
+    The other labels of such a region count as seen: the stages may disagree about the border of two
+    lobes.
+    """
+    seen_values: set[int] = set()
+    for region in task.regions:
+        region_values = task.region_values(region)
+        if value in region_values:
+            seen_values.update(region_values)
+    # On the coarse grid: a mask of native voxels would be a second volume.
+    is_unseen = ~np.isin(localisation.labels, list(seen_values))
+    nearest = nearest_voxels(localisation.grid, grid)
+
+    def read(part: tuple[slice, slice, slice]) -> np.ndarray:
+        indices = [along[planes] for along, planes in zip(nearest, part, strict=True)]
+        return np.asarray(is_unseen[np.ix_(*indices)])
+
+    return read
 
 
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
@@ -163,21 +185,21 @@ def _claim(
     target: VoxelGrid,
     values: tuple[int, ...],
 ) -> None:
-    """Write a region's labels where they are more probable than its background and than the regions before it.
+    """Write a region's labels where they are more probable than its background.
 
-    `labels` and `best` (both (D, H, W) on the target grid) are views of the slab and are written in
-    place.
+    They must also be more probable than the labels of the regions before it. `labels` and `best`
+    (both (D, H, W) on the target grid) are views of the slab and are written in place.
     """
-    first, *others = zip(values, probs, strict=True)
-    winner = np.full(target.shape, first[0], dtype=np.uint8)
-    top = resample_image(first[1], source, target, outside=0.0).numpy()
+    winner = np.full(target.shape, values[0], dtype=np.uint8)
+    top = resample_image(probs[0], source, target, outside=0.0).numpy()
     # The background's probability is what the labels leave of one.
     background = 1 - top
-    for value, prob in others:
+    for value, prob in zip(values[1:], probs[1:], strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()
         background -= resampled
         np.copyto(winner, value, where=resampled > top)
         top = np.maximum(top, resampled)
+    # Strictly more, so that of two equal probabilities the earlier region keeps the voxel.
     is_claimed = (top > background) & (top > best)
     np.copyto(best, top, where=is_claimed)
     np.copyto(labels, winner, where=is_claimed)

@@ -4,17 +4,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.stage import TrainedStage
 from medseg.conf_folder import conf_dir
-from medseg.errors import UserError, first_line, is_out_of_memory, require
+from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.grid_rule import GridRule
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.inference.options import Backend, InferenceOptions
@@ -34,6 +34,20 @@ from medseg.task import Task
 from medseg.task_options import code_texts
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
+
+# What checkpoints must have in common for a mean of their results.
+SAME_SETTINGS = (
+    "task",
+    "spacing_mm",
+    "rule",
+    "resampling",
+    "tile_size",
+    "least_size",
+    "region_margin_mm",
+    "add_parts_mm",
+    "has_coarse_channel",
+    "precision",
+)
 
 
 def load_stage(
@@ -66,113 +80,191 @@ def load_stage(
             format, or the backend does not work.
     """
     options = options or InferenceOptions()
-    backend = options.backend
     key = stage or "checkpoint"
+    source = f"{key}={path}"
     metadata, weights = read_weights(path, stage, key)
-    name: str = metadata["stage"]
+    metadata = _with_checked_model(metadata, source, trusted)
     try:
-        metadata = to_tuples(metadata)
-        check_target(
-            "model", f"{key}={path}: its model", {TARGET: UNET, **metadata["model"]}, trusted
-        )
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{key}={path}: its metadata are damaged or of another version ({error!r}); take another copy"
-        ) from error
-    if metadata["model"].get(
-        "pretrained"
-    ):  # its weights are in the file: nothing is downloaded in order to be replaced
-        metadata["model"] = {**metadata["model"], "pretrained": False}
-    try:
-        check_ranges(metadata, len(weights))
-        task = with_known_labels(Task.from_dict(metadata["task"]))
-        if name == "coarse" and not task.regions:
-            name = "single"  # as older files do not call it
-        if name == "single":
-            # The task may have regions: a run chose to segment all labels at once.
-            task = task.as_one_stage()
-        has_coarse_channel = bool(metadata.get("coarse_channel"))
-
-        def make() -> StageNetwork:
-            return make_described_network(
-                metadata["model"], task, name, trusted, has_coarse_channel=has_coarse_channel
-            )
-
-        # A network may be larger than the memory: on the meta device it only has shapes, which must
-        # be those of the weights.
-        shapes = build_on_meta(make, may_compute=bool(trusted))
-        shapes.load_state_dict(weights, assign=True)
-        network = make()
-        trained_in = Precision(metadata["precision"]).value
-        lacks_half = precision is None and trained_in in HALF and device.type == "cpu"
-        precision = precision or inference_precision(trained_in, device.type)
-        lacks_half = lacks_half and precision not in HALF
-        trained = TrainedStage(
-            network=network,
-            name=name,
-            task=task,
-            spacing_mm=None
-            if metadata["spacing_mm"] == NATIVE
-            else _triple(metadata["spacing_mm"]),
-            # Older checkpoints lack `resampling`, `grid_rule`, `add_parts_mm`, `coarse_channel`.
-            resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
-            tile_size=network.traits.fixed_size
-            or (_triple(metadata["tile_size"]) if metadata["tile_size"] else None),
-            region_margin_mm=float(metadata["region_margin_mm"]),
-            add_parts_mm=float(metadata["add_parts_mm"]) if metadata.get("add_parts_mm") else None,
-            has_coarse_channel=has_coarse_channel,
-            precision=precision,
-            device=device,
-            rule=GridRule(**metadata.get("grid_rule", {})),
-            least_size=_triple(metadata["patch_size"]) if metadata.get("patch_size") else (1, 1, 1),
-            checkpoints={str(path): checksum(path)},
-            dice_bound=DiceBound(**metadata["dice_bound"]) if metadata.get("dice_bound") else None,
-        )
+        trained = _build_stage(metadata, weights, path, device, precision, trusted)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         raise UserError(
-            f"{key}={path}: its weights do not fit the network of its metadata ({first_line(error)}); take another copy"
+            f"{source}: its weights do not fit the network of its metadata "
+            f"({first_line(error)}); take another copy"
         ) from error
+    # A file may hold anything: whatever the steps trip over is told in one sentence.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
         raise UserError(
-            f"{key}={path}: its metadata are damaged or of another version ({type(error).__name__}: {first_line(error)}); "
-            "take another copy"
+            f"{source}: its metadata are damaged or of another version "
+            f"({type(error).__name__}: {first_line(error)}); take another copy"
         ) from error
+    network = trained.network
     network.load_state_dict(weights)
-    if precision in HALF:
-        use_channels_last(
-            network
-        )  # kernels in half precision prefer this layout; fp32 gains nothing
+    if trained.precision in HALF:
+        # Kernels in half precision prefer this layout; fp32 gains nothing.
+        use_channels_last(network)
     if options.half_weights:
-        require(
-            precision in HALF,
-            f"inference.half_weights=true: the {name} stage runs in {precision}; give precision=bf16, or fp16 on a GPU",
-        )
-        # Autocast rounds the weights of these layers at each call, so storing them rounded changes
-        # no result. It does not round those of norms.
-        for module in network.modules():
-            if isinstance(module, ScaledConv3d):
-                module.fold_scale()
-            if isinstance(module, (_ConvNd, nn.Linear)):
-                module.to(HALF[precision])
+        _store_half(trained)
     network.to(device).eval()
     trained.count_memory()
-    has_room = lacks_half and has_openvino() and openvino_bytes(network) <= backend_room_bytes
-    if backend is None and has_room:
-        backend = Backend(quickest_backend(network))
+    backend = options.backend
+    # OpenVINO may compute in the half precision of the training, which torch lacks on this CPU.
+    lost_half = metadata["precision"] in HALF and trained.precision not in HALF
+    if backend is None and precision is None and lost_half and device.type == "cpu":
+        backend = _quickest_backend(trained, backend_room_bytes)
     if backend is Backend.openvino:
-        require(
-            device.type == "cpu",
-            "inference.backend=openvino runs on processors only; choose accelerator=cpu, or inference.backend=torch",
-        )
-        require(
-            not options.half_weights,
-            "inference.half_weights=true works with inference.backend=torch only; leave one of them out",
-        )
-        use_openvino(network, precision, trained.checkpoints[str(path)])
-        trained.backend_bytes = openvino_bytes(network)
+        _run_with_openvino(trained, options)
     return trained
+
+
+def _with_checked_model(
+    metadata: dict[str, Any], source: str, trusted: Sequence[str]
+) -> dict[str, Any]:
+    """Check the class of the network that the metadata name, before anything is built.
+
+    Args:
+        metadata: From `read_weights`.
+        source: Key and path of the user, for messages.
+        trusted: See `load_stage`.
+
+    Returns:
+        The metadata with tuples for lists, and a network that downloads nothing.
+    """
+    try:
+        metadata = to_tuples(metadata)
+        target = {TARGET: UNET, **metadata["model"]}
+        check_target("model", f"{source}: its model", target, trusted)
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{source}: its metadata are damaged or of another version ({error!r}); take another "
+            "copy"
+        ) from error
+    if metadata["model"].get("pretrained"):
+        # Its weights are in the file: nothing is downloaded in order to be replaced.
+        metadata["model"] = {**metadata["model"], "pretrained": False}
+    return metadata
+
+
+def _build_stage(
+    metadata: dict[str, Any],
+    weights: dict[str, Tensor],
+    path: Path,
+    device: torch.device,
+    precision: str | None,
+    trusted: Sequence[str],
+) -> TrainedStage:
+    """Build the stage that the metadata describe, on the CPU and without its weights.
+
+    Args:
+        metadata: From `_with_checked_model`.
+        weights: Weights by name, which must fit the network.
+        path: The file.
+        device: See `load_stage`.
+        precision: See `load_stage`.
+        trusted: See `load_stage`.
+
+    Raises:
+        RuntimeError: If the weights do not fit.
+        Exception: Of any kind, if the metadata are damaged.
+    """
+    # First: numbers out of range could fill the memory while the network is built.
+    check_ranges(metadata, len(weights))
+    task = with_known_labels(Task.from_dict(metadata["task"]))
+    name = metadata["stage"]
+    if name == "coarse" and not task.regions:
+        name = "single"  # as older files do not call it
+    if name == "single":
+        # The task may have regions: a run chose to segment all labels at once.
+        task = task.as_one_stage()
+    has_coarse_channel = bool(metadata.get("coarse_channel"))
+
+    def make() -> StageNetwork:
+        return make_described_network(
+            metadata["model"], task, name, trusted, has_coarse_channel=has_coarse_channel
+        )
+
+    # A network may be larger than the memory: on the meta device it only has shapes, which must
+    # be those of the weights.
+    shapes = build_on_meta(make, may_compute=bool(trusted))
+    shapes.load_state_dict(weights, assign=True)
+    network = make()
+    trained_in = Precision(metadata["precision"]).value
+    spacing_mm = None
+    if metadata["spacing_mm"] != NATIVE:
+        spacing_mm = _triple(metadata["spacing_mm"])
+    # A network of a fixed size accepts nothing else, whatever the training has recorded.
+    tile_size = network.traits.fixed_size
+    if not tile_size and metadata["tile_size"]:
+        tile_size = _triple(metadata["tile_size"])
+    trained = TrainedStage(
+        network=network,
+        name=name,
+        task=task,
+        spacing_mm=spacing_mm,
+        tile_size=tile_size,
+        region_margin_mm=float(metadata["region_margin_mm"]),
+        precision=precision or inference_precision(trained_in, device.type),
+        device=device,
+        rule=GridRule(**metadata.get("grid_rule", {})),
+        checkpoints={str(path): checksum(path)},
+        resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
+        has_coarse_channel=has_coarse_channel,
+    )
+    # Older checkpoints lack these keys, like `resampling`, `grid_rule` and `coarse_channel` above.
+    if metadata.get("patch_size"):
+        trained.least_size = _triple(metadata["patch_size"])
+    if metadata.get("add_parts_mm"):
+        trained.add_parts_mm = float(metadata["add_parts_mm"])
+    if metadata.get("dice_bound"):
+        trained.dice_bound = DiceBound(**metadata["dice_bound"])
+    return trained
+
+
+def _store_half(trained: TrainedStage) -> None:
+    """Store the weights of convolutions and linear layers in half precision.
+
+    Autocast rounds the weights of these layers at each call, so storing them rounded changes no
+    result. It does not round those of norms.
+    """
+    if trained.precision not in HALF:
+        raise UserError(
+            f"inference.half_weights=true: the {trained.name} stage runs in {trained.precision}; "
+            "give precision=bf16, or fp16 on a GPU"
+        )
+    for module in trained.network.modules():
+        if isinstance(module, ScaledConv3d):
+            # Autocast rounds the scaled weights, so they are scaled before they are rounded.
+            module.fold_scale()
+        if isinstance(module, (_ConvNd, nn.Linear)):
+            module.to(HALF[trained.precision])
+
+
+def _quickest_backend(trained: TrainedStage, room_bytes: float) -> Backend:
+    """Measure which backend is quicker; torch where OpenVINO is missing or too large."""
+    network = cast(StageNetwork, trained.network)
+    if not has_openvino() or openvino_bytes(network) > room_bytes:
+        return Backend.torch
+    return Backend(quickest_backend(network))
+
+
+def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None:
+    """Let OpenVINO run the network of a stage."""
+    if trained.device.type != "cpu":
+        raise UserError(
+            "inference.backend=openvino runs on processors only; choose accelerator=cpu, or "
+            "inference.backend=torch"
+        )
+    if options.half_weights:
+        raise UserError(
+            "inference.half_weights=true works with inference.backend=torch only; leave one of "
+            "them out"
+        )
+    network = cast(StageNetwork, trained.network)
+    # The converted network is kept on this machine under it.
+    (checksum_of_file,) = trained.checkpoints.values()
+    use_openvino(network, trained.precision, checksum_of_file)
+    trained.backend_bytes = openvino_bytes(network)
 
 
 def load_stages(
@@ -200,66 +292,57 @@ def load_stages(
     """
     loaded: list[TrainedStage] = []
     for path in paths:
+        # All networks stay loaded, so each leaves less room to the next.
         room_bytes = backend_room_bytes - sum(trained.backend_bytes for trained in loaded)
         loaded.append(load_stage(path, stage, device, precision, trusted, options, room_bytes))
-    first, *others = loaded
-    for path, other in zip(paths[1:], others, strict=True):
-        for name in (
-            "task",
-            "spacing_mm",
-            "rule",
-            "resampling",
-            "tile_size",
-            "least_size",
-            "region_margin_mm",
-            "add_parts_mm",
-            "has_coarse_channel",
-            "precision",
-        ):
-            ours, theirs = getattr(first, name), getattr(other, name)
+    first = loaded[0]
+    for path, trained in zip(paths[1:], loaded[1:], strict=True):
+        for name in SAME_SETTINGS:
+            ours, theirs = getattr(first, name), getattr(trained, name)
             if ours != theirs:
                 raise UserError(
-                    f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {ours} in the one and {theirs} in the other; "
-                    "give checkpoints that were trained with the same settings"
+                    f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {ours} in the "
+                    f"one and {theirs} in the other; give checkpoints that were trained with the "
+                    "same settings"
                 )
+    checkpoints: dict[str, str] = {}
+    for trained in loaded:
+        checkpoints.update(trained.checkpoints)
     return replace(
         first,
-        others=tuple(other.network for other in others),
+        others=tuple(trained.network for trained in loaded[1:]),
         # Networks may differ in size: the largest decides what fits.
-        bytes_per_voxel=max(trained.bytes_per_voxel for trained in (first, *others)),
-        backend_bytes=sum(trained.backend_bytes for trained in (first, *others)),
-        checkpoints={
-            name: checksum
-            for trained in (first, *others)
-            for name, checksum in trained.checkpoints.items()
-        },
+        bytes_per_voxel=max(trained.bytes_per_voxel for trained in loaded),
+        backend_bytes=sum(trained.backend_bytes for trained in loaded),
+        checkpoints=checkpoints,
     )
 
 
 def _triple(values: Sequence[Any]) -> Any:
+    """Numbers along z, y and x; anything but three of them is an error."""
     z, y, x = values
     return z, y, x
 
 
 def with_known_labels(task: Task) -> Task:
-    """Add what `conf/task/<name>.yaml` knows of labels to the task of an older checkpoint without it, if the labels agree.
+    """Complete the task of an older checkpoint by what `conf/task/<name>.yaml` says of its labels.
 
-    These are plausible volumes, codes and colours.
+    These are plausible volumes, codes and colours. Nothing is added if the labels differ.
     """
     path = conf_dir() / "task" / f"{task.name}.yaml"
+    # The name comes from the file of the weights: it must not lead to another folder.
     if not task.name.isidentifier() or not path.is_file():
         return task
-    found: Any = yaml.safe_load(read_text(path))
-    known = found.get("task", found)
-    if known["labels"] != task.labels:
+    content: Any = yaml.safe_load(read_text(path))
+    included = content.get("task", content)
+    if included["labels"] != task.labels:
         return task
-    ranges_ml = {
-        name: (float(low_ml), float(high_ml))
-        for name, (low_ml, high_ml) in (known.get("volume_ml") or {}).items()
-    }
+    ranges_ml = {}
+    for name, (low_ml, high_ml) in (included.get("volume_ml") or {}).items():
+        ranges_ml[name] = (float(low_ml), float(high_ml))
     return replace(
         task,
         volume_ml=task.volume_ml or ranges_ml,
-        codes=task.codes or code_texts(known.get("codes")),
-        colours=task.colours or dict(known.get("colours") or {}),
+        codes=task.codes or code_texts(included.get("codes")),
+        colours=task.colours or dict(included.get("colours") or {}),
     )

@@ -1,4 +1,4 @@
-"""Localisation: the coarse stage finds the regions in the whole volume and puts a tight box around each."""
+"""Localisation: the coarse stage finds the regions in the whole volume, each in a tight box."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from medseg.anatomy.impossible import remove_impossible
 from medseg.anatomy.plausibility import (
+    FoundRegion,
     border_warnings,
     measure_region,
     pair_warnings,
@@ -28,7 +29,7 @@ from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.resample import resample_image
-from medseg.task import Task
+from medseg.task import Region, Task
 
 
 @dataclass(frozen=True)
@@ -93,25 +94,30 @@ def predict_body(
         resample_image(image, grid, lattice, outside, resampling=stage.resampling, limits=limits)
         for image, outside, limits in zip(images, stage.outside, stage.limits, strict=True)
     ]
+    # The rule of the stage may scale its lattice, by the spacing of the scan.
     scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
+    first_modality = stage.task.channels[0].modality
     body = scaled.box_from(
-        lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, stage.task.channels[0].modality)
+        lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     )
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
-    seen = [
+    inputs = [
         normalise(
-            erase_outside(cut(one, lattice, crop, outside, stage.resampling), crop, outside),
+            erase_outside(cut(channel, lattice, crop, outside, stage.resampling), crop, outside),
             intensity,
         )
-        for one, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
+        for channel, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
-    return stage.predict_probs(stacked(seen), options), crop, resampled[0], lattice
+    prediction = stage.predict_probs(stacked(inputs), options)
+    return prediction, crop, resampled[0], lattice
 
 
 def stacked(channels: Sequence[Tensor]) -> Tensor:
     """Stack channels (D, H, W) to (C, D, H, W); a view where there is one."""
-    return torch.stack(list(channels)) if len(channels) > 1 else channels[0][None]
+    if len(channels) == 1:
+        return channels[0][None]
+    return torch.stack(list(channels))
 
 
 def localise(
@@ -146,52 +152,50 @@ def localise(
     )
     # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
     scanned = crop.lattice.centres_within(lattice)
-    coarse_grid, part = crop.lattice.crop(scanned), crop.box.intersect(scanned)
-    inner, in_crop = (
-        part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box)
-    )
+    coarse_grid = crop.lattice.crop(scanned)
+    part = crop.box.intersect(scanned)
+    in_scan, in_crop = _slices_in(scanned, part), _slices_in(crop.box, part)
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
-    labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
+    labels[in_scan] = most_probable(prediction.probs).numpy()[in_crop]
     coarse_hu = cut(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
-    removed, beyond = remove_impossible(labels[inner], coarse_hu[inner], coarse_grid, stage.task)
-    found = locate_regions(labels, coarse_grid, stage.task)
-    findings = [
-        *warnings_of("out_of_memory", prediction.warnings),
-        *warnings_of("removed_parts", removed),
-        *found.findings,
-        *(
-            warnings_of(
-                "doubtful_side", lone_side_warnings(found.boxes, coarse_hu, coarse_grid, stage.task)
-            )
-            if stage.task.is_ct
-            else []
-        ),
-        *warnings_of(
-            "doubtful_side",
-            side_warnings(prediction.probs.numpy()[:, *in_crop], found.labels[inner], stage.task),
-        ),
-        *(
-            warnings_of(
-                "body_position",
-                position_warnings(coarse_hu, found.labels, found.boxes, coarse_grid, stage.task),
-            )
-            if stage.task.is_ct
-            else []
-        ),
-    ]
+    # Only what the network saw can show where the patient ends.
+    removed, beyond = remove_impossible(
+        labels[in_scan], coarse_hu[in_scan], coarse_grid, stage.task
+    )
+    located = locate_regions(labels, coarse_grid, stage.task)
+    findings = warnings_of("out_of_memory", prediction.warnings)
+    findings += warnings_of("removed_parts", removed)
+    findings += located.findings
+    if stage.task.is_ct:
+        lone_sides = lone_side_warnings(located.boxes, coarse_hu, coarse_grid, stage.task)
+        findings += warnings_of("doubtful_side", lone_sides)
+    mixed_sides = side_warnings(
+        prediction.probs.numpy()[:, *in_crop], located.labels[in_scan], stage.task
+    )
+    findings += warnings_of("doubtful_side", mixed_sides)
+    if stage.task.is_ct:
+        turned = position_warnings(
+            coarse_hu, located.labels, located.boxes, coarse_grid, stage.task
+        )
+        findings += warnings_of("body_position", turned)
     if beyond is not None:
         is_beyond = np.zeros(labels.shape, dtype=bool)
-        is_beyond[inner] = beyond
-        found = replace(found, beyond=is_beyond)
+        is_beyond[in_scan] = beyond
+        located = replace(located, beyond=is_beyond)
     if keep_probs:
         # Beyond the scan the network sees padding.
         probs = prediction.probs[:, *in_crop].clone()
-        found = replace(found, probs=probs, probs_grid=crop.lattice.crop(part))
+        located = replace(located, probs=probs, probs_grid=crop.lattice.crop(part))
     return replace(
-        found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
+        located, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
     )
+
+
+def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
+    """Slices of a part of a box, in an array of that box."""
+    return part.shifted([-start for start in box.start]).slices()
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
@@ -202,41 +206,54 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         grid: Its oriented grid.
         task: Labels and regions.
     """
+    # The map of the caller stays as it is.
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
+    # After the clean-up: a small component would be mixed with whatever it touches.
     findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
     pairs = side_pairs(task)
-    found = {}
+    measured: dict[str, FoundRegion] = {}
     for region in task.regions:
         mask, volume_ml = masks[region.name], volumes_ml[region.name]
-        partner_ml = max(
-            (
-                volumes_ml[side.name]
-                for pair in pairs
-                if region in pair
-                for side in pair
-                if side != region
-            ),
-            default=0.0,
-        )
+        # A few voxels beside a large organ of the other side are an error, not a small organ.
+        partner_ml = _partner_ml(region, pairs, volumes_ml)
         least_ml = max(MIN_REGION_ML, MIN_REGION_SHARE * partner_ml)
-        if volume_ml < least_ml or not mask.any():
-            sentence = f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below {least_ml:.3g} ml are reported as absent"
-            findings += warnings_of("missing_region", [sentence])
-            cleaned[mask] = 0
-        else:
-            found[region.name] = measure_region(region, mask, grid)
-    if not found:
-        sentence = "no region found at all: the result is empty; check that the scan shows the organ and is in HU"
+        if mask.any() and volume_ml >= least_ml:
+            measured[region.name] = measure_region(region, mask, grid)
+            continue
+        sentence = (
+            f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below "
+            f"{least_ml:.3g} ml are reported as absent"
+        )
+        findings += warnings_of("missing_region", [sentence])
+        cleaned[mask] = 0  # so that the agreement of the stages does not count it
+    if not measured:
+        sentence = (
+            "no region found at all: the result is empty; check that the scan shows the organ and "
+            "is in HU"
+        )
         findings += warnings_of("empty_result", [sentence])
-    for one in found.values():
-        findings += warnings_of("cut_region", border_warnings(one, grid))
+    for region_found in measured.values():
+        findings += warnings_of("cut_region", border_warnings(region_found, grid))
     for left, right in pairs:
-        if {left.name, right.name} <= found.keys():
-            findings += warnings_of(
-                "implausible_pair", pair_warnings(found[left.name], found[right.name])
-            )
-    return Localisation(cleaned, grid, {name: one.box for name, one in found.items()}, findings)
+        if left.name in measured and right.name in measured:
+            implausible = pair_warnings(measured[left.name], measured[right.name])
+            findings += warnings_of("implausible_pair", implausible)
+    boxes = {name: region_found.box for name, region_found in measured.items()}
+    return Localisation(cleaned, grid, boxes, findings)
+
+
+def _partner_ml(
+    region: Region, pairs: Sequence[tuple[Region, Region]], volumes_ml: dict[str, float]
+) -> float:
+    """Volume of the other side of a region's organ, the largest of several; 0 without one."""
+    partner_ml = 0.0
+    for left, right in pairs:
+        if region == left:
+            partner_ml = max(partner_ml, volumes_ml[right.name])
+        elif region == right:
+            partner_ml = max(partner_ml, volumes_ml[left.name])
+    return partner_ml

@@ -1,4 +1,7 @@
-"""Trained stage: the networks of one stage, the requirements on their input, and their execution within a memory budget."""
+"""Trained stage: its networks and their execution within a memory budget.
+
+It also holds what the networks require of their input.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from medseg.cascade.bound import DiceBound
-from medseg.errors import UserError, is_out_of_memory, require
+from medseg.errors import UserError, is_out_of_memory
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.sizes import network_size
@@ -35,6 +38,7 @@ from medseg.task import Task
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
+# Tiles of one pass on a GPU; a CPU gains nothing from more than one.
 MAX_BATCH = 8
 # Networks run one at a time: the budget holds for all of them together, and the TF32 switches
 # belong to the process.
@@ -126,11 +130,17 @@ class TrainedStage:
 
     @property
     def outside(self) -> list[float]:
-        """Value of each channel outside of a volume: the lower end of its window, else the background of its modality."""
-        return [
-            channel.window_hu[0] if channel.window_hu else channel.outside
-            for channel in self.task.channels
-        ]
+        """Value of each channel outside of a volume.
+
+        It is the lower end of its window, else the background of its modality.
+        """
+        values = []
+        for channel in self.task.channels:
+            if channel.window_hu:
+                values.append(channel.window_hu[0])
+            else:
+                values.append(channel.outside)
+        return values
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
@@ -138,7 +148,11 @@ class TrainedStage:
         return [HU_LIMITS if channel.modality == "ct" else None for channel in self.task.channels]
 
     def intensities(self, images: Sequence[np.ndarray]) -> list[Intensity]:
-        """Choose the map of each channel to the range of the network, for whole images (D, H, W) of one case."""
+        """Choose the map of each channel to the range of the network.
+
+        Args:
+            images: Whole images (D, H, W) of one case: a crop has other statistics.
+        """
         return [
             intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
             for image, channel in zip(images, self.task.channels, strict=True)
@@ -162,26 +176,35 @@ class TrainedStage:
             UserError: If the network accepts inputs of another size only.
         """
         traits = getattr(self.network, "traits", None)
-        only = traits.fixed_size if traits is not None else None
-        require(
-            only in (None, tile_size),
-            f"inference.tile_size={list(tile_size)}: the network of the {self.name} stage accepts inputs of {list(only or ())} voxels only; "
-            "leave inference.tile_size out",
-        )
-        validated, self.tile_size = self.tile_size, tile_size
-        if tile_size != validated:
-            used = "×".join(map(str, tile_size))
-            usual = "×".join(map(str, validated)) if validated else "whole crops"
-            change = f"the labels ({measured})" if measured else "the labels"
-            self.warnings = (
-                f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it "
-                f"was validated; this changes {change}; leave inference.tile_size out",
+        fixed_size = getattr(traits, "fixed_size", None)
+        if fixed_size not in (None, tile_size):
+            raise UserError(
+                f"inference.tile_size={list(tile_size)}: the network of the {self.name} stage "
+                f"accepts inputs of {list(fixed_size)} voxels only; leave inference.tile_size out"
             )
+        validated_size = self.tile_size
+        self.tile_size = tile_size
+        if tile_size == validated_size:
+            return
+        used = "×".join(map(str, tile_size))
+        usual = "×".join(map(str, validated_size)) if validated_size else "whole crops"
+        change = "the labels"
+        if measured:
+            change += f" ({measured})"
+        # Told with every result: the choice of the user changes all of them.
+        self.warnings = (
+            f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it "
+            f"was validated; this changes {change}; leave inference.tile_size out",
+        )
 
     def count_memory(self) -> None:
-        """Count the memory of the network per voxel; a crop that exceeds the budget then goes through it in tiles."""
+        """Count the memory of the network per voxel.
+
+        A crop that exceeds the budget then goes through it in tiles.
+        """
         call = functools.partial(self._call, self.network)
-        shape = (1, self.network.in_channels, *self.network.traits.small_size)  # type: ignore[union-attr, misc]
+        network: Any = self.network
+        shape = (1, network.in_channels, *network.traits.small_size)
         self.bytes_per_voxel = forward_bytes_per_voxel(self.network, call, shape, self.device)
 
     def has_views(self, options: InferenceOptions) -> bool:
@@ -209,31 +232,35 @@ class TrainedStage:
             warnings: list[str] = []
             stage: TrainedStage = self
             shape = (image.shape[1], image.shape[2], image.shape[3])
-            plan = first = self.plan(shape, options)
+            plan = first_plan = self.plan(shape, options)
             while True:
                 try:
-                    return Prediction(*stage._run(image, plan, options), plan, warnings)
-                except RuntimeError as error:  # also "CUDA error: out of memory" of a kernel, which has no class of its own
-                    is_last = stage.device.type == "cpu" and (
-                        plan.slab_bytes is not None or not stage.allows_slabs
-                    )
-                    if is_last or not is_out_of_memory(error):
+                    mean, std = stage._run(image, plan, options)
+                    return Prediction(mean, std, plan, warnings)
+                # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
+                # class of its own.
+                except RuntimeError as error:
+                    can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
+                    is_last_way = stage.device.type == "cpu" and not can_use_slabs
+                    if is_last_way or not is_out_of_memory(error):
                         raise
                 # After the `except` block, in which the error still holds the tensors of the failed
                 # pass.
                 torch.cuda.empty_cache()
                 place = "CPU" if stage.device.type == "cpu" else "GPU"
                 if plan.batch_size > 1:
-                    plan, way = plan._replace(batch_size=1), "one tile at a time"
-                elif plan.slab_bytes is None and stage.allows_slabs:
-                    # A pass within the budget failed, so the budget is more than there is.
+                    way = "one tile at a time"
+                    plan = plan._replace(batch_size=1)
+                elif can_use_slabs:
+                    way = "slabs, which give the same labels"
+                    # A pass within the budget failed, so the budget is more than there is: try a
+                    # quarter of it (2**28 bytes are 0.25 GiB).
                     slab_bytes = max(options.budget_gib * 2**28, stage._least_slab_bytes(shape))
-                    plan, way = (
-                        plan._replace(slab_bytes=slab_bytes),
-                        "slabs, which give the same labels",
-                    )
+                    plan = plan._replace(slab_bytes=slab_bytes)
                 else:
-                    stage, plan, way = stage._on_cpu(), first._replace(batch_size=1), "the CPU"
+                    way = "the CPU"
+                    plan = first_plan._replace(batch_size=1)
+                    stage = stage._on_cpu()
                 warnings.append(
                     f"the {self.name} stage ran out of memory on the {place} and went on with {way}"
                 )
@@ -244,6 +271,7 @@ class TrainedStage:
         Raises:
             UserError: If the budget is too small.
         """
+        max_batch = 1 if self.device.type == "cpu" else MAX_BATCH
         try:
             return plan_tiling(
                 shape,
@@ -251,13 +279,14 @@ class TrainedStage:
                 self.bytes_per_voxel,
                 options.budget_gib * 2**30,
                 self.tile_size,
-                max_batch=1 if self.device.type == "cpu" else MAX_BATCH,
+                max_batch=max_batch,
                 least_slab_bytes=self._least_slab_bytes(shape),
             )
         except ValueError as error:
             raise UserError(
-                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} stage: {error}; raise it to that "
-                "value, since smaller tiles would change the labels"
+                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} "
+                f"stage: {error}; raise it to that value, since smaller tiles would change the "
+                "labels"
             ) from error
 
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
@@ -273,14 +302,12 @@ class TrainedStage:
         Raises:
             UserError: If the budget is too small.
         """
-        if self.tile_size is not None or self.allows_slabs:
-            whole = (
-                self.rule.size
-                or grid.resampled(self.spacing_mm)
-                .resampled(self.rule.spacing_mm(grid.spacing_mm))
-                .shape
-            )
-            self.plan(self.tile_size or whole, options)
+        if self.tile_size is not None:
+            self.plan(self.tile_size, options)
+        elif self.allows_slabs:
+            lattice = grid.resampled(self.spacing_mm)
+            scaled = lattice.resampled(self.rule.spacing_mm(grid.spacing_mm))
+            self.plan(self.rule.size or scaled.shape, options)
 
     @property
     def allows_slabs(self) -> bool:
@@ -291,7 +318,10 @@ class TrainedStage:
         )
 
     def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
-        """Smallest budget for an image of a size, or for a tile of it, in slabs; infinite where the networks cannot."""
+        """Smallest budget for an image of a size, or for a tile of it, in slabs.
+
+        Infinite where the networks cannot run in slabs.
+        """
         if not self.allows_slabs:
             return math.inf
         _, height, width = network_size(self.tile_size or shape, self.divisor)
@@ -308,9 +338,11 @@ class TrainedStage:
         """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
         if slab_bytes is not None:
             slabs: list[Tensor] = []
-            self._run_in_slabs(
-                images, lambda slab: slabs.append(slab.to(images.device)), network, slab_bytes
-            )
+
+            def keep(slab: Tensor) -> None:
+                slabs.append(slab.to(images.device))
+
+            self._run_in_slabs(images, keep, network, slab_bytes)
             return torch.cat(slabs, dim=2)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images)
@@ -328,47 +360,75 @@ class TrainedStage:
         self, image: Tensor, plan: TilingPlan, options: InferenceOptions
     ) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the probabilities over all networks and flips."""
-        slab_bytes = plan.slab_bytes
-        if slab_bytes is None:
+        # Slabs are brought to the device one by one.
+        if plan.slab_bytes is None:
             image = image.to(self.device)
+        views = list(product(range(len(self.networks)), flips(self.task, options.tta)))
+        if len(views) == 1:
+            return self._predict_view(0, (), image, plan, options).cpu(), None
         total = squares = None
-        for index, network in enumerate(self.networks):
-            call = functools.partial(self._call, network, slab_bytes=slab_bytes)
-            others: dict[str, Any] = {}
-            if slab_bytes is not None and plan.tile_size is None:
-                others["run_in_slabs"] = functools.partial(
-                    self._run_in_slabs, network=network, slab_bytes=slab_bytes
-                )
-            if self.tile_workers is not None:
-                run = functools.partial(self.tile_workers.run, (self.name, index, slab_bytes), call)
-                others |= {"run_batches": run, "num_parallel": self.tile_workers.size}
-            for axes in flips(self.task, options.tta):
-                probs = predict_probs(
-                    call,
-                    (image.flip(axes) if axes else image)[None],
-                    tile_size=plan.tile_size,
-                    overlap=options.overlap,
-                    divisor=self.divisor,
-                    batch_size=plan.batch_size,
-                    skips_air=all(channel.window_hu for channel in self.task.channels),
-                    **others,
-                )
-                if not self.has_views(options):
-                    return probs.cpu(), None
-                probs = (probs.flip(axes) if axes else probs).to(torch.float32)
-                # In place: each of these tensors is as large as the result in float32.
-                if total is None or squares is None:
-                    total, squares = probs, probs.square().sum(0)
-                else:
-                    total.add_(probs)
-                    squares.add_(probs.square_().sum(0))
-        assert total is not None and squares is not None, "there is at least one network"  # noqa: PT018
-        num_views = len(self.networks) * len(flips(self.task, options.tta))
-        mean = total.div_(num_views)
+        for network_index, axes in views:
+            probs = self._predict_view(network_index, axes, image, plan, options).to(torch.float32)
+            # In place: each of these tensors is as large as the result in float32.
+            if total is None or squares is None:
+                total, squares = probs, probs.square().sum(0)
+            else:
+                total.add_(probs)
+                squares.add_(probs.square_().sum(0))
+        assert total is not None, "there is at least one network"
+        assert squares is not None, "it comes with the sum"
+        mean = total.div_(len(views))
         # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of
         # either.
-        variance = squares.div_(num_views).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
+        variance = squares.div_(len(views)).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
         return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
+
+    def _predict_view(
+        self,
+        network_index: int,
+        axes: tuple[int, ...],
+        image: Tensor,
+        plan: TilingPlan,
+        options: InferenceOptions,
+    ) -> Tensor:
+        """Probabilities (K, D, H, W) of one network for one flip of the image, flipped back.
+
+        Args:
+            network_index: Place in `networks`.
+            axes: Axes to flip; may be empty.
+            image: Normalised image (C, D, H, W).
+            plan: How it goes through the network.
+            options: Overlap of tiles.
+        """
+        network = self.networks[network_index]
+        slab_bytes = plan.slab_bytes
+        call = functools.partial(self._call, network, slab_bytes=slab_bytes)
+        runners: dict[str, Any] = {}
+        # A whole crop in slabs: its logits are taken slab by slab, never as one tensor.
+        if slab_bytes is not None and plan.tile_size is None:
+            runners["run_in_slabs"] = functools.partial(
+                self._run_in_slabs, network=network, slab_bytes=slab_bytes
+            )
+        if self.tile_workers is not None:
+            job = (self.name, network_index, slab_bytes)
+            runners["run_batches"] = functools.partial(self.tile_workers.run, job, call)
+            runners["num_parallel"] = self.tile_workers.size
+        if axes:
+            image = image.flip(axes)
+        probs = predict_probs(
+            call,
+            image[None],
+            tile_size=plan.tile_size,
+            overlap=options.overlap,
+            divisor=self.divisor,
+            batch_size=plan.batch_size,
+            # Without a window, the value of air may also occur inside the body.
+            skips_air=all(channel.window_hu for channel in self.task.channels),
+            **runners,
+        )
+        if axes:
+            return probs.flip(axes)
+        return probs
 
     def _on_cpu(self) -> TrainedStage:
         """The same stage on the CPU; a copy, because the next case may find the GPU free."""
@@ -386,21 +446,29 @@ class TrainedStage:
 
 
 def _copy_on_cpu(network: nn.Module) -> nn.Module:
-    """Copy a network to the CPU without memory on its device; half-precision weights become float32, the only format of some CPUs."""
-    weights = ((one, one.detach().cpu()) for one in chain(network.parameters(), network.buffers()))
-    copies = {
-        id(one): found.float() if found.dtype in HALF.values() else found.clone()
-        for one, found in weights
-    }
-    copies |= {
-        id(one): nn.Parameter(copies[id(one)], requires_grad=False) for one in network.parameters()
-    }
-    return copy.deepcopy(network, copies)  # which takes the copies that it is given
+    """Copy a network to the CPU without memory on its device.
+
+    Half-precision weights become float32, the only format of some CPUs.
+    """
+    copies: dict[int, Tensor] = {}
+    for weight in chain(network.parameters(), network.buffers()):
+        on_cpu = weight.detach().cpu()
+        if on_cpu.dtype in HALF.values():
+            copies[id(weight)] = on_cpu.float()
+        else:
+            # What is on the CPU already would be shared with the original.
+            copies[id(weight)] = on_cpu.clone()
+    for parameter in network.parameters():
+        copies[id(parameter)] = nn.Parameter(copies[id(parameter)], requires_grad=False)
+    # Its memo: a weight that is in it is not copied again on its device.
+    return copy.deepcopy(network, copies)
 
 
 def flips(task: Task, tta: bool | None) -> Sequence[tuple[int, ...]]:
     """List the sets of axes to flip, one for each pass of a network; the first is empty."""
     if not tta:
         return [()]
+    # A flip along x exchanges left and right.
     axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not task.has_sides]
-    return list(chain.from_iterable(combinations(axes, number) for number in range(len(axes) + 1)))
+    subsets = [combinations(axes, number) for number in range(len(axes) + 1)]
+    return list(chain.from_iterable(subsets))

@@ -1,4 +1,4 @@
-"""Export of a network to ONNX and OpenVINO: conversion, comparison with torch, and files with metadata."""
+"""Export of a network to ONNX and OpenVINO: conversion, comparison with torch, and files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -79,7 +80,9 @@ def export_network(
     suffix: str,
     describe: Callable[[Shape | None], dict[str, Any]],
 ) -> Exported:
-    """Convert a network, for inputs of any size where the format can represent that, and compare its logits with torch.
+    """Convert a network and compare its logits with torch.
+
+    The result accepts inputs of any size where the format can represent that.
 
     Args:
         network: Network on the CPU, in fp32.
@@ -95,7 +98,7 @@ def export_network(
         UserError: If a library is missing, or the network cannot be converted, or computes
             something else than in torch.
     """
-    form, name = FORMATS[suffix], type(network.network).__name__
+    form = FORMATS[suffix]
     for module in form.modules:
         try:
             importlib.import_module(module)
@@ -103,56 +106,60 @@ def export_network(
             raise UserError(
                 f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
             ) from error
-    depth, height, width = (
-        step * number for step, number in zip(divisor, OTHER_MULTIPLES, strict=True)
-    )
-    # A network that reads its input size in Python is converted for that size alone.
-    trials: list[tuple[Shape, bool, list[Shape]]] = []
+    depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
+    # Sizes to compare the logits in, for each size to convert with. The first trial is for any
+    # size; a network that reads its input size in Python is converted for that size alone.
+    trials: list[tuple[Shape, Shape | None, list[Shape]]] = []
     if small_size != fixed_size:
-        trials.append((small_size, True, [small_size, (depth, height, width)]))
+        trials.append((small_size, None, [small_size, (depth, height, width)]))
     if fixed_size is not None:
-        trials.append((fixed_size, False, [fixed_size]))
-    reason = ""
-    for size, is_dynamic, compared in trials:
+        trials.append((fixed_size, fixed_size, [fixed_size]))
+    reasons = []
+    for size, only_size, compared_sizes in trials:
         try:
-            converted = form.convert(network, torch.zeros(1, in_channels, *size), is_dynamic)
+            example = torch.zeros(1, in_channels, *size)
+            converted = form.convert(network, example, only_size is None)
             run = form.load(converted)
-            difference = max(_difference(network, run, in_channels, shape) for shape in compared)
-            found = (
-                f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            difference = max(
+                _difference(network, run, in_channels, shape) for shape in compared_sizes
             )
-        except Exception as error:  # converters and runtimes raise errors of many classes
+        # Converters and runtimes raise errors of many classes.
+        except Exception as error:
             if is_out_of_memory(error):
                 raise
-            difference, found = math.inf, first_line(error) or type(error).__name__
+            reasons.append(first_line(error) or type(error).__name__)
+            continue
         if difference <= TOLERANCE:
-            only = None if is_dynamic else size
-            return Exported(
-                form.write(converted, json.dumps(describe(only))),
-                only,
-                difference,
-                form.describe(converted),
-            )
-        reason = reason or found[:300]
+            files = form.write(converted, json.dumps(describe(only_size)))
+            return Exported(files, only_size, difference, form.describe(converted))
+        reasons.append(
+            f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+        )
+    name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
-        f"{name} cannot be converted to {form.name} for a variable input size{tiles} ({reason}); choose the other format: "
-        "model.onnx or model.xml"
+        f"{name} cannot be converted to {form.name} for a variable input size{tiles} "
+        f"({reasons[0][:300]}); choose the other format: model.onnx or model.xml"
     )
 
 
 def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:
-    """Largest difference of the logits on noise, as a share of the largest logit; infinite for another shape or NaN."""
+    """Largest difference of the logits on noise, as a share of the largest logit.
+
+    Infinite for another shape or NaN.
+    """
     image = torch.randn(1, in_channels, *size, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        expected, found = network(image), run(image)
-    if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+        expected = network(image)
+        logits = run(image)
+    if logits.shape != expected.shape or not bool(torch.isfinite(logits).all()):
         return math.inf
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
     """Convert to an `onnx.ModelProto`; the batch has one image."""
+    # Axes z, y and x of the only input; the number of images and channels is fixed.
     sizes = (dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO),) if is_dynamic else None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about itself
@@ -171,11 +178,12 @@ def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
 
 
 def _load_onnx(model: Any) -> Run:
+    # Imported here, as in all functions below: the extra that installs it may be missing.
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3
+    options.log_severity_level = 3  # errors only
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
@@ -191,13 +199,17 @@ def _write_onnx(model: Any, metadata: str) -> dict[str, bytes]:
 
 
 def _describe_onnx(model: Any) -> str:
-    return f"ONNX, opset {next(one.version for one in model.opset_import if one.domain in ('', 'ai.onnx'))}"
+    # Either is the name of ONNX's own operators.
+    version = next(opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
+    return f"ONNX, opset {version}"
 
 
 def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
-    depth, height, width = example.shape[2:]
-    model = convert_to_openvino(network, example.shape[1], (depth, height, width))
-    model.reshape([1, example.shape[1], *([-1, -1, -1] if is_dynamic else example.shape[2:])])
+    _, in_channels, depth, height, width = example.shape
+    model = convert_to_openvino(network, in_channels, (depth, height, width))
+    # -1 is any size.
+    size = (-1, -1, -1) if is_dynamic else (depth, height, width)
+    model.reshape([1, in_channels, *size])
     model.inputs[0].get_tensor().set_names({INPUT})
     model.outputs[0].get_tensor().set_names({OUTPUT})
     return model

@@ -1,4 +1,6 @@
-"""OpenVINO backend: networks converted and compiled for the processor; needs the extra `medseg[openvino]`.
+"""OpenVINO backend: networks converted and compiled for the processor.
+
+It needs the extra `medseg[openvino]`.
 
 On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels
 where torch takes 4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_bytes
 from medseg.io.calibration import Circumstances, measure_until, read_calibration, write_calibration
@@ -55,9 +57,10 @@ def has_openvino() -> bool:
 
 
 def openvino_bytes(network: nn.Module) -> int:
-    """Estimate what OpenVINO holds for a network from its first pass on, beside the feature maps of a pass.
+    """Estimate what OpenVINO holds for a network from its first pass on.
 
-    This decides whether OpenVINO may be chosen, and is kept free for it where it is.
+    The feature maps of a pass are not counted. This decides whether OpenVINO may be chosen, and is
+    kept free for it where it is.
     """
     weights = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weights
@@ -77,7 +80,9 @@ def core() -> Any:
 
 
 def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> None:
-    """Let the forward passes of a network run in OpenVINO, in place; its weights, their names and its slabs stay those of torch.
+    """Let the forward passes of a network run in OpenVINO, in place.
+
+    Its weights, their names and its slabs stay those of torch.
 
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
@@ -88,26 +93,35 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
     """
-    require(
-        has_openvino(),
-        "inference.backend=openvino: OpenVINO is not installed; run pip install 'medseg[openvino]', or choose inference.backend=torch",
+    if not has_openvino():
+        raise UserError(
+            "inference.backend=openvino: OpenVINO is not installed; run "
+            "pip install 'medseg[openvino]', or choose inference.backend=torch"
+        )
+    if precision == "bf16":
+        _check_bf16()
+    cached_path = _kept_path(network.network, checksum) if checksum else None
+    hint = "bf16" if precision == "bf16" else "f32"
+    network.network.forward = _Compiled(
+        network.network, network.in_channels, network.traits.small_size, hint, cached_path
     )
+
+
+def _check_bf16() -> None:
+    """Refuse bf16 where the environment limits the instructions of the processor."""
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         limit = os.environ.get(name, "").upper()
-        require(
-            precision != "bf16" or limit not in LIMITS_WITHOUT_BF16,
-            f"inference.backend=openvino: OpenVINO crashes in bf16 under {name}={limit}; give precision=fp32, or unset {name}",
-        )
-    kept = _kept_path(network.network, checksum) if checksum else None
-    hint = "bf16" if precision == "bf16" else "f32"
-    compiled = _Compiled(
-        network.network, network.in_channels, network.traits.small_size, hint, kept
-    )
-    network.network.forward = compiled
+        if limit in LIMITS_WITHOUT_BF16:
+            raise UserError(
+                f"inference.backend=openvino: OpenVINO crashes in bf16 under {name}={limit}; give "
+                f"precision=fp32, or unset {name}"
+            )
 
 
 def convert(network: Logits, in_channels: int, size: Shape) -> Any:
-    """Convert a network to an OpenVINO model with one input (N, C, D, H, W) of any size and the logits as its output.
+    """Convert a network to an OpenVINO model with one input and the logits as its output.
+
+    The input (N, C, D, H, W) may have any size.
 
     Args:
         network: Network on the CPU, in fp32.
@@ -123,14 +137,17 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of `torch.jit.trace`, which OpenVINO calls
+        # Of `torch.jit.trace`, which OpenVINO calls.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return openvino.convert_model(network, example_input=torch.zeros(1, in_channels, *size))
 
 
 def to_ir(model: Any) -> tuple[bytes, bytes]:
-    """Write the intermediate representation of a model: the contents of its `.xml` and `.bin` file, with weights in fp32."""
+    """Write the intermediate representation of a model, with weights in fp32.
+
+    Returns:
+        The contents of its `.xml` and its `.bin` file.
+    """
     import openvino
 
     with tempfile.TemporaryDirectory() as folder:
@@ -139,33 +156,38 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
         return path.read_bytes(), path.with_suffix(".bin").read_bytes()
 
 
-def _kept_path(network: nn.Module, name: str) -> Path | None:
-    """Path of the converted network; None for code of other packages, which may change unnoticed."""
+def _kept_path(network: nn.Module, checksum: str) -> Path | None:
+    """Path under which a converted network is kept on this machine.
+
+    None for code of other packages, which may change unnoticed.
+    """
     modules = {type(module).__module__ for module in network.modules()}
     if any(module.partition(".")[0] not in KNOWN_PACKAGES for module in modules):
         return None
-    digest = hashlib.sha256(name.encode())
-    digest.update(
-        " ".join(
-            importlib.metadata.version(name) for name in ("monai", "openvino", "torch")
-        ).encode()
-    )
+    # The name changes with the weights, the versions and the code of the network.
+    digest = hashlib.sha256(checksum.encode())
+    versions = map(importlib.metadata.version, ("monai", "openvino", "torch"))
+    digest.update(" ".join(versions).encode())
     for module in sorted(modules):
         digest.update(Path(sys.modules[module].__file__ or "").read_bytes())
     return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
 
 
-def _read_kept(path: Path) -> Any:
+def _read_cached(path: Path) -> Any:
     """Read a converted network; None where there is none, or its file is damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:  # which compares the checksums of its parts
+        # Which compares the checksums of its parts.
+        with zipfile.ZipFile(path) as archive:
             return core().read_model(archive.read("model.xml"), archive.read("model.bin"))
     except (OSError, KeyError, zipfile.BadZipFile, RuntimeError):
         return None
 
 
-def _keep(path: Path, model: Any) -> None:
-    """Keep a converted network, in one file so that its parts belong together, where the folder can be written."""
+def _write_cached(path: Path, model: Any) -> None:
+    """Keep a converted network where the folder can be written.
+
+    In one file, so that its parts belong together.
+    """
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for name, part in zip(("model.xml", "model.bin"), to_ir(model), strict=True):
@@ -175,7 +197,7 @@ def _keep(path: Path, model: Any) -> None:
 
 
 class _Compiled:
-    """Forward pass in OpenVINO: read or converted at the first call, compiled for one input size at a time."""
+    """Forward pass in OpenVINO: converted at the first call, compiled for one input size."""
 
     def __init__(
         self,
@@ -183,15 +205,13 @@ class _Compiled:
         in_channels: int,
         size: Shape,
         precision: str,
-        kept: Path | None = None,
+        cached_path: Path | None = None,
     ) -> None:
-        self._network, self._in_channels, self._size, self._precision, self._kept = (
-            network,
-            in_channels,
-            size,
-            precision,
-            kept,
-        )
+        self._network = network
+        self._in_channels = in_channels
+        self._size = size
+        self._precision = precision
+        self._cached_path = cached_path
         self._model: Any = None
         self._compiled: Any = None
         self._shape: tuple[int, ...] = ()
@@ -202,7 +222,8 @@ class _Compiled:
         if self._model is None:
             self._model = self._load()
         if self._shape != tuple(image.shape):
-            self._compiled = None  # its memory, before that of the next size is taken
+            # Its memory is freed before that of the next size is taken.
+            self._compiled = None
             self._model.reshape(openvino.PartialShape(list(image.shape)))
             options = {
                 "INFERENCE_PRECISION_HINT": self._precision,
@@ -222,17 +243,21 @@ class _Compiled:
 
     def _load(self) -> Any:
         """Read the converted network that is kept, or convert it and keep it."""
-        model = None if self._kept is None else _read_kept(self._kept)
-        if model is None:
-            try:
-                model = convert(Logits(self._network), self._in_channels, self._size)
-            except Exception as error:  # of many classes
-                raise UserError(
-                    f"inference.backend=openvino: {type(self._network).__name__} cannot be converted ({first_line(error)}); choose "
-                    "inference.backend=torch"
-                ) from error
-            if self._kept is not None:
-                _keep(self._kept, model)
+        model = None
+        if self._cached_path is not None:
+            model = _read_cached(self._cached_path)
+        if model is not None:
+            return model
+        try:
+            model = convert(Logits(self._network), self._in_channels, self._size)
+        # The converter raises errors of many classes.
+        except Exception as error:
+            raise UserError(
+                f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
+                f"({first_line(error)}); choose inference.backend=torch"
+            ) from error
+        if self._cached_path is not None:
+            _write_cached(self._cached_path, model)
         return model
 
 
@@ -255,9 +280,11 @@ def quickest_backend(network: StageNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
+    # All that the durations depend on, but the network.
+    capability, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     machine = (
-        f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, openvino {importlib.metadata.version('openvino')}"
+        f"{platform.node()}, {capability}, {num_threads} threads, torch {torch.__version__}, "
+        f"openvino {importlib.metadata.version('openvino')}"
     )
     path = machine_folder() / "backends" / f"{machine}.json".replace("/", "_")
     numbers = read_calibration(path, len(PassSeconds._fields))
@@ -268,7 +295,9 @@ def quickest_backend(network: StageNetwork) -> str:
             return "torch"
         write_calibration(path, numbers, circumstances)
     seconds = PassSeconds(*numbers)
-    return "openvino" if seconds.openvino < seconds.torch else "torch"
+    if seconds.openvino < seconds.torch:
+        return "openvino"
+    return "torch"
 
 
 def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances]:
@@ -293,8 +322,11 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
 
 def _agree(first: PassSeconds, second: PassSeconds) -> bool:
     """Whether each backend took as long in two measurements, within `SECONDS_BOUND`."""
-    pairs = zip(first, second, strict=True)
-    return all(abs(one - other) <= SECONDS_BOUND * max(one, other) for one, other in pairs)
+    for backend_seconds in zip(first, second, strict=True):
+        shorter, longer = sorted(backend_seconds)
+        if longer - shorter > SECONDS_BOUND * longer:
+            return False
+    return True
 
 
 def _seconds(call: Any, image: Tensor) -> float:

@@ -43,7 +43,8 @@ class InferenceOptions(TilingOptions):
     budget_gib: Annotated[
         float,
         Knob(
-            "Memory of one network pass, without input and result; a larger pass is computed in slabs, with the same labels.",
+            "Memory of one network pass, without input and result; a larger pass is computed in "
+            "slabs, with the same labels.",
             "(0, inf)",
             "GiB",
         ),
@@ -51,7 +52,8 @@ class InferenceOptions(TilingOptions):
     max_ram_gib: Annotated[
         float | None,
         Knob(
-            "Bound on the memory of the whole process, for any scan; may lower budget_gib. null: none.",
+            "Bound on the memory of the whole process, for any scan; may lower budget_gib. null: "
+            "none.",
             "(0, inf)",
             "GiB",
         ),
@@ -59,26 +61,29 @@ class InferenceOptions(TilingOptions):
     add_parts: Annotated[
         bool,
         Knob(
-            "Add thick parts that only the coarse stage finds, where its training asks for it (stage.add_parts_mm)."
+            "Add thick parts that only the coarse stage finds, where its training asks for it "
+            "(stage.add_parts_mm)."
         ),
     ] = True
     tta: Annotated[
         bool | None,
         Knob(
-            "Average over flipped inputs, without left-right flips where the task has sides; four times the time. null: "
-            "as the model folder of nnU-Net allows, none for other networks."
+            "Average over flipped inputs, without left-right flips where the task has sides; four "
+            "times the time. null: as the model folder of nnU-Net allows, none for other networks."
         ),
     ] = None
     sums: Annotated[
         Sums | None,
         Knob(
-            "Of weights=<nnU-Net folder>: precision in which tiles and folds are added; null: half, as nnU-Net does."
+            "Of weights=<nnU-Net folder>: precision in which tiles and folds are added; null: "
+            "half, as nnU-Net does."
         ),
     ] = None
     orientation: Annotated[
         Seen | None,
         Knob(
-            "Of weights=<nnU-Net folder>: how the networks see a scan; stored: as its file holds it. null: as its plans say."
+            "Of weights=<nnU-Net folder>: how the networks see a scan; stored: as its file holds "
+            "it. null: as its plans say."
         ),
     ] = None
     half_weights: Annotated[
@@ -87,7 +92,7 @@ class InferenceOptions(TilingOptions):
     backend: Annotated[
         Backend | None,
         Knob(
-            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and fits into the memory "
-            "on a CPU without bf16."
+            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and "
+            "fits into the memory on a CPU without bf16."
         ),
     ] = None

@@ -48,7 +48,7 @@ class Components:
     def __init__(
         self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()
     ) -> None:
-        """Number the components slab by slab, then join the numbers that touch across the border of two slabs.
+        """Number the components slab by slab, then join those that touch across a border of slabs.
 
         Args:
             shape: Size of the volume (D, H, W), no axis empty.
@@ -60,28 +60,36 @@ class Components:
         self._mask = mask
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
         self._offsets = [0]  # numbers given before each slab
-        pairs, open_numbers = [], []
+        pairs = []
+        open_numbers = []
+        # Of each mask, the counts of each slab; the first one is that of the background.
         counts: list[list[np.ndarray]] = [[np.zeros(1, np.int64)] for _ in counted]
-        num, below = 0, np.zeros((height, width), np.int64)
+        num_given = 0
+        # Numbers of the last plane of the slab before.
+        below = np.zeros((height, width), np.int64)
         for planes in self._slabs:
-            numbers, count = ndimage.label(mask(planes))
+            numbers, num_new = ndimage.label(mask(planes))
             self._last = planes, numbers
-            for of_mask, where in zip(counts, counted, strict=True):
-                of_mask.append(_count(numbers, count, None if where is None else where(planes)))
+            for slab_counts, where in zip(counts, counted, strict=True):
+                is_counted = where(planes) if where is not None else None
+                slab_counts.append(_count(numbers, num_new, is_counted))
             faces = [numbers[:, 0], numbers[:, -1], numbers[:, :, 0], numbers[:, :, -1]]
-            faces += [numbers[0]] * (planes.start == 0) + [numbers[-1]] * (planes.stop == depth)
-            open_numbers += [_shift(np.unique(face), num) for face in faces]
-            first = _shift(numbers[0], num)
+            if planes.start == 0:
+                faces.append(numbers[0])
+            if planes.stop == depth:
+                faces.append(numbers[-1])
+            open_numbers += [_shift(np.unique(face), num_given) for face in faces]
+            first = _shift(numbers[0], num_given)
             touches = (below > 0) & (first > 0)
             pairs.append(np.unique(np.stack([below[touches], first[touches]]), axis=1))
-            below = _shift(numbers[-1], num)
-            num += count
-            self._offsets.append(num)
-        self._component_of = _join(num + 1, np.concatenate(pairs, axis=1))
+            below = _shift(numbers[-1], num_given)
+            num_given += num_new
+            self._offsets.append(num_given)
+        self._component_of = _join(num_given + 1, np.concatenate(pairs, axis=1))
         # Float64 sums of counts are exact up to 2**53.
         self.counts = [
-            np.bincount(self._component_of, np.concatenate(of_mask)).astype(np.int64)
-            for of_mask in counts
+            np.bincount(self._component_of, np.concatenate(slab_counts)).astype(np.int64)
+            for slab_counts in counts
         ]
         self.is_open = np.zeros(int(self._component_of.max()) + 1, dtype=bool)
         self.is_open[0] = True
@@ -97,20 +105,21 @@ class Components:
             return
         # From the end: the slab that was numbered last is still in memory.
         for index, planes in reversed(list(enumerate(self._slabs))):
-            numbers = (
-                self._last[1] if self._last[0] == planes else ndimage.label(self._mask(planes))[0]
-            )
-            component_of = self._component_of[
-                self._offsets[index] + 1 : self._offsets[index + 1] + 1
-            ]
+            last_planes, numbers = self._last
+            if planes != last_planes:
+                numbers, _ = ndimage.label(self._mask(planes))
+            # Numbers of a slab start at 1 again; 0 is the background in all of them.
+            start, stop = self._offsets[index] + 1, self._offsets[index + 1] + 1
+            component_of = self._component_of[start:stop]
             yield planes, np.concatenate([is_chosen[:1], is_chosen[component_of]])[numbers]
 
 
 def remove_components(
     labels: np.ndarray, value: int, rejections: Sequence[Rejection] = (), min_fraction: float = 0.0
 ) -> list[int]:
-    """Remove a label's rejected components and then those that are small beside its largest, in place.
+    """Remove a label's rejected components, then those that are small beside its largest.
 
+    The label map is changed in place.
     Of several largest components of equal size all are kept.
 
     Args:
@@ -128,28 +137,31 @@ def remove_components(
     inner = labels[box.slices()]
     z, y, x = box.slices()
 
-    def counted(where: Part) -> Planes:
+    def planes_of(where: Part) -> Planes:
+        # Planes of the box are asked for; the mask is one of the whole volume.
         return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
 
-    components = Components(
-        inner.shape,
-        lambda planes: inner[planes] == value,
-        [None, *(counted(one.where) for one in rejections)],
-    )
+    counted = [planes_of(rejection.where) for rejection in rejections]
+    components = Components(inner.shape, lambda planes: inner[planes] == value, [None, *counted])
     sizes, *counts = components.counts
-    rejected = [count > one.share * sizes for count, one in zip(counts, rejections, strict=True)]
-    kept = np.where(np.any([np.zeros(len(sizes), dtype=bool), *rejected], axis=0), 0, sizes)
-    is_removed = kept < max(1.0, min_fraction * kept.max())
+    left_sizes = sizes.copy()
+    num_rejected = []
+    for rejection, count in zip(rejections, counts, strict=True):
+        is_rejected = count > rejection.share * sizes
+        num_rejected.append(int(sizes[is_rejected].sum()))
+        left_sizes[is_rejected] = 0
+    # Rejected ones do not count as the largest. At least one voxel, so that they are removed.
+    is_removed = left_sizes < max(1.0, min_fraction * left_sizes.max())
     is_removed[0] = False
     for planes, is_in in components.where(is_removed):
         inner[planes][is_in] = 0
-    return [int(sizes[1:][is_rejected[1:]].sum()) for is_rejected in rejected]
+    return num_rejected
 
 
 def fill_holes(labels: np.ndarray, value: int) -> None:
-    """Fill cavities that a label encloses on all sides, in 3D, in place; a cavity open to the volume's border stays open.
+    """Fill cavities that a label encloses on all sides, in 3D, in place.
 
-    Other labels inside a cavity stay.
+    A cavity open to the volume's border stays open, and other labels inside a cavity stay.
 
     Args:
         labels: Label map (D, H, W).
@@ -167,7 +179,8 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
 
 
 def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
-    """Find the smallest box around a label, plane by plane because a mask of all voxels would be a second volume; None if absent."""
+    """Find the smallest box around a label; None if it is absent."""
+    # Plane by plane: a mask of all voxels would be a second volume.
     footprint = np.zeros(labels.shape[1:], dtype=bool)
     filled = []
     for z, plane in enumerate(labels):
@@ -176,7 +189,9 @@ def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
             filled.append(z)
             footprint |= is_in
     box = VoxelBox.from_mask(footprint[None])
-    return VoxelBox((filled[0], *box.start[1:]), (filled[-1] + 1, *box.stop[1:])) if box else None
+    if box is None:
+        return None
+    return VoxelBox((filled[0], *box.start[1:]), (filled[-1] + 1, *box.stop[1:]))
 
 
 def _shift(numbers: np.ndarray, offset: int) -> np.ndarray:
@@ -185,21 +200,23 @@ def _shift(numbers: np.ndarray, offset: int) -> np.ndarray:
 
 
 def _count(numbers: np.ndarray, num: int, where: np.ndarray | None = None) -> np.ndarray:
-    """Count the voxels of each component from 1 to `num`, all of them or those where `where` is true."""
+    """Count the voxels of each component from 1 to `num`, all or those where `where` is true."""
     sizes = np.zeros(num + 1, dtype=np.int64)
     # Some planes at a time: `bincount` converts to eight bytes a voxel.
     step = max(1, COUNTED_AT_ONCE // numbers[0].size)
     for start in range(0, len(numbers), step):
         part = numbers[start : start + step]
-        sizes += np.bincount(
-            (part if where is None else part[where[start : start + step]]).reshape(-1),
-            minlength=num + 1,
-        )
+        if where is not None:
+            part = part[where[start : start + step]]
+        sizes += np.bincount(part.reshape(-1), minlength=num + 1)
     return sizes[1:]
 
 
 def _join(num: int, pairs: np.ndarray) -> np.ndarray:
-    """Map the numbers 0 … `num` - 1 to components, so that touching pairs (2, P) share one; 0 stays, and so does the order."""
+    """Map the numbers 0 … `num` - 1 to components, so that touching pairs (2, P) share one.
+
+    0 stays, and so does the order.
+    """
     if not pairs.size:
         return np.arange(num)
     # Imported here: only masks of several slabs need it.

@@ -41,7 +41,8 @@ class StatedBound:
     def __post_init__(self) -> None:
         if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
             raise ValueError(
-                f"expected a value in [0, 1], a level in (0, 1) and a patient, got {self.value}, {self.level} and {self.patients}"
+                "expected a value in [0, 1], a level in (0, 1) and a patient, got "
+                f"{self.value}, {self.level} and {self.patients}"
             )
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class RegionBox:
     grid: VoxelGrid
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for a JSON file: voxels, their spacing, and the centres of the corner voxels in LPS."""
+        """Plain types for a JSON file: voxels, spacing, and centres of the corner voxels in LPS."""
         return {
             "voxels": asdict(self.voxels),
             "spacing_mm": list(self.grid.spacing_mm),

@@ -1,8 +1,9 @@
-"""Slab execution: our UNet layer by layer in slabs along z, with the same result as one pass and within a memory budget.
+"""Slab execution: our UNet layer by layer in slabs along z, within a memory budget.
 
-A layer reads the planes of its input that its kernel reaches, and writes each plane of its output
-once. An instance or group norm needs statistics over the whole field of view: they are summed over
-all slabs of the convolution before it, and the norm is applied when the next layer reads its input.
+The result is that of one pass. A layer reads the planes of its input that its kernel reaches, and
+writes each plane of its output once. An instance or group norm needs statistics over the whole
+field of view: they are summed over all slabs of the convolution before it, and the norm is applied
+when the next layer reads its input.
 Feature maps share half of the budget; those that do not fit are kept in scratch files. A slab of
 the present layer takes the other half.
 """
@@ -58,9 +59,8 @@ def logits_in_slabs(
     Raises:
         ValueError: If one plane of a layer exceeds half of the budget.
     """
-    _SlabPass(budget_bytes, next(network.parameters()).device, image.device).run(
-        network, image, take
-    )
+    device = next(network.parameters()).device
+    _SlabPass(budget_bytes, device, image.device).run(network, image, take)
 
 
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
@@ -71,25 +71,40 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
         height: Voxels of the image along y, a multiple of the divisor.
         width: Voxels along x, likewise.
     """
-    area, head = height * width, network.head
+    area = height * width
     _, high, wide = network.stem.cell
     stem = _layer_bytes(cast(nn.Conv3d, network.stem.unit[0]), area // (high * wide))
-    _, high, wide = network.cell
+    # Each layer as it needs least: one plane of output, and the planes that its kernel reaches.
+    needs = [sum(stem)]
     # Deeper levels need less: a plane has twice the channels and a quarter of the voxels.
-    refined = 3 * _refined_bytes(head, area) if isinstance(head, RefiningHead) else 0.0
-    parts = [network.encoder[0], network.decoder[0], *([head] if isinstance(head, Head) else [])]
-    convs = [module for part in parts for module in part.modules() if isinstance(module, nn.Conv3d)]
-    layers = [sum(_layer_bytes(conv, area // (high * wide))) for conv in convs]
-    return 2 * max(sum(stem), *layers, refined)
+    parts: list[nn.Module] = [network.encoder[0], network.decoder[0]]
+    if isinstance(network.head, Head):
+        parts.append(network.head)
+    else:
+        # One plane of cells and its neighbours on both sides.
+        needs.append(3 * _refined_bytes(network.head, area))
+    _, high, wide = network.cell
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, nn.Conv3d):
+                needs.append(sum(_layer_bytes(module, area // (high * wide))))
+    # Feature maps share the other half of the budget.
+    return 2 * max(needs)
 
 
 def _layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
-    """Memory of a convolution for each plane of its output, and for the planes beside them that its kernel reaches; `area` of its input."""
+    """Memory of a convolution.
+
+    Args:
+        conv: The convolution.
+        area: Voxels of a plane of its input.
+
+    Returns:
+        Bytes for each plane of its output, and for the planes beside them that its kernel reaches.
+    """
     kernel, stride = conv.kernel_size[0], conv.stride[0]
-    into, out = (
-        ITEMSIZE * conv.in_channels * area,
-        ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:]),
-    )
+    into = ITEMSIZE * conv.in_channels * area
+    out = ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
     # The last summand is the copy in fp32 for the statistics.
     return WORKSPACE * (stride * into + out) + out, WORKSPACE * (kernel - stride) * into
 
@@ -128,19 +143,28 @@ class _Features:
         assert self._values is not None
         return self._values.shape[1], math.prod(self._values.shape[2:])
 
+    @property
+    def plane_bytes(self) -> float:
+        """Memory of an operation on a plane, voxel by voxel."""
+        channels, area = self.plane
+        return WORKSPACE * ITEMSIZE * channels * area
+
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1, (1, C, d, H, W), on the device of the network; zeros beyond the ends."""
+        """Planes start … stop - 1, (1, C, d, H, W), on the device of the network.
+
+        Beyond the ends they are zero.
+        """
         assert self._values is not None
         if self._is_file:
             release_pages()  # those of the slab before
         low, high = max(start, 0), min(stop, self.depth)
         planes = self._values[low:high].transpose(0, 1)[None].to(self._owner.device)
-        planes = planes if self.finish is None else self.finish(planes)
-        return (
-            F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
-            if (low, high) != (start, stop)
-            else planes
-        )
+        if self.finish is not None:
+            planes = self.finish(planes)
+        if (low, high) == (start, stop):
+            return planes
+        # After the norm: the zeros are those that the next convolution pads with.
+        return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
 
     def write(self, start: int, planes: Tensor) -> None:
         """Set the planes from `start` on to (1, C, d, H, W)."""
@@ -154,12 +178,10 @@ class _Features:
     def _allocate(self, like: Tensor) -> Tensor:
         """Make room for all planes, in the layout of the first ones."""
         channels, height, width = like.shape[1:]
-        is_last = like.is_contiguous(memory_format=torch.channels_last)
-        sizes = (
-            (self.depth, height, width, channels)
-            if is_last
-            else (self.depth, channels, height, width)
-        )
+        is_channels_last = like.is_contiguous(memory_format=torch.channels_last)
+        sizes = (self.depth, channels, height, width)
+        if is_channels_last:
+            sizes = (self.depth, height, width, channels)
         num_bytes = self.depth * like[0].nbytes
         if self._owner.has_room(num_bytes):
             self.num_bytes = num_bytes
@@ -167,57 +189,64 @@ class _Features:
             values = torch.empty(sizes, dtype=like.dtype, device=self._owner.storage)
         else:
             self._is_file = True
-            values = (
-                torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(like.dtype).view(sizes)
-            )
-        return values.permute(0, 3, 1, 2) if is_last else values
+            # As bytes, because numpy lacks bfloat16.
+            content = torch.from_numpy(scratch_array((num_bytes,), np.uint8))
+            values = content.view(like.dtype).view(sizes)
+        return values.permute(0, 3, 1, 2) if is_channels_last else values
 
 
 class _Cells:
-    """Image whose cells of voxels are channels, as the stem `space_to_depth` sees it; reads ranges of planes of cells."""
+    """Image whose cells of voxels are channels, as the stem `space_to_depth` sees it.
+
+    Attributes:
+        depth: Planes of cells.
+        plane: Channels and cells of a plane.
+    """
 
     def __init__(self, image: _Features, cell: Shape) -> None:
         self.depth = image.depth // cell[0]
         channels, area = image.plane
         self.plane = channels * math.prod(cell), area // math.prod(cell[1:])
-        self._image, self._cell = image, cell
+        self._image = image
+        self._cell = cell
 
     def read(self, start: int, stop: int) -> Tensor:
         """Planes of cells, as `_Features.read`."""
-        return space_to_depth(
-            self._image.read(start * self._cell[0], stop * self._cell[0]), self._cell
-        )
+        high = self._cell[0]
+        return space_to_depth(self._image.read(start * high, stop * high), self._cell)
 
 
 class _Statistics:
     """Mean and variance of each channel over slabs, in float64 by Chan's update (1979)."""
 
     def __init__(self) -> None:
-        self.count, self.mean, self.square = 0, torch.zeros(()), torch.zeros(())
+        self.count = 0
+        self.mean = torch.zeros(())
+        self.square = torch.zeros(())  # sum of the squared differences from the mean
 
     def add(self, planes: Tensor) -> None:
         """Include planes (1, C, d, H, W)."""
         values = planes if planes.dtype == torch.float64 else planes.float()
-        variance, mean = (
-            one.double() for one in torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
-        )
-        count, before = planes[0, 0].numel(), self.count
+        variance, mean = torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
+        variance, mean = variance.double(), mean.double()
+        count, count_before = planes[0, 0].numel(), self.count
         self.count += count
-        shift = mean - self.mean.to(mean.device)
-        self.square = (
-            self.square.to(mean.device)
-            + variance * count
-            + shift.square() * before * count / self.count
-        )
-        self.mean = self.mean.to(mean.device) + shift * count / self.count
+        mean_before = self.mean.to(mean.device)
+        shift = mean - mean_before
+        between = shift.square() * count_before * count / self.count
+        self.square = self.square.to(mean.device) + variance * count + between
+        self.mean = mean_before + shift * count / self.count
 
     def norm(self, module: InstanceNorm | nn.GroupNorm) -> Finish:
         """Make the function that normalises planes with the statistics of all."""
         mean, variance = self.mean, self.square / self.count
         if isinstance(module, nn.GroupNorm):
-            means, size = mean.view(module.num_groups, -1), len(mean) // module.num_groups
+            # The variance of a group is the mean variance of its channels and that of their means.
+            size = len(mean) // module.num_groups
+            means = mean.view(module.num_groups, -1)
             variances = variance.view_as(means) + (means - means.mean(1, keepdim=True)).square()
-            mean, variance = (one.mean(1).repeat_interleave(size) for one in (means, variances))
+            mean = means.mean(1).repeat_interleave(size)
+            variance = variances.mean(1).repeat_interleave(size)
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
         return lambda planes: F.batch_norm(
@@ -235,25 +264,29 @@ class _SlabPass:
     """
 
     def __init__(self, budget_bytes: float, device: torch.device, storage: torch.device) -> None:
-        self.device, self.storage = device, storage
+        self.device = device
+        self.storage = storage
         self._half = budget_bytes / 2
+        # Weak: a feature map counts until its last reader has dropped it.
         self.in_memory: WeakSet[_Features] = WeakSet()
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether another feature map fits beside those in memory."""
-        return sum(one.num_bytes for one in self.in_memory) + num_bytes <= self._half
+        used_bytes = sum(features.num_bytes for features in self.in_memory)
+        return used_bytes + num_bytes <= self._half
 
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
         whole = _Features(image.shape[2], self, image[0].transpose(0, 1))
         cell = network.stem.cell
-        features = self._unit(network.stem.unit, whole if cell == POINT else _Cells(whole, cell))
+        stem_input = whole if cell == POINT else _Cells(whole, cell)
+        features = self._unit(network.stem.unit, stem_input)
         skips: list[_Features] = []
         for level in network.encoder:
             for block in level:  # type: ignore[attr-defined]
                 features = self._block(block, features)
             skips.append(features)
-        skips.pop()
+        skips.pop()  # the lowest level, which goes on as it is
         for level in reversed(network.decoder):
             up = level["up"]  # type: ignore[index]
             features = self._add_up(self._unit(up.unit, features), skips.pop(), up.scale_factor)
@@ -266,22 +299,32 @@ class _SlabPass:
             planes = features.read(start, stop)
             take(head(planes, planes))
 
-    def _slabs(
-        self, source: "_Features | _Cells", conv: nn.Conv3d, step: int = 1
-    ) -> Iterator[tuple[int, int]]:
-        """Split the output of a convolution into as few slabs as half of the budget allows, each a multiple of `step` planes."""
-        return self._split(
-            source.depth // conv.stride[0], *_layer_bytes(conv, source.plane[1]), step
-        )
+    def _slabs(self, source: "_Features | _Cells", conv: nn.Conv3d) -> Iterator[tuple[int, int]]:
+        """Split the output of a convolution into as few slabs as half of the budget allows."""
+        bytes_per_plane, extra_bytes = _layer_bytes(conv, source.plane[1])
+        return self._split(source.depth // conv.stride[0], bytes_per_plane, extra_bytes)
 
     def _split(
         self, depth: int, bytes_per_plane: float, extra_bytes: float, step: int = 1
     ) -> Iterator[tuple[int, int]]:
+        """Split planes into slabs that half of the budget holds.
+
+        Args:
+            depth: Number of planes.
+            bytes_per_plane: Memory of each.
+            extra_bytes: Memory of a slab beside its planes.
+            step: The planes of a slab are a multiple of it.
+
+        Yields:
+            First plane and end of each slab.
+
+        Raises:
+            ValueError: If the budget is too small for `step` planes.
+        """
         planes = int((self._half - extra_bytes) // bytes_per_plane) // step * step
         if planes < step:
-            raise ValueError(
-                f"a plane of a layer needs {2 * (extra_bytes + step * bytes_per_plane) / 2**30:.2f} GiB"
-            )
+            least_gib = 2 * (extra_bytes + step * bytes_per_plane) / 2**30
+            raise ValueError(f"a plane of a layer needs {least_gib:.2f} GiB")
         for start in range(0, depth, planes):
             yield start, min(start + planes, depth)
 
@@ -289,28 +332,34 @@ class _SlabPass:
         self, conv: nn.Conv3d, source: "_Features | _Cells", start: int, stop: int
     ) -> Tensor:
         """Planes start … stop - 1 of the output of a convolution."""
-        if (start, stop * conv.stride[0]) == (0, source.depth):
+        stride = conv.stride[0]
+        if (start, stop * stride) == (0, source.depth):
             return conv(source.read(0, source.depth))
-        stride, (padding, high, wide) = conv.stride[0], cast(Shape, conv.padding)
+        padding, high, wide = cast(Shape, conv.padding)
+        # The planes that the kernel reaches are read, so along z nothing is padded.
         first = start * stride - padding
         planes = source.read(first, first + (stop - start - 1) * stride + conv.kernel_size[0])
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         return F.conv3d(planes, weight, conv.bias, conv.stride, (0, high, wide))
 
     def _unit(self, unit: ConvNormAct, source: "_Features | _Cells") -> _Features:
-        conv, *others = unit
+        """Run a convolution with what follows it: a norm, or none, and an activation."""
+        conv, *functions = unit
         assert isinstance(conv, nn.Conv3d)
-        norm = next((one for one in others if isinstance(one, (InstanceNorm, nn.GroupNorm))), None)
-        result, statistics = _Features(source.depth // conv.stride[0], self), _Statistics()
+        result = _Features(source.depth // conv.stride[0], self)
+        norm = functions[0] if functions else None
+        if not isinstance(norm, (InstanceNorm, nn.GroupNorm)):
+            for start, stop in self._slabs(source, conv):
+                planes = self._convolve(conv, source, start, stop)
+                planes = _apply(functions, planes)
+                result.write(start, planes)
+            return result
+        statistics = _Statistics()
         for start, stop in self._slabs(source, conv):
             planes = self._convolve(conv, source, start, stop)
-            if norm is not None:
-                statistics.add(planes)
-            else:
-                planes = _apply(others, planes)
+            statistics.add(planes)
             result.write(start, planes)
-        if norm is not None:
-            result.finish = functools.partial(_apply, [statistics.norm(norm), *others[1:]])
+        result.finish = functools.partial(_apply, [statistics.norm(norm), *functions[1:]])
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: _Features) -> _Features:
@@ -319,18 +368,19 @@ class _SlabPass:
         branch = features
         for unit in block.branch:
             branch = self._unit(cast(ConvNormAct, unit), branch)
-        channels, area = branch.plane
-        for start, stop in self._split(branch.depth, WORKSPACE * ITEMSIZE * channels * area, 0):
+        for start, stop in self._split(branch.depth, branch.plane_bytes, 0):
+            # Without a name: it would keep the planes of this slab while the next one is read.
             branch.write(
                 start, block.activation(branch.read(start, stop).add_(features.read(start, stop)))
             )
+        # What is read from now on has had its norm.
         branch.finish = None
         return branch
 
     def _add_up(self, deeper: _Features, skip: _Features, factors: tuple[float, ...]) -> _Features:
         """Add the deeper features to the skip, in its place."""
-        step, (channels, area) = int(factors[0]), skip.plane
-        for start, stop in self._split(skip.depth, WORKSPACE * ITEMSIZE * channels * area, 0, step):
+        step = int(factors[0])  # planes of the skip for each one of the deeper features
+        for start, stop in self._split(skip.depth, skip.plane_bytes, 0, step):
             low = F.interpolate(
                 deeper.read(start // step, stop // step), scale_factor=factors, mode="nearest"
             )
@@ -345,34 +395,28 @@ class _SlabPass:
         image: _Features,
         take: Callable[[Tensor], None],
     ) -> None:
-        """Run the refining head; its voxels of half resolution are computed twice beside a border of two slabs."""
-        step, reach = head.cell[0], int(head.conv.padding[0])
+        """Run the refining head.
+
+        Beside a border of two slabs, its voxels of half resolution are computed twice.
+        """
+        step = head.cell[0]
+        reach, padding_y, padding_x = map(int, head.conv.padding)
         per_plane = _refined_bytes(head, image.plane[1])
         for start, stop in self._split(features.depth, per_plane, 2 * per_plane):
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
-            voxels = head.activation(
-                voxels.add_(self._convolve(head.detail, image, low * step, high * step))
-            )
+            voxels.add_(self._convolve(head.detail, image, low * step, high * step))
+            voxels = head.activation(voxels)
             # Zeros beyond the ends, as in the convolution of the whole.
             first, last = (start - low) * step - reach, (stop - low) * step + reach
-            size = voxels.shape[2]
-            voxels = F.pad(
-                voxels[:, :, max(first, 0) : last],
-                (0, 0, 0, 0, max(-first, 0), max(last - size, 0)),
-            )
-            take(
-                F.conv3d(
-                    voxels,
-                    head.conv.weight,
-                    head.conv.bias,
-                    1,
-                    (0, *map(int, head.conv.padding[1:])),
-                )
-            )
+            padding = (0, 0, 0, 0, max(-first, 0), max(last - voxels.shape[2], 0))
+            voxels = F.pad(voxels[:, :, max(first, 0) : last], padding)
+            weight, bias = head.conv.weight, head.conv.bias
+            take(F.conv3d(voxels, weight, bias, 1, (0, padding_y, padding_x)))
 
 
 def _apply(functions: Iterable[Callable[[Tensor], Tensor]], planes: Tensor) -> Tensor:
+    """Call functions one after the other."""
     for function in functions:
         planes = function(planes)
     return planes

@@ -25,7 +25,10 @@ IDLE_LIMIT = timedelta(days=7)
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the processes of torchrun for a while; torch finds them by the environment variables that torchrun sets."""
+    """Join the processes of torchrun for a while.
+
+    Torch finds them by the environment variables that torchrun sets.
+    """
     store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         # On one machine torchrun keeps its store when it restarts the processes, with the addresses
@@ -67,17 +70,20 @@ class TileWorkers:
         """
         # Cloned: pickling a view would send the whole volume that it shares.
         tasks: list[Any] = [(job, batch.detach().cpu().clone()) for batch in batches]
-        dist.scatter_object_list([None], [*tasks, *[()] * (self.size - len(tasks))], src=0)
+        # The last batches may be fewer than the processes.
+        tasks += [()] * (self.size - len(tasks))
+        dist.scatter_object_list([None], tasks, src=0)
         answers: list[Any] = [None] * self.size
         try:
-            own = run_here(batches[0])
+            logits_here = run_here(batches[0])
         finally:
             # Also after an error here: the workers are in the gather already.
             dist.gather_object(None, answers, dst=0)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
-        return [own, *(answer.to(own.device) for answer in answers[1 : len(batches)])]
+        device = logits_here.device
+        return [logits_here, *(answer.to(device) for answer in answers[1 : len(batches)])]
 
     def dismiss(self) -> None:
         """End the loop of every tile worker."""
@@ -100,6 +106,7 @@ def serve_tiles(run: Callable[[Job, Tensor], Tensor]) -> None:
             try:
                 with torch.inference_mode():
                     answer = run(*tasks[0]).cpu()
+            # Rank 0 raises it, and decides how to go on.
             except Exception as error:
-                answer = error  # rank 0 raises it
+                answer = error
         dist.gather_object(answer, dst=0)

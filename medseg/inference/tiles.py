@@ -1,9 +1,13 @@
-"""Tiles of a sliding window: the plan that fits the memory budget, positions and weights, and the blended class probabilities."""
+"""Tiles of a sliding window.
+
+The tiling plan that fits the memory budget, positions and weights of the tiles, and the blended
+class probabilities.
+"""
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,14 +75,11 @@ def predict_probs(
                 run_in_slabs(padded, result.add)
             return result.probs
         tile_size = network_size(tile_size, divisor)
-        padded = pad_at_end(
-            image, tuple(max(pair) for pair in zip(shape, tile_size, strict=True)), AIR
-        )
+        padded = pad_at_end(image, tuple(map(max, shape, tile_size)), AIR)
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
+        probs = _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)
         depth, height, width = shape
-        return _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)[
-            :, :depth, :height, :width
-        ]
+        return probs[:, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
@@ -107,56 +108,78 @@ def _blend_tiles(
     num_parallel: int,
     skips_air: bool,
 ) -> Tensor:
-    """Sum weighted tiles in a fixed order, so that the number of processes changes no bit; (K, D, H, W).
+    """Sum weighted tiles in a fixed order, so that the number of processes changes no bit.
 
     Float32 sums exist only for the planes that the present layer of tiles covers. No later tile
     reaches the planes below, which are final and move to float16.
+
+    Args:
+        run: Runs the network on several batches.
+        image: Padded crop (1, C, D, H, W), no axis shorter than the tile.
+        tile_size: See `predict_probs`, a multiple of the divisor.
+        overlap: See `predict_probs`.
+        batch_size: See `predict_probs`.
+        num_parallel: See `predict_probs`.
+        skips_air: See `predict_probs`.
+
+    Returns:
+        Probabilities (K, D, H, W), float16.
     """
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
     # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
     # their axis.
-    weights = [
-        {
-            start: torch.from_numpy(one).to(image.device)
-            for start, one in axis_weights(size, tile, overlap).items()
-        }
+    weights_z, weights_y, weights_x = (
+        _axis_weights_on(image.device, size, tile, overlap)
         for size, tile in zip(shape, tile_size, strict=True)
-    ]
-    boxes = tile_boxes(shape, tile_size, overlap)
-    # One transfer for all tiles: each would wait for the GPU.
-    has_air_only = (
-        torch.stack([(image[(..., *box.slices())] > AIR).any() for box in boxes])
-        .logical_not()
-        .tolist()
     )
-    has_air_only = [is_air and skips_air for is_air in has_air_only]
-    # At least one tile must go through the network: its result has the number of classes.
-    has_air_only[0] &= not all(has_air_only)
-    seen = [box for box, is_air in zip(boxes, has_air_only, strict=True) if not is_air]
-    tiles = _tile_probs(run, image, seen, batch_size, num_parallel)
+    boxes = tile_boxes(shape, tile_size, overlap)
+    is_skipped = [False] * len(boxes)
+    if skips_air:
+        is_skipped = _has_air_only(image, boxes)
+        # At least one tile must go through the network: its result has the number of classes.
+        is_skipped[0] &= not all(is_skipped)
+    run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
+    tiles = _tile_probs(run, image, run_boxes, batch_size, num_parallel)
     first = next(tiles)
+    num_classes = len(first)
     tiles = chain([first], tiles)
-    probs = new_tensor((len(first), *shape), PROBS_DTYPE, image.device)
-    sums = new_tensor(
-        (len(first), tile_size[0], height, width), torch.float32, image.device
-    ).zero_()
+    probs = new_tensor((num_classes, *shape), PROBS_DTYPE, image.device)
+    sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
+    sums.zero_()
     lowest = 0  # z of the lowest plane of `sums`
-    for box, is_air in zip(boxes, has_air_only, strict=True):
-        if num_final := box.start[0] - lowest:
+    for box, skips in zip(boxes, is_skipped, strict=True):
+        num_final = box.start[0] - lowest
+        if num_final:
             probs[:, lowest : box.start[0]] = sums[:, :num_final]
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
             lowest = box.start[0]
-        z, y, x = (axis[start] for axis, start in zip(weights, box.start, strict=True))
-        weight = z[:, None, None] * y[:, None] * x
+        z, y, x = box.start
+        weight = weights_z[z][:, None, None] * weights_y[y][:, None] * weights_x[x]
         view = sums[(..., *box.slices()[1:])]
-        if is_air:
+        if skips:
+            # The background has probability one, all other classes zero.
             view[0].add_(weight)
         else:
             view.addcmul_(next(tiles), weight)
     probs[:, lowest:] = sums[:, : depth - lowest]
     return probs
+
+
+def _axis_weights_on(
+    device: torch.device, size: int, tile: int, overlap: float
+) -> dict[int, Tensor]:
+    """Make the weights of `axis_weights` on a device."""
+    weights = axis_weights(size, tile, overlap)
+    return {start: torch.from_numpy(values).to(device) for start, values in weights.items()}
+
+
+def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
+    """Whether each box of an image holds nothing but `AIR`."""
+    has_more = [(image[(..., *box.slices())] > AIR).any() for box in boxes]
+    # One transfer for all tiles: each would wait for the GPU.
+    return torch.stack(has_more).logical_not().tolist()
 
 
 def _tile_probs(
@@ -166,30 +189,41 @@ def _tile_probs(
     batch_size: int,
     num_parallel: int,
 ) -> Iterator[Tensor]:
-    """Run the network on tiles; yield the probabilities (K, d, h, w) of each, float32, in their order."""
+    """Run the network on tiles.
+
+    Yields:
+        The probabilities (K, d, h, w) of each tile, float32, in their order.
+    """
     places = [(..., *box.slices()) for box in boxes]
     batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
-        # A single tile is a view: nothing is copied.
-        images = [
-            image[batch[0]] if len(batch) == 1 else torch.cat([image[at] for at in batch])
-            for batch in group
-        ]
-        for logits in run(images):
+        for logits in run([_batch_of(image, batch) for batch in group]):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
+def _batch_of(image: Tensor, places: list[Any]) -> Tensor:
+    """Cut tiles out of an image (1, C, D, H, W) and join them, (N, C, d, h, w)."""
+    if len(places) == 1:
+        # A view: nothing is copied.
+        return image[places[0]]
+    return torch.cat([image[place] for place in places])
+
+
 class _Probabilities:
-    """Probabilities (K, D, H, W) of a crop, from the logits of one range of planes after the other."""
+    """Probabilities (K, D, H, W) of a crop, made from the logits of its planes, in their order."""
 
     probs: Tensor
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape, self._filled = shape, 0
+        self._shape = shape
+        self._filled = 0  # planes from z = 0 on
 
     def add(self, logits: Tensor) -> None:
-        """Take the logits (1, K, d, H', W') of the next planes, of any precision; voxels beyond the crop are left out."""
+        """Take the logits (1, K, d, H', W') of the next planes, of any precision.
+
+        Voxels beyond the crop are left out.
+        """
         depth, height, width = self._shape
         if self._filled == 0:
             self.probs = new_tensor((logits.shape[1], *self._shape), PROBS_DTYPE, logits.device)
@@ -216,14 +250,14 @@ class TilingPlan(NamedTuple):
     slab_bytes: float | None = None
 
     def __str__(self) -> str:
-        size = (
-            "whole" if self.tile_size is None else f"tiles of {'×'.join(map(str, self.tile_size))}"
-        )
-        return (
-            size
-            + f", {self.batch_size} at a time" * (self.batch_size > 1)
-            + ", in slabs" * (self.slab_bytes is not None)
-        )
+        text = "whole"
+        if self.tile_size is not None:
+            text = f"tiles of {'×'.join(map(str, self.tile_size))}"
+        if self.batch_size > 1:
+            text += f", {self.batch_size} at a time"
+        if self.slab_bytes is not None:
+            text += ", in slabs"
+        return text
 
 
 def plan_tiling(
@@ -235,7 +269,7 @@ def plan_tiling(
     max_batch: int = 1,
     least_slab_bytes: float = math.inf,
 ) -> TilingPlan:
-    """Choose between one pass and slabs by the budget, and find the number of tiles that fit together.
+    """Choose between one pass and slabs by the budget, and count the tiles that fit together.
 
     The budget never changes the tile: a norm that depends on the field of view would change the
     labels.
@@ -260,18 +294,17 @@ def plan_tiling(
     if num_bytes > budget_bytes:
         # Rounded up: the named number must be enough.
         gib = math.ceil(min(num_bytes, least_slab_bytes) / 2**30 * 100) / 100
-        raise ValueError(
-            f"{'one tile' if tile_size else 'the crop'} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB"
-        )
-    return (
-        TilingPlan(size, max(1, min(max_batch, int(budget_bytes // max(1, num_bytes)))))
-        if tile_size
-        else TilingPlan(None)
-    )
+        subject = "one tile" if tile_size else "the crop"
+        raise ValueError(f"{subject} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
+    if not tile_size:
+        return TilingPlan(None)
+    # A network whose memory is not counted (0 bytes) does not limit the batch.
+    num_fitting = int(budget_bytes // max(1, num_bytes))
+    return TilingPlan(size, max(1, min(max_batch, num_fitting)))
 
 
 def _starts(size: int, tile: int, overlap: float) -> list[int]:
-    """Spread tiles of one length evenly over one axis, the first at its start and the last at its end."""
+    """Spread tiles of one length evenly over an axis, from its start to its end."""
     span = size - tile
     if span <= 0:
         return [0]
@@ -311,21 +344,19 @@ def tile_boxes(
     z_starts, y_starts, x_starts = (
         _starts(size, length, overlap) for size, length in zip(shape, lengths, strict=True)
     )
-    return [
-        VoxelBox((z, y, x), (z + depth, y + height, x + width))
-        for z in z_starts
-        for y in y_starts
-        for x in x_starts
-    ]
+    boxes = []
+    for z, y, x in product(z_starts, y_starts, x_starts):
+        boxes.append(VoxelBox((z, y, x), (z + depth, y + height, x + width)))
+    return boxes
 
 
 def axis_weights(
     size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8
 ) -> dict[int, np.ndarray]:
-    """Weigh the tiles of `tile_boxes` along one axis: most in the middle of a tile, in sum one at each voxel.
+    """Weigh the tiles of `tile_boxes` along one axis.
 
-    The tiles stand in rows, so the products of three axes' weights sum to one as well, and no sum
-    needs to be kept.
+    The middle of a tile weighs most, and the weights at each voxel sum to one. The tiles stand in
+    rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
 
     Args:
         size: Voxels of the volume along the axis.

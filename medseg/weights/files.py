@@ -1,4 +1,4 @@
-"""Weight files: weights and metadata of a stage, read from a checkpoint or a safetensors file, and the included weights.
+"""Weight files: weights and metadata of a stage, and the weights that medseg includes.
 
 A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the
 metadata only.
@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medseg import __version__
-from medseg.errors import UserError, first_line, require
+from medseg.errors import UserError, first_line
 from medseg.io.atomic import replace_bytes
 from medseg.io.names import utf8_path
 from medseg.io.text import read_text
@@ -31,7 +31,7 @@ LAST = "checkpoints/last.ckpt"
 
 
 def load_checkpoint(
-    path: Path, given: str, harmless_types: Sequence[Any] = (), writer: str = "medseg"
+    path: Path, source: str, harmless_types: Sequence[Any] = (), writer: str = "medseg"
 ) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
 
@@ -40,7 +40,7 @@ def load_checkpoint(
 
     Args:
         path: The file.
-        given: Key and value of the user, for messages.
+        source: Key and value of the user, for messages.
         harmless_types: Types beyond tensors and plain values that it may hold, as
             `torch.serialization.safe_globals` takes them.
         writer: Program that writes such checkpoints, for messages.
@@ -48,45 +48,50 @@ def load_checkpoint(
     Raises:
         UserError: If it is missing, damaged, or holds more than tensors and plain values.
     """
-    _check_is_file(path, given)
+    _check_is_file(path, source)
     try:
         with zipfile.ZipFile(path) as archive:
             num_bytes = sum(part.file_size for part in archive.infolist())
-            if num_bytes > path.stat().st_size:  # torch stores its parts as they are
+            # Torch stores its parts as they are: a compressed one may fill the memory.
+            if num_bytes > path.stat().st_size:
                 raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
-            damaged = archive.testzip()
+            damaged_part = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
         with path.open("rb") as file:
-            is_copy = file.read(2) == b"PK"
-        if is_copy or writer != "medseg":
+            is_zip = file.read(2) == b"PK"
+        # What begins as a zip file was one: a copy of it was cut.
+        if is_zip or writer != "medseg":
             cure = "copy it again"
         else:
             cure = f"give {LAST} of a run, or weights that end in {SUFFIX}"
-        raise UserError(f"{given}: not a whole torch checkpoint ({error}); {cure}") from error
-    require(
-        damaged is None,
-        f"{given}: not a whole torch checkpoint (the checksum of its part {damaged!r} is wrong); copy it again",
-    )
+        raise UserError(f"{source}: not a whole torch checkpoint ({error}); {cure}") from error
+    if damaged_part is not None:
+        raise UserError(
+            f"{source}: not a whole torch checkpoint (the checksum of its part {damaged_part!r} "
+            "is wrong); copy it again"
+        )
     try:
         with utf8_path(path) as readable, torch.serialization.safe_globals([*harmless_types]):
             checkpoint = torch.load(readable, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
+        # The only place where torch names the class that it refuses.
         name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        objects = f"Python objects ({name[1]})" if name else "Python objects"
         raise UserError(
-            f"{given}: refused, because it holds Python objects{f' ({name[1]})' if name else ''} that could execute arbitrary code "
+            f"{source}: refused, because it holds {objects} that could execute arbitrary code "
             f"when loaded; give a checkpoint that {writer} wrote"
         ) from error
-    except (
-        Exception
-    ) as error:  # torch's reader raises any exception on a zip file of another program
+    # Torch's reader raises any exception on a zip file of another program.
+    except Exception as error:
         raise UserError(
-            f"{given}: not a whole torch checkpoint ({first_line(error)}); give one that {writer} wrote"
+            f"{source}: not a whole torch checkpoint ({first_line(error)}); give one that "
+            f"{writer} wrote"
         ) from error
-    kind = type(checkpoint).__name__
-    require(
-        isinstance(checkpoint, dict),
-        f"{given}: not a checkpoint of {writer}, but a {kind}; give one that {writer} wrote",
-    )
+    if not isinstance(checkpoint, dict):
+        kind = type(checkpoint).__name__
+        raise UserError(
+            f"{source}: not a checkpoint of {writer}, but a {kind}; give one that {writer} wrote"
+        )
     return dict(checkpoint)
 
 
@@ -106,8 +111,8 @@ SHIPPED = Path(__file__).parent
 CHECKSUMS = "SHA256SUMS"
 # Measured with the included lung weights, see docs/prediction_memory.md.
 TILE_CHANGES = (
-    "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 to "
-    "0.99, tiles of 64×64×64 to one of 0.76 to 0.93"
+    "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 "
+    "to 0.99, tiles of 64×64×64 to one of 0.76 to 0.93"
 )
 
 
@@ -122,16 +127,16 @@ def shipped_weights(task: str, stage: str) -> Path:
         UserError: If medseg includes none for the task, or the file is missing or damaged.
     """
     path = SHIPPED / f"{task}_{stage}{SUFFIX}"
-    sums = read_checksums(SHIPPED / CHECKSUMS)
-    require(
-        path.name in sums,
-        f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>",
-    )
-    is_whole = path.is_file() and checksum(path) == sums[path.name]
-    require(
-        is_whole,
-        f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install medseg again",
-    )
+    checksum_of = read_checksums(SHIPPED / CHECKSUMS)
+    if path.name not in checksum_of:
+        raise UserError(
+            f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>"
+        )
+    if not path.is_file() or checksum(path) != checksum_of[path.name]:
+        raise UserError(
+            f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install "
+            "medseg again"
+        )
     return path
 
 
@@ -176,35 +181,53 @@ def read_weights(
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another
             format, or if its weights are not finite numbers.
     """
-    given = f"{key}={path}"
-    _check_is_file(path, given)
-    metadata, weights = (
-        _read_safetensors(path, given) if path.suffix == SUFFIX else _read_checkpoint(path, given)
-    )
-    check_plain(given, metadata)
-    is_ours = isinstance(metadata, dict) and "format" in metadata
-    require(
-        is_ours,
-        f"{given}: not a checkpoint of medseg; train one with `python train.py stage={stage or 'coarse'}`",
-    )
-    require(
-        metadata["format"] == METADATA_FORMAT,
-        f"{given}: format {metadata['format']}, but medseg {__version__} reads format {METADATA_FORMAT}; use the version that wrote it",
-    )
-    found = metadata.get("stage") if metadata.get("stage") in STAGES else "unknown"
-    wanted = STAGES if stage is None else ("fine",) if stage == "fine" else WHOLE_STAGES
-    if found not in wanted:
+    source = f"{key}={path}"
+    _check_is_file(path, source)
+    if path.suffix == SUFFIX:
+        metadata, weights = _read_safetensors(path, source)
+    else:
+        metadata, weights = _read_checkpoint(path, source)
+    check_plain(source, metadata)
+    if not isinstance(metadata, dict) or "format" not in metadata:
         raise UserError(
-            f"{given}: this is a checkpoint of the {found} stage; a {' or '.join(wanted)} one is needed"
+            f"{source}: not a checkpoint of medseg; train one with "
+            f"`python train.py stage={stage or 'coarse'}`"
         )
+    if metadata["format"] != METADATA_FORMAT:
+        raise UserError(
+            f"{source}: format {metadata['format']}, but medseg {__version__} reads format "
+            f"{METADATA_FORMAT}; use the version that wrote it"
+        )
+    _check_stage(metadata, stage, source)
     mode = metadata.get("region_mode")
     if mode not in REGION_MODES:
         raise UserError(
-            f"{given}: its network treats regions in the mode {str(mode)[:40]!r}, but medseg {__version__} reads networks that "
-            "mirror right regions (mirrored); use the version that wrote it, or train the stage again"
+            f"{source}: its network treats regions in the mode {str(mode)[:40]!r}, but medseg "
+            f"{__version__} reads networks that mirror right regions (mirrored); use the version "
+            "that wrote it, or train the stage again"
         )
-    check_tensors(given, weights, path.stat().st_size)
+    # Last, because it reads all of the file.
+    check_tensors(source, weights, path.stat().st_size)
     return metadata, weights
+
+
+def _check_stage(metadata: dict[str, Any], stage: str | None, source: str) -> None:
+    """Refuse a file of another stage than the one that is needed; None needs any."""
+    accepted: tuple[str, ...]
+    if stage is None:
+        accepted = STAGES
+    elif stage == "fine":
+        accepted = ("fine",)
+    else:
+        accepted = WHOLE_STAGES
+    stage_of_file = metadata.get("stage")
+    if stage_of_file not in STAGES:
+        stage_of_file = "unknown"
+    if stage_of_file not in accepted:
+        raise UserError(
+            f"{source}: this is a checkpoint of the {stage_of_file} stage; a "
+            f"{' or '.join(accepted)} one is needed"
+        )
 
 
 def trained_cases(path: Path, key: str) -> list[str]:
@@ -217,13 +240,14 @@ def trained_cases(path: Path, key: str) -> list[str]:
     Raises:
         UserError: If the file does not say it, as a safetensors file.
     """
-    given = f"{key}={path}"
+    source = f"{key}={path}"
     cases: Any = None
     if path.suffix != SUFFIX:
-        cases = load_checkpoint(path, given).get("CasesDataModule")
+        cases = load_checkpoint(path, source).get("CasesDataModule")
     if not isinstance(cases, dict):
         raise UserError(
-            f"{given}: the file does not say which cases it has trained on; give checkpoints/last.ckpt of its run"
+            f"{source}: the file does not say which cases it has trained on; give "
+            "checkpoints/last.ckpt of its run"
         )
     return [str(name) for name, _ in cases["train"]]
 
@@ -241,34 +265,36 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     """
     # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two
     # names.
-    content = save(
-        {name: value.contiguous().clone() for name, value in weights.items()},
-        {"medseg": json.dumps(metadata, sort_keys=True)},
-    )
+    tensors = {name: value.contiguous().clone() for name, value in weights.items()}
+    content = save(tensors, {"medseg": json.dumps(metadata, sort_keys=True)})
     replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 
 
-def _check_is_file(path: Path, given: str) -> None:
+def _check_is_file(path: Path, source: str) -> None:
     """Refuse a path that is no file; a run folder is answered with its checkpoint."""
+    if path.is_file():
+        return
     last = path / LAST
-    require(
-        path.is_file(),
-        f"{given}: {f'a folder; give its checkpoint, {last}' if last.is_file() else 'there is no such checkpoint'}",
-    )
+    if last.is_file():
+        raise UserError(f"{source}: a folder; give its checkpoint, {last}")
+    raise UserError(f"{source}: there is no such checkpoint")
 
 
-def _read_safetensors(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
+def _read_safetensors(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
+    """Read metadata and weights; the metadata are None in a file of another program."""
     try:
         with utf8_path(path) as readable, safe_open(readable, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get("medseg", "null"))
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # `file` is no dictionary: it has to be asked for its keys.
+            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{given}: not a whole safetensors file ({first_line(error)})") from error
+        raise UserError(f"{source}: not a whole safetensors file ({first_line(error)})") from error
 
 
-def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
-    checkpoint = load_checkpoint(path, given)
+def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
+    """Read metadata and weights; the metadata are None in a checkpoint of another program."""
+    checkpoint = load_checkpoint(path, source)
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
         return None, {}
@@ -279,18 +305,14 @@ def _read_checkpoint(path: Path, given: str) -> tuple[Any, dict[str, Tensor]]:
     }
     with zipfile.ZipFile(path) as archive:
         sizes = {part.file_size for part in archive.infolist()}
-    is_whole = all(
-        value.untyped_storage().nbytes() in sizes
-        for value in weights.values()
-        if _is_strided(value)
-    )
-    # Torch would take the bytes that follow in the file for the end of a short part.
-    require(
-        is_whole,
-        f"{given}: the sizes of its weights do not match the parts of the file; take another copy",
-    )
+    for value in weights.values():
+        # What is no dense tensor is refused later, see `check_tensors`.
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+            continue
+        # Torch would take the bytes that follow in the file for the end of a short part.
+        if value.untyped_storage().nbytes() not in sizes:
+            raise UserError(
+                f"{source}: the sizes of its weights do not match the parts of the file; take "
+                "another copy"
+            )
     return checkpoint.get("medseg"), weights
-
-
-def _is_strided(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested

@@ -144,7 +144,7 @@ def test_a_component_of_which_the_coarse_stage_saw_nothing_is_removed() -> None:
         z, y, x = np.rint(coarse_grid.world_to_index_zyx(world)).astype(int)
         coarse[:] = values[1]
         coarse[max(z - 1, 0) : z + 2, y - 1 : y + 2, x - 1 : x + 2] = values[0]
-        kept = join(results, GRID, LOBES, found=Localisation(coarse, coarse_grid, {}, []))
+        kept = join(results, GRID, LOBES, localisation=Localisation(coarse, coarse_grid, {}, []))
         assert kept[seen].all() == (values[0] in LOBES.region_values(LOBES.regions[0]))
         assert not kept[unseen].any()
 
