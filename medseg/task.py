@@ -98,6 +98,19 @@ class Task:
         return 1 + max(len(region.labels) for region in self.regions)
 
     @property
+    def organ_values(self) -> tuple[int, ...]:
+        """Label values of the organs: of all regions, or of all labels without regions.
+
+        A label that belongs to no region helps the coarse stage to tell organs from what is not.
+        """
+        if not self.regions:
+            return tuple(self.labels.values())
+        values = set[int]()
+        for region in self.regions:
+            values.update(self.region_values(region))
+        return tuple(sorted(values))
+
+    @property
     def parts(self) -> list[str]:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
         return [region.name for region in self.regions] or list(self.labels)
