@@ -110,6 +110,19 @@ class Task:
             values.update(self.region_values(region))
         return tuple(sorted(values))
 
+    def finds_regions_of(self, other: Task) -> bool:
+        """Whether a coarse stage of this task finds the regions of another one.
+
+        Regions, modalities and the labels of the other task agree. Further labels, which belong to
+        no region, are the business of the coarse stage alone.
+        """
+        modalities = [channel.modality for channel in self.channels]
+        return (
+            self.regions == other.regions
+            and other.labels.items() <= self.labels.items()
+            and modalities == [channel.modality for channel in other.channels]
+        )
+
     @property
     def parts(self) -> list[str]:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""

@@ -154,10 +154,7 @@ class Cascade:
             ),
         )
         require(
-            task.labels == fine.labels
-            and task.regions == fine.regions
-            and [channel.modality for channel in task.channels]
-            == [channel.modality for channel in fine.channels],
+            task.finds_regions_of(fine),
             f"the coarse checkpoint was trained for the task {task.name} with the labels {task.labels}, "
             f"the fine one for {fine.name} with {fine.labels}; give two checkpoints of the same task",
         )
@@ -178,6 +175,11 @@ class Cascade:
         return self.stages[-1]
 
     @property
+    def task(self) -> Task:
+        """Task of the results; the coarse stage may know further labels."""
+        return self.last.task
+
+    @property
     def dice_bound(self) -> DiceBound | None:
         """Bound that was calibrated for these two stages together; None for other pairs, several checkpoints and flips."""
         is_pair = self.fine is not None and self.fine.dice_bound == self.coarse.dice_bound
@@ -190,7 +192,7 @@ class Cascade:
     @property
     def steps(self) -> list[str]:
         """Steps of `segment`, as in `Segmentation.durations_s`; those of absent regions are left out."""
-        refining = [f"refine_{region.name}" for region in self.coarse.task.regions]
+        refining = [f"refine_{region.name}" for region in self.task.regions]
         return ["segment", "join"] if self.fine is None else ["localise", *refining, "join"]
 
     def segment(
@@ -214,7 +216,7 @@ class Cascade:
         Raises:
             UserError: If the task has another number of channels.
         """
-        task, options = self.coarse.task, self.options
+        task, options = self.task, self.options
         require_channels(task, 1 + len(more_channels))
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
@@ -286,7 +288,7 @@ class Cascade:
         ]
         result.findings += warnings_of("added_parts", additions)
         result.dice_at_least = self._stated_bounds(result, changed_labels)
-        if not self.coarse.task.regions and not any(result.volumes_ml.values()):
+        if not self.task.regions and not any(result.volumes_ml.values()):
             sentence = "no label found at all: the result is empty; check that the scan shows the organs of the task"
             result.findings += warnings_of("empty_result", [sentence])
         result.findings += warnings_of(
@@ -313,7 +315,7 @@ class Cascade:
         bounds: dict[str, StatedBound] = {}
         if self.dice_bound is None:
             return bounds
-        for region in self.coarse.task.regions:
+        for region in self.task.regions:
             is_empty = not any(result.volumes_ml[label] for label in region.labels)
             if region.name not in result.boxes or is_empty:
                 continue

@@ -151,7 +151,7 @@ def localise(
         part.shifted([-start for start in box.start]).slices() for box in (scanned, crop.box)
     )
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
-    labels[inner] = most_probable(prediction.probs).numpy()[in_crop]
+    labels[inner] = _organs_alone(most_probable(prediction.probs).numpy()[in_crop], stage.task)
     coarse_hu = cut(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
@@ -192,6 +192,13 @@ def localise(
     return replace(
         found, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
     )
+
+
+def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:
+    """Make background of the labels that belong to no region, such as an airway beside lungs."""
+    values = np.zeros(task.num_classes, dtype=np.uint8)
+    values[list(task.organ_values)] = task.organ_values
+    return values[labels]
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:

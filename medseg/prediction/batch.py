@@ -178,9 +178,7 @@ class Batch:
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
             with suppress(Exception):  # of any reader; the case tells it in its turn
                 cascade = pick_cascade(case.scan, self.cascades)[0].cascade
-                found[case.scan.name] = self._forecast(
-                    cascade, scan_grid(case.scan, cascade.coarse.task)
-                )
+                found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.task))
                 rates.append(seconds_per_voxel(machine_key(cascade)))
         known = [rate for rate in rates if rate is not None]
         return (
@@ -201,16 +199,14 @@ class Batch:
             if self._is_up_to_date(case):
                 return UP_TO_DATE
             cascade = case.chosen.cascade
-            if is_ahead and not is_small(
-                case.scan, cascade.coarse.task, cascade.options.budget_gib
-            ):
+            if is_ahead and not is_small(case.scan, cascade.task, cascade.options.budget_gib):
                 return None
             if cascade.options.budget_gib < SURE_BUDGET_GIB:
-                cascade.check_budget(scan_grid(case.scan, cascade.coarse.task))
+                cascade.check_budget(scan_grid(case.scan, cascade.task))
             if not is_ahead:
                 self._begin(case, "read")
             with scratch_above(self.array_bytes):
-                return read_case(case.scan, cascade.coarse.task)
+                return read_case(case.scan, cascade.task)
         except Exception as error:
             return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
 

@@ -111,7 +111,7 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     if not cascades[0].name:
         return cascades[0], []
     # Headers store float32: 5 mm must not fall below a range that begins there.
-    channels = cascades[0].cascade.coarse.task.channels
+    channels = cascades[0].cascade.task.channels
     num_volumes = scan.paths(len(channels)).count(scan.path)
     grid = read_grid(scan.path, scan.series, channels[0].modality, num_volumes, scan.files)
     spacing_mm = round(max(grid.spacing_mm), 3)

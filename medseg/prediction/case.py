@@ -165,7 +165,7 @@ def segment_case(
             on_step=on_step,
             keep_probabilities=keep,
         )
-        case.views = take_views(scan, case.volume, case.result, cascade.coarse.task, config)
+        case.views = take_views(scan, case.volume, case.result, cascade.task, config)
     case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
 
 
@@ -202,13 +202,13 @@ def segment_scan(
         f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.",
     )
     arrays = [volume.array, *more_channels]
-    modalities = [channel.modality for channel in cascade.coarse.task.channels]
+    modalities = [channel.modality for channel in cascade.task.channels]
     findings: list[Finding] = []
     if len(arrays) == len(modalities):  # otherwise the cascade refuses them
         arrays, _, findings = check_channels(arrays, modalities, is_owned=is_owned)
         volume = replace(volume, array=arrays[0])
     result = cascade.segment(volume, arrays[1:], **options)
-    task = cascade.coarse.task
+    task = cascade.task
     result.statistics = label_statistics(
         volume.array if task.is_ct else None, result.labels, volume.grid, task.labels
     )
@@ -260,7 +260,7 @@ def write_case(
                 case.volume,
                 case.result,
                 case.views,
-                chosen.cascade.coarse.task,
+                chosen.cascade.task,
                 config,
             )
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
@@ -324,7 +324,7 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
     must be unchanged.
     """
     try:
-        paths = scan.paths(len(chosen.cascade.coarse.task.channels))
+        paths = scan.paths(len(chosen.cascade.task.channels))
         known = read_report(output)
         return bool(
             known["version"] == __version__

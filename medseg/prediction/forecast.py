@@ -86,7 +86,7 @@ def forecast(
     """
     grid, task, options, coarse = (
         oriented_grid(grid),
-        cascade.coarse.task,
+        cascade.task,
         cascade.options,
         cascade.coarse,
     )
@@ -113,7 +113,7 @@ def forecast(
         ],
         None,
     )
-    during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)
+    during, kept = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
     memory = {
         "read": fixed,
         first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during,

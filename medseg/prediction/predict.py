@@ -78,7 +78,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     if not (is_folder and any(map(may_hold_studies, scans))):
         check_outputs(_outputs(output, scans, is_one_scan), protected)
     cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
-    task = cascades[0].cascade.coarse.task
+    task = cascades[0].cascade.task
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:

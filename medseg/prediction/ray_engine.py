@@ -358,7 +358,7 @@ def predict_bytes(
     if options.max_ram_gib is not None:
         return math.ceil(options.max_ram_gib * 2**30)
     task, loaded, network = (
-        cascade.coarse.task,
+        cascade.task,
         resident_bytes(),
         round(cascade.options.budget_gib * 2**30),
     )

@@ -83,7 +83,7 @@ def result_paths(
         if kind in ENDINGS:
             paths[kind, ""] = start.with_name(start.name + ENDINGS[kind])
         elif kind in LABEL_ENDINGS:
-            for label in cascade.coarse.task.labels:
+            for label in cascade.task.labels:
                 file_label = re.sub(r"[/\\]", "_", label)
                 paths[kind, label] = start.with_name(
                     f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}"

@@ -83,7 +83,7 @@ class Segmenter:
         start_s = time.perf_counter()
         scans, task = (
             list(scan) if isinstance(scan, (list, tuple)) else [scan],
-            self.cascade.coarse.task,
+            self.cascade.task,
         )
         require_channels(task, len(scans))
         is_image = not isinstance(scans[0], (str, Path, Volume))
