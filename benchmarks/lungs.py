@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.airways import track_airway
+from benchmarks.airway_labels import read_airway
 from benchmarks.instruments import given_arguments
 from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
@@ -24,7 +24,6 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_image, read_labels
 from medseg.io.tables import markdown_table, write_csv
-from medseg.io.write import write_labels
 from medseg.metrics.scores import score_region, volume_ml
 from medseg.preprocess.orient import orient
 
@@ -81,7 +80,7 @@ def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
     image, grid, _ = orient(scan.array, scan.grid)
     image_hu = case.hu.apply(image)
     pred = _oriented(prediction)
-    others = {"airway": _airway(image_hu, grid, airway_file)}
+    others = {"airway": read_airway(image_hu, grid, airway_file)}
     effusion_file = case.image.parent / EFFUSION
     if effusion_file.is_file():
         others["effusion"] = _oriented(effusion_file) > 0
@@ -119,16 +118,6 @@ def _called(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGri
         f"{name}_called_ml": called_ml,
         f"{name}_share": called_ml / whole_ml,
     }
-
-
-def _airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray:
-    """Read the airway of a scan, or track and write it."""
-    if not file.is_file():
-        airway = track_airway(image_hu, grid)
-        if airway.remark:
-            print(f"{file.stem}: no airway is measured: {airway.remark}", flush=True)
-        write_labels(file, airway.lumen.astype(np.uint8), grid)
-    return _oriented(file) > 0
 
 
 def _oriented(file: Path) -> np.ndarray:

@@ -100,6 +100,32 @@ class Task:
         return 1 + max(len(region.labels) for region in self.regions)
 
     @property
+    def organ_values(self) -> tuple[int, ...]:
+        """Label values of the organs: of all regions, or of all labels without regions.
+
+        A label that belongs to no region helps the coarse stage to tell organs from what is not.
+        """
+        if not self.regions:
+            return tuple(self.labels.values())
+        values = set[int]()
+        for region in self.regions:
+            values.update(self.region_values(region))
+        return tuple(sorted(values))
+
+    def finds_regions_of(self, other: Task) -> bool:
+        """Whether a coarse stage of this task finds the regions of another one.
+
+        Regions, modalities and the labels of the other task agree. Further labels, which belong to
+        no region, are the business of the coarse stage alone.
+        """
+        modalities = [channel.modality for channel in self.channels]
+        return (
+            self.regions == other.regions
+            and other.labels.items() <= self.labels.items()
+            and modalities == [channel.modality for channel in other.channels]
+        )
+
+    @property
     def parts(self) -> list[str]:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
         return [region.name for region in self.regions] or list(self.labels)

@@ -1,16 +1,14 @@
-"""Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
+"""Disease painted into lungs whose outline is known: what belongs to the lung, and fluid beside it.
 
-Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities
-follow the terms of the Fleischner Society (Hansell et al., Radiology 246 (2008) 697): ground glass
-leaves the vessels visible, consolidation hides them.
-
-Pleural fluid is not painted (2026-11-24). By the convention of the references it lies outside the
-lung, but painted fluid and painted collapse differ by some 30 HU only: with examples of both,
-networks left both out.
+Dense lung keeps its label, so that networks learn to include it. Pleural fluid lies between lung
+and chest wall: it becomes background. The two differ by density and place. Radii and shares lie in
+ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
+Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +24,20 @@ from medseg.preprocess.effect import Effect, Spacing
 GRAIN_MM = 12.0  # of the noise that roughens borders and texture
 MAX_LESIONS = 3
 
+# Fluid has the density of water. Lung without air enhances with contrast medium, and is denser.
+FLUID_HU = (-5.0, 25.0)
+DENSE_HU = (30.0, 110.0)
+# Share of dense lesions with open airways, and share with vessels denser than the tissue.
+BRANCHED_SHARE = 0.6
+# Distance of neighbouring branches, and range of their radii.
+BRANCH_GRAIN_MM = 24.0
+BRANCH_RADIUS_MM = (0.7, 2.5)
+# Lung beside fluid that has lost its air, at most.
+MAX_SQUEEZED_MM = 35.0
+# Fluid climbs at the wall: by how much, and how far from it.
+MENISCUS_MM = 15.0
+WALL_MM = 20.0
+
 
 class Lesion(NamedTuple):
     """A lesion.
@@ -34,11 +46,13 @@ class Lesion(NamedTuple):
         depth_mm: Distance from its border, positive inside, (D, H, W).
         hu: Its density.
         edge_mm: Width of its border.
+        has_branches: Whether airways and vessels go on inside.
     """
 
     depth_mm: Tensor
     hu: float
     edge_mm: float
+    has_branches: bool = False
 
 
 class Place(NamedTuple):
@@ -47,62 +61,78 @@ class Place(NamedTuple):
     Attributes:
         points_mm: Coordinates z, y (towards the back) and x, which broadcast to (D, H, W).
         organ: Its voxels, (D, H, W) bool.
+        reach: Voxels that may be painted, 1 or 0, (D, H, W): the organ with a rim.
         rough: Smooth noise of unit variance, (D, H, W).
         rng: Generator of the sample.
     """
 
     points_mm: tuple[Tensor, Tensor, Tensor]
     organ: Tensor
+    reach: Tensor
     rough: Tensor
     rng: np.random.Generator
 
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
-        """Depth in a rough ball about a random voxel of the organ."""
+        """Depth in a rough ball about a random voxel of the organ; most balls are small."""
         voxels = self.organ.flatten().nonzero()[:, 0]
-        chosen = np.unravel_index(
-            int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape)
-        )
+        voxel = int(voxels[int(self.rng.integers(len(voxels)))])
+        chosen = np.unravel_index(voxel, tuple(self.organ.shape))
         low, high = map(math.log, radius_mm)
         radius = math.exp(self.rng.uniform(low, high))
-        squares = [
-            (axis - axis.flatten()[int(at)]) ** 2
-            for axis, at in zip(self.points_mm, chosen, strict=True)
-        ]
-        return radius - (squares[0] + squares[1] + squares[2]).sqrt() + rough_mm * self.rough
+        z, y, x = self.points_mm
+        centre_z, centre_y, centre_x = (int(index) for index in chosen)
+        away_z = z - z.flatten()[centre_z]
+        away_y = y - y.flatten()[centre_y]
+        away_x = x - x.flatten()[centre_x]
+        away_mm = (away_z**2 + away_y**2 + away_x**2).sqrt()
+        return radius - away_mm + rough_mm * self.rough
 
-    def lowest(self, share: tuple[float, float], tilt: float, rough_mm: float) -> Tensor:
-        """Depth below a plane that cuts off a share of the organ at its back, and in a tilted plane also at its base or apex."""
+    def lowest(self, max_share: float, tilt: float, rough_mm: float) -> Tensor:
+        """Depth below a plane that cuts off a share of the organ at its back.
+
+        A tilted plane also cuts at the base or apex. Most shares are small.
+        """
+        height = self.height(tilt)
+        share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
+        return height - self.level(height, share) + rough_mm * self.rough
+
+    def height(self, tilt: float) -> Tensor:
+        """Coordinate towards the back, tilted at random to the base or apex and to a side."""
         z, x = self.rng.uniform(-tilt, tilt, size=2)
-        height = (self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]) / math.sqrt(
-            1 + z * z + x * x
-        )
-        heights = height.expand(self.organ.shape)[self.organ]
+        along = self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]
+        return (along / math.sqrt(1 + z * z + x * x)).expand(self.organ.shape)
+
+    def level(self, height: Tensor, share: float) -> float:
+        """Height above which a share of the organ lies."""
+        heights = height[self.organ]
         # A sample of the voxels is enough for a quantile.
-        level = float(
-            torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - self.rng.uniform(*share))
-        )
-        return height - level + rough_mm * self.rough
+        return float(torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - share))
 
 
 def _consolidation(place: Place) -> Lesion:
-    return Lesion(place.ball((12.0, 50.0), 6.0), place.rng.uniform(0.0, 60.0), 5.0)
+    depth_mm = place.ball((8.0, 50.0), 6.0)
+    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), 5.0, has_branches=True)
 
 
 def _ground_glass(place: Place) -> Lesion:
-    return Lesion(place.ball((15.0, 60.0), 8.0), place.rng.uniform(-650.0, -300.0), 12.0)
+    return Lesion(place.ball((10.0, 60.0), 8.0), place.rng.uniform(-650.0, -300.0), 12.0)
 
 
 def _mass(place: Place) -> Lesion:
-    return Lesion(place.ball((6.0, 35.0), 1.5), place.rng.uniform(20.0, 80.0), 1.5)
+    return Lesion(place.ball((6.0, 35.0), 1.5), place.rng.uniform(30.0, 90.0), 1.5)
 
 
 def _collapse(place: Place) -> Lesion:
-    return Lesion(place.lowest((0.05, 0.45), 1.0, 4.0), place.rng.uniform(10.0, 60.0), 4.0)
+    depth_mm = place.lowest(0.5, 1.0, 4.0)
+    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), 4.0, has_branches=True)
 
 
 KINDS: dict[str, Callable[[Place], Lesion]] = {
-    "consolidation": _consolidation, "ground_glass": _ground_glass, "mass": _mass, "collapse": _collapse,
-}  # fmt: skip
+    "consolidation": _consolidation,
+    "ground_glass": _ground_glass,
+    "mass": _mass,
+    "collapse": _collapse,
+}
 
 
 @dataclass(frozen=True)
@@ -110,13 +140,14 @@ class Disease(Effect):
     """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
     The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
-    Only the first channel is painted, and only a label whose median is below `MAX_LUNG_HU`.
+    Only the first channel is painted, and only an organ whose median is below `MAX_LUNG_HU`; what
+    belongs to another label stays.
 
     Attributes:
         probability: Probability that a sample is painted.
         kinds: Keys of `KINDS`, of which each lesion is one.
         window_hu: HU of -1 and 1 in the image.
-        ignore_label: Label of voxels that are ignored, and stay; None where there are none.
+        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
         each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
             one random lung of the sample is.
 
@@ -127,44 +158,77 @@ class Disease(Effect):
     probability: float
     kinds: Sequence[str]
     window_hu: tuple[float, float] | None
-    ignore_label: int | None = None
+    organ_values: Sequence[int]
     each_lung: bool = False
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - KINDS.keys():
-            raise ValueError(
-                f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}"
-            )
+            names = ", ".join(map(str, unknown))
+            raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {names}")
         if self.probability and not self.kinds:
             raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
-        if self.probability and not self.window_hu:
-            raise ValueError(
-                f"disease_probability={self.probability:g} needs HU, but the first channel of the task has no window; give 0"
-            )
+        _check_window("disease", self.probability, self.window_hu)
 
     def __call__(
-        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
     ) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
         if self.probability and self.window_hu is not None:
-            low, high = self.window_hu
-            half = (high - low) / 2
             for value in self._draw_lungs(labels, rng):
-                hu = image[0].mul_(half).add_(low + half)
-                paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
-                hu.sub_(low + half).div_(half)
+                with _in_hu(image, self.window_hu) as hu:
+                    paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
         return image, labels
 
     def _draw_lungs(self, labels: Tensor, rng: np.random.Generator) -> Iterator[int]:
         """Draw the values of the lungs that are painted, each just before it is painted."""
-        values = [
-            value for value in labels.unique().tolist() if value not in (0, self.ignore_label)
-        ]
+        values = _present(labels, self.organ_values)
         if self.each_lung:
             yield from (value for value in values if rng.random() < self.probability)
         elif rng.random() < self.probability and values:
             yield values[int(rng.integers(len(values)))]
+
+
+@dataclass(frozen=True)
+class Fluid(Effect):
+    """Pleural fluid painted between a lung and the chest wall, see `paint_fluid`.
+
+    Attributes:
+        probability: Probability for each lung of a sample.
+        window_hu: HU of -1 and 1 in the image.
+        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
+
+    Raises:
+        ValueError: If HU of the image are not known.
+    """
+
+    probability: float
+    window_hu: tuple[float, float] | None
+    organ_values: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _check_window("fluid", self.probability, self.window_hu)
+
+    def __call__(
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
+    ) -> tuple[Tensor, Tensor]:
+        """Paint the first channel and the labels, in place."""
+        # Without fluid nothing is drawn: the samples of older configurations stay.
+        if self.probability and self.window_hu is not None:
+            for value in _present(labels, self.organ_values):
+                if rng.random() >= self.probability:
+                    continue
+                with _in_hu(image, self.window_hu) as hu:
+                    paint_fluid(hu, labels, value, rng, spacing_mm)
+        return image, labels
 
 
 def paint_disease(
@@ -185,49 +249,196 @@ def paint_disease(
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
-    found = (labels == value).nonzero()
-    tight = VoxelBox(tuple(found.min(0).values.tolist()), tuple((found.max(0).values + 1).tolist()))
-    box = tight.expanded(tuple(rim)).clipped(tuple(labels.shape)).slices()
+    box = _box_around(labels == value, RIM_MM, spacing_mm)
     image_hu, labels = image_hu[box], labels[box]
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
-    organ = labels == value
-    z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
     for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
         kind = kinds[int(rng.integers(len(kinds)))]
-        place = Place(
-            (z[:, None, None], y[:, None], x),
-            organ,
-            _smooth_noise(organ.shape, spacing_mm, rng),
-            rng,
-        )
-        lesion = KINDS[kind](place)
-        share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0).mul_(_grown(organ, rim))
-        grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(
-            rng.uniform(5.0, 25.0)
-        )
-        denser = grain.add_(lesion.hu).add_(place.rough, alpha=8.0).sub_(image_hu).clamp_(min=0.0)
-        image_hu.add_(share.mul_(denser))
+        place = _place(labels, value, rng, spacing_mm)
+        _paint_lesion(image_hu, KINDS[kind](place), place, spacing_mm)
+
+
+def paint_fluid(
+    image_hu: Tensor,
+    labels: Tensor,
+    value: int,
+    rng: np.random.Generator,
+    spacing_mm: Spacing,
+) -> None:
+    """Paint pleural fluid into the outer part of a lung, in place. No lung: nothing.
+
+    The fluid lies at the back, where it sinks to, and climbs at the wall; half of the time it is a
+    layer along the wall instead. It becomes background. The lung that it squeezes becomes dense and
+    keeps its label.
+
+    Args:
+        image_hu: (D, H, W) float32; y runs to the patient's back.
+        labels: (D, H, W) uint8.
+        value: Value of the organ, which is there.
+        rng: Source of all choices.
+        spacing_mm: Voxel spacing, (z, y, x).
+    """
+    # Far enough from the organ that its wall is seen.
+    box = _box_around(labels == value, WALL_MM, spacing_mm)
+    image_hu, labels = image_hu[box], labels[box]
+    if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
+        return
+    place = _place(labels, value, rng, spacing_mm)
+    wall_mm = _depth_below_wall(place.organ, spacing_mm)
+    draw_depth = (_pool, _layer)[int(rng.integers(2))]
+    depth_mm = draw_depth(place, wall_mm)
+
+    squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
+    squeezed = Lesion(depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), 4.0, has_branches=True)
+    _paint_lesion(image_hu, squeezed, place, spacing_mm)
+
+    # Inside the lung nothing shines through. Beyond its outline ribs and muscles stay.
+    fluid_hu = _texture(place).add_(rng.uniform(*FLUID_HU))
+    change = fluid_hu - image_hu
+    change = torch.where(place.organ, change, change.clamp(min=0.0))
+    share = (0.5 + depth_mm / 1.5).clamp_(0.0, 1.0)
+    image_hu.add_(share * place.reach * change)
+    labels[place.organ & (depth_mm > 0)] = 0
+
+
+def _pool(place: Place, wall_mm: Tensor) -> Tensor:
+    """Depth in fluid that has sunk to the back, with a meniscus at the wall."""
+    climb_mm = place.rng.uniform(0.0, MENISCUS_MM) * (1 - wall_mm / WALL_MM) ** 2
+    height = place.height(0.5) + climb_mm + 2.0 * place.rough
+    share = 0.01 + 0.6 * place.rng.random() ** 1.5
+    return height - place.level(height, share)
+
+
+def _layer(place: Place, wall_mm: Tensor) -> Tensor:
+    """Depth in a layer of fluid along the wall of the back, which thins out to the front."""
+    thickness_mm = place.rng.uniform(4.0, 0.9 * WALL_MM)
+    height = place.height(1.0)
+    above_mm = height - place.level(height, place.rng.uniform(0.2, 0.8))
+    return torch.minimum(thickness_mm - wall_mm, 0.3 * above_mm) + 2.0 * place.rough
+
+
+def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:
+    """Make what is less dense than a lesion as dense, in place."""
+    value_hu = _texture(place).add_(lesion.hu)
+    if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
+        vessel_hu = lesion.hu + place.rng.uniform(10.0, 150.0)
+        vessels = _branches(place, spacing_mm)
+        value_hu += vessels * (vessel_hu - value_hu)
+    if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
+        airways = _branches(place, spacing_mm)
+        value_hu += airways * (-950.0 - value_hu)
+    share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0)
+    share.mul_(place.reach)
+    image_hu.add_(share.mul_(value_hu.sub_(image_hu).clamp_(min=0.0)))
+
+
+def _texture(place: Place) -> Tensor:
+    """Draw noise of a scanner and slow changes of density, in HU, (D, H, W)."""
+    grain = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
+    texture = torch.from_numpy(grain).mul_(place.rng.uniform(5.0, 25.0))
+    return texture.add_(place.rough, alpha=place.rng.uniform(0.0, 8.0))
+
+
+def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
+    """Draw winding branches, 1 inside and 0 outside, (D, H, W).
+
+    Their lines are where two fields of smooth noise are both zero.
+    """
+    shape = place.organ.shape
+    first = _smooth_noise(shape, spacing_mm, place.rng, BRANCH_GRAIN_MM)
+    second = _smooth_noise(shape, spacing_mm, place.rng, BRANCH_GRAIN_MM)
+    # A unit of the noise is about half of its grain away from zero.
+    away_mm = (first**2 + second**2).sqrt_().mul_(BRANCH_GRAIN_MM / 2)
+    radius_mm = place.rng.uniform(*BRANCH_RADIUS_MM)
+    # Voxels are as wide as the border; a branch that is thinner than a voxel fills a part of it.
+    width_mm = max(spacing_mm)
+    filled = (0.5 + (radius_mm - away_mm) / width_mm).clamp_(0.0, 1.0)
+    return filled.mul_(min(1.0, 2 * radius_mm / width_mm))
+
+
+def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
+    """Estimate the distance of an organ's voxels from its surface, 0 … `WALL_MM`, (D, H, W).
+
+    At a flat surface half of the neighbours within `WALL_MM` belong to the organ, at that depth
+    all of them do.
+    """
+    mean = organ[None, None].float()
+    for axis, mm in enumerate(spacing_mm):
+        reach = [0, 0, 0]
+        # A kernel must not be longer than its axis.
+        reach[axis] = min(round(WALL_MM / mm), (organ.shape[axis] - 1) // 2)
+        width = [2 * voxels + 1 for voxels in reach]
+        # The edge of a patch is no wall.
+        mean = F.avg_pool3d(mean, width, stride=1, padding=reach, count_include_pad=False)
+    return mean[0, 0].sub_(0.5).mul_(2 * WALL_MM).clamp_(0.0, WALL_MM)
+
+
+def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spacing) -> Place:
+    """Measure the organ of a value in a label map (D, H, W)."""
+    organ = labels == value
+    z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
+    points_mm = (z[:, None, None], y[:, None], x)
+    rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
+    # What belongs to another label keeps its density: bronchi at the hilum, the other lung.
+    reach = _grown(organ, rim).mul_(organ | (labels == 0))
+    return Place(
+        points_mm, organ, reach, _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM), rng
+    )
+
+
+def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[slice, slice, slice]:
+    """Find the box of a mask that is not empty, with a margin, inside its volume."""
+    voxels = mask.nonzero()
+    start, stop = voxels.min(0).values, voxels.max(0).values + 1
+    margin = tuple(math.ceil(margin_mm / mm) for mm in spacing_mm)
+    tight = VoxelBox(tuple(start.tolist()), tuple(stop.tolist()))
+    return tight.expanded(margin).clipped(tuple(mask.shape)).slices()
+
+
+def _present(labels: Tensor, organ_values: Sequence[int]) -> list[int]:
+    """List the organs that a label map shows."""
+    return [value for value in labels.unique().tolist() if value in organ_values]
+
+
+@contextmanager
+def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
+    """Give the first channel in HU, and map it back to the range of the network, in place."""
+    low, high = window_hu
+    half = (high - low) / 2
+    hu = image[0].mul_(half).add_(low + half)
+    yield hu
+    hu.sub_(low + half).div_(half)
+
+
+def _check_window(effect: str, probability: float, window_hu: tuple[float, float] | None) -> None:
+    if probability and not window_hu:
+        key = f"{effect}_probability={probability:g}"
+        raise ValueError(f"{key} needs HU, but the first channel has no window; give 0")
 
 
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
-    """Grow a mask (D, H, W) by a number of voxels along each axis: 1 where it is, else 0, float32."""
+    """Grow a mask (D, H, W) by voxels along each axis: 1 where it is, else 0, float32."""
     grown = mask[None, None].float()
     for axis, width in enumerate(voxels):
-        around = [width if other == axis else 0 for other in range(3)]
-        grown = F.max_pool3d(grown, [2 * one + 1 for one in around], stride=1, padding=around)
+        around = [0, 0, 0]
+        around[axis] = width
+        kernel = [2 * reach + 1 for reach in around]
+        grown = F.max_pool3d(grown, kernel, stride=1, padding=around)
     return grown[0, 0]
 
 
-def _smooth_noise(shape: Sequence[int], spacing_mm: Spacing, rng: np.random.Generator) -> Tensor:
-    """Draw noise of unit variance whose grain is `GRAIN_MM`, (D, H, W)."""
-    coarse = [
-        2 + math.ceil(size * mm / GRAIN_MM) for size, mm in zip(shape, spacing_mm, strict=True)
-    ]
+def _smooth_noise(
+    shape: Sequence[int],
+    spacing_mm: Spacing,
+    rng: np.random.Generator,
+    grain_mm: float,
+) -> Tensor:
+    """Draw noise of unit variance with a grain, (D, H, W)."""
+    extents_mm = [size * mm for size, mm in zip(shape, spacing_mm, strict=True)]
+    coarse = [2 + math.ceil(extent_mm / grain_mm) for extent_mm in extents_mm]
     values = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32))
-    noise = F.interpolate(
-        values[None, None], size=tuple(shape), mode="trilinear", align_corners=True
-    )[0, 0]
+    size = tuple(shape)
+    noise = F.interpolate(values[None, None], size, mode="trilinear", align_corners=True)[0, 0]
     # Linear interpolation lowers the variance between the points of the grid.
     return noise / noise.std().clamp(min=1e-3)

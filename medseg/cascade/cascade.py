@@ -74,7 +74,7 @@ class Cascade:
             return
         if not task.regions:
             raise UserError(f"{subject} has no regions; leave fine out")
-        if _content(task) != _content(self.fine.task):
+        if not task.finds_regions_of(self.fine.task):
             raise UserError(
                 f"the coarse checkpoint was trained for the task {task.name} with the labels "
                 f"{task.labels}, the fine one for {self.fine.task.name} with "
@@ -87,11 +87,6 @@ class Cascade:
         if self.fine is None:
             return (self.coarse,)
         return (self.coarse, self.fine)
-
-    @property
-    def task(self) -> Task:
-        """Task of all stages."""
-        return self.coarse.task
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
@@ -130,6 +125,11 @@ class Cascade:
     def last(self) -> TrainedStage:
         """The stage that makes the final labels."""
         return self.stages[-1]
+
+    @property
+    def task(self) -> Task:
+        """Task of the results; the coarse stage may know further labels."""
+        return self.last.task
 
     @property
     def dice_bound(self) -> DiceBound | None:
@@ -365,11 +365,6 @@ class Cascade:
 
         with process_group():
             serve_tiles(run_job)
-
-
-def _content(task: Task) -> tuple[object, ...]:
-    """What two stages of one cascade must have in common."""
-    return task.labels, task.regions, [channel.modality for channel in task.channels]
 
 
 def require_channels(task: Task, num_channels: int) -> None:

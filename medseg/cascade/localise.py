@@ -156,7 +156,8 @@ def localise(
     part = crop.box.intersect(scanned)
     in_scan, in_crop = _slices_in(scanned, part), _slices_in(crop.box, part)
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
-    labels[in_scan] = most_probable(prediction.probs).numpy()[in_crop]
+    coarse_labels = most_probable(prediction.probs).numpy()
+    labels[in_scan] = _organs_alone(coarse_labels, stage.task)[in_crop]
     coarse_hu = cut(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
@@ -196,6 +197,13 @@ def localise(
 def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
     """Slices of a part of a box, in an array of that box."""
     return part.shifted([-start for start in box.start]).slices()
+
+
+def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:
+    """Make background of the labels that belong to no region, such as an airway beside lungs."""
+    values = np.zeros(task.num_classes, dtype=np.uint8)
+    values[list(task.organ_values)] = task.organ_values
+    return values[labels]
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:

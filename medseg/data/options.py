@@ -426,6 +426,12 @@ class AugmentOptions:
             "ground_glass, mass, collapse."
         ),
     ] = field(default_factory=lambda: ["consolidation", "ground_glass", "mass", "collapse"])
+    fluid_probability: Annotated[
+        float,
+        Knob(
+            "Probability that pleural fluid (background) is painted, for each such organ.", "[0, 1]"
+        ),
+    ] = 0.0
     transforms: Annotated[
         list[Any],
         Knob(

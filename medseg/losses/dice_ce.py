@@ -34,6 +34,7 @@ class DiceCrossEntropyLoss(nn.Module):
         include_background: bool = False,
         batch_dice: bool = False,
         smooth: float = 1e-5,
+        hard_weight: float = 0.0,
     ) -> None:
         """Set the terms.
 
@@ -45,11 +46,15 @@ class DiceCrossEntropyLoss(nn.Module):
             batch_dice: Whether the samples of a batch are scored as one volume instead of one by
                 one.
             smooth: Added to numerator and denominator of the Dice, in voxels, > 0.
+            hard_weight: Weight h >= 0 of hard voxels: the cross-entropy of a voxel whose reference
+                has probability p counts 1 + h (1 - p)² times (Lin et al., Focal loss, ICCV 2017).
 
         Raises:
             ValueError: If a weight is negative, both are zero or `smooth` is not positive.
         """
         super().__init__()
+        if hard_weight < 0:
+            raise ValueError(f"hard_weight must be >= 0, got {hard_weight}")
         if min(dice_weight, ce_weight) < 0 or dice_weight + ce_weight <= 0:
             raise ValueError(
                 f"weights must be >= 0 and not both 0, got dice {dice_weight} and ce {ce_weight}"
@@ -63,6 +68,7 @@ class DiceCrossEntropyLoss(nn.Module):
         self.include_background = include_background
         self.batch_dice = batch_dice
         self.smooth = smooth
+        self.hard_weight = hard_weight
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:
         """Score logits against a reference.
@@ -92,7 +98,8 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"logits need a foreground class, got {num_classes} classes")
         # One pass over the volume gives the sums of the loss; autograd differentiates the
         # arithmetic between them.
-        overlaps, predicted, entropy = _Moments.apply(logits, target, ignore_value)  # (N, K)
+        moments = _Moments.apply(logits, target, ignore_value, self.hard_weight)
+        overlaps, predicted, entropy = moments  # (N, K), (N, K), (N,)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(num_classes)], dim=1)
         num_voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
@@ -109,12 +116,17 @@ class DiceCrossEntropyLoss(nn.Module):
 class _Moments(torch.autograd.Function):
     """Sums of each sample in fp64.
 
-    They are sum(p t) and sum(p) of each class, (N, K), and -log p of the reference, (N,).
+    They are sum(p t) and sum(p) of each class, (N, K), and the weighted -log p of the
+    reference, (N,).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_value: int | None
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        ignore_value: int | None,
+        hard_weight: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
@@ -132,17 +144,21 @@ class _Moments(torch.autograd.Function):
                 is_counted = labels != ignore_value
                 reference = log_probs.gather(0, indices * is_counted).squeeze(0) * is_counted
                 probs = log_probs.exp_().mul_(is_counted)
+            if hard_weight:
+                # An ignored voxel has 0 here, and keeps it.
+                reference = reference * (1 + hard_weight * (1 - reference.exp()) ** 2)
             entropy[sample] -= reference.sum()
             predicted[sample] += probs.sum((1, 2, 3))
             for k in range(num_classes):
                 overlaps[sample, k] += (probs[k] * (labels == k)).sum()
         ctx.save_for_backward(logits, target)
         ctx.ignore_value = ignore_value
+        ctx.hard_weight = hard_weight
         return overlaps, predicted, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
         for sample, slab in _slabs(logits):
@@ -152,7 +168,9 @@ class _Moments(torch.autograd.Function):
             # With a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and c = dL/d(entropy), per voxel:
             # dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j
             # dL/dp_j) + c (p_k - t_k). t_k p_k b_k, summed over k: for each voxel one class is not
-            # zero.
+            # zero. With hard voxels c differs from voxel to voxel.
+            if ctx.hard_weight:
+                by_entropy = by_entropy * _hard_factor(probs, labels, ctx.hard_weight)
             reference = torch.zeros_like(probs[0])
             common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):
@@ -164,7 +182,21 @@ class _Moments(torch.autograd.Function):
                 if ctx.ignore_value is not None:
                     grad = grad * (labels != ctx.ignore_value)
                 grad_logits[sample, k, slab] = grad
-        return grad_logits, None, None
+        return grad_logits, None, None, None
+
+
+def _hard_factor(probs: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
+    """Factor of the gradient of the cross-entropy that is weighted by 1 + h (1 - p)², (d, H, W).
+
+    With f = -(1 + h (1 - p)²) log p, df/dlogit_k is (p_k - t_k) times
+    1 + h ((1 - p)² - 2 (1 - p) p log p).
+    """
+    p = torch.zeros_like(probs[0])
+    for k in range(len(probs)):
+        p += probs[k] * (labels == k)
+    # The limit of p log p at 0 is 0.
+    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
+    return 1 + hard_weight * ((1 - p) ** 2 - 2 * (1 - p) * p * log_p)
 
 
 def _slabs(logits: Tensor) -> Iterator[tuple[int, slice]]:

@@ -39,6 +39,9 @@ class DiceCeOptions(LossOptions):
     batch_dice: Annotated[
         bool, Knob("One Dice over all samples of a micro-batch instead of one per sample.")
     ]
+    hard_weight: Annotated[
+        float, Knob("Added weight of hard voxels in the cross-entropy.", "[0, inf)")
+    ] = 0.0
 
 
 def loss_clashes(loss: Mapping[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.workers import Worker, WorkerDiedError
 
-VERSION = 4
+VERSION = 5
 """Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
 
 Spec = PhantomSpec | SceneSpec

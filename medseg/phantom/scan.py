@@ -29,7 +29,8 @@ class Phantom(NamedTuple):
     Attributes:
         image_hu: int16 (D, H, W).
         labels: uint8 (D, H, W): 1 left lung, 2 right lung.
-        organs: uint8 (D, H, W): 1 left lung, 2 right lung, 3 heart, 4 spine.
+        organs: uint8 (D, H, W): 1 left lung, 2 right lung, 3 heart, 4 spine,
+            5 airway.
         grid: Grid of the voxels, in storage order.
     """
 
@@ -65,13 +66,15 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     for start in range(0, grid.shape[0], num_slices):
         slices = slice(start, start + num_slices)
         points = lattice._replace(z=planes_mm[slices].reshape(-1, 1, 1).astype(np.float32))
-        hu, lung_share, organ_share = (
+        hu, lung_share, organ_share, airway_share = (
             resample(planes, lattice, num_planes, y_mm, x_mm)
             for planes in draw_planes(patient, points, noise)
         )
         image[slices] = np.rint([add_noise(plane, spec, rng) for plane in hu])
         labels[slices] = np.select([lung_share > 0.5, lung_share < -0.5], [1, 2])
-        organs[slices] = np.select([organ_share > 0.5, organ_share < -0.5], [3, 4])
+        organs[slices] = np.select(
+            [organ_share > 0.5, organ_share < -0.5, airway_share > 0.5], [3, 4, 5]
+        )
     if spec.padding_hu is not None:
         y, x = (np.linspace(-1, 1, size) for size in spec.matrix)
         is_outside = np.hypot(y[:, None], x) > 1

@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-PHANTOM_LABELS: dict[int | str, str] = {1: "left_lung", 2: "right_lung", 3: "heart", 4: "spine"}
+PHANTOM_LABELS: dict[int | str, str] = {
+    1: "left_lung",
+    2: "right_lung",
+    3: "heart",
+    4: "spine",
+    5: "airway",
+}
 """Values in the `organs` maps."""
 SIDES = {1: "left", -1: "right"}
 """Side of the patient by the sign of x."""

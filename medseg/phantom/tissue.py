@@ -74,7 +74,7 @@ def draw_noise(spec: PhantomSpec) -> list[SmoothNoise]:
 
 def draw_planes(
     patient: Patient, points: Points, noise: list[SmoothNoise]
-) -> tuple[Field, Field, Field]:
+) -> tuple[Field, Field, Field, Field]:
     """Draw a patient at the points of a lattice.
 
     Args:
@@ -84,7 +84,8 @@ def draw_planes(
 
     Returns:
         HU (D, H, W); covered share of the lungs, positive in the left and negative in the right
-        one; covered share, positive in the heart and negative in the spine.
+        one; covered share, positive in the heart and negative in the spine; covered share of the
+        airway: lumen of trachea and main bronchi.
     """
     air_hu = np.full(points.shape, -1000, np.float32)
     wave, tissue, grain, *vessels = (field.at(points) for field in noise)
@@ -100,11 +101,17 @@ def draw_planes(
         slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
         slab.paint(lung_hu, body[f"{name}_lung"])
     spine = either(body["bone"], within(body["column"], -body["canal"]))
-    left, right, heart, spine = (
+    left, right, heart, spine, airway = (
         cover(distance, slab.edge_mm)
-        for distance in (body["left_lung"], body["right_lung"], body["heart"], spine)
+        for distance in (
+            body["left_lung"],
+            body["right_lung"],
+            body["heart"],
+            spine,
+            body["airways"],
+        )
     )
-    return slab.hu, left - right, heart - spine
+    return slab.hu, left - right, heart - spine, airway
 
 
 def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:

@@ -123,7 +123,7 @@ def _forecast_cascade(
     """
     grid, task, options, coarse = (
         oriented_grid(grid),
-        cascade.coarse.task,
+        cascade.task,
         cascade.options,
         cascade.coarse,
     )
@@ -150,7 +150,7 @@ def _forecast_cascade(
         ],
         None,
     )
-    during, kept = _pass_bytes(coarse, task.num_classes, body, options, array_bytes)
+    during, kept = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
     memory = {
         "read": fixed,
         first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during,

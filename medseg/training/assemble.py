@@ -250,10 +250,9 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     task = make_task(config.task)
     device = pick_device(config.trainer.accelerator)
     coarse = load_stage(Path(path), "coarse", device, trusted=config.trusted_targets)
-    our_modalities = [channel.modality for channel in task.channels]
-    their_modalities = [channel.modality for channel in coarse.task.channels]
-    is_same = task.labels == coarse.task.labels and task.regions == coarse.task.regions
-    if not is_same or our_modalities != their_modalities:
+    if not coarse.task.finds_regions_of(task):
+        our_modalities = [channel.modality for channel in task.channels]
+        their_modalities = [channel.modality for channel in coarse.task.channels]
         raise UserError(
             f"{key}={path}: it was trained for the task {coarse.task.name} with the labels "
             f"{coarse.task.labels} and the channels {their_modalities}, but the task {task.name} "

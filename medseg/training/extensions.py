@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-from medseg.anatomy.disease import Disease
+from medseg.anatomy.disease import Disease, Fluid
 from medseg.console import say
 from medseg.data import augment as effects
 from medseg.data import transforms
@@ -36,6 +36,7 @@ EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
     "disease": Disease,
+    "fluid": Fluid,
     "flip": effects.Flip,
     "resolution": effects.Resolution,
     "noise": effects.Noise,
@@ -102,10 +103,13 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     if not augment.enabled:
         return None
     task = make_task(config.task)
+    is_coarse = config.stage.name is not StageName.fine
+    # A sample of the fine stage has the classes of its region.
+    organ_values = task.organ_values if is_coarse else tuple(range(1, task.num_region_classes))
     check_transform = partial(
         transforms.check_transform,
         has_sides=task.has_sides and not augment.allow_mirroring,
-        is_coarse=config.stage.name is not StageName.fine,
+        is_coarse=is_coarse,
         num_channels=len(task.channels),
         has_coarse_channel=config.stage.coarse_channel,
     )
@@ -114,7 +118,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
         if node == "effects":
             values = vars(augment) | {
                 "window_hu": task.channels[0].window_hu,
-                "ignore_label": task.ignore_label,
+                "organ_values": organ_values,
             }
             all_transforms += _call("augment", partial(make_effects, values))
             continue

@@ -23,6 +23,9 @@ from medseg.training.options import TrainConfig
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
+# What a class that initial weights lack gets beside the logits of the background.
+RARE_LOGIT = -2.0
+
 
 def make_network(config: TrainConfig) -> StageNetwork:
     """Make the network of a configuration, with fresh weights.
@@ -84,7 +87,8 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
     A file without the coarse channel starts a network with it: the weights of that channel are
-    zero, so that the network predicts at first what that of the file does.
+    zero, so that the network predicts at first what that of the file does. Classes that the file
+    lacks start as a rare kind of background.
 
     Raises:
         UserError: If the file cannot be used, or holds another network than the configured one.
@@ -101,6 +105,9 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         )
     if config.stage.coarse_channel and not metadata.get("coarse_channel"):
         weights = _with_zero_channel(network, weights)
+    if metadata["task"]["labels"].items() < make_task(config.task).labels.items():
+        num_classes = int(metadata["num_classes"])
+        weights = _with_rare_classes(network, weights, num_classes, count_classes(config))
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
@@ -123,6 +130,28 @@ def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dic
         if is_longer and (shape[0], *shape[2:]) == (value.shape[0], *value.shape[2:]):
             added = value.new_zeros(shape[0], shape[1] - value.shape[1], *shape[2:])
             extended[name] = torch.cat([value, added], dim=1)
+    return extended
+
+
+def _with_rare_classes(
+    network: StageNetwork, weights: dict[str, Tensor], num_old: int, num_new: int
+) -> dict[str, Tensor]:
+    """Add the last classes to the weights of each layer that makes the logits.
+
+    The logits come class by class, also where a head unfolds channels into voxels, so that the
+    first part of such a layer is the background.
+    """
+    shapes = {name: value.shape for name, value in network.state_dict().items()}
+    extended = dict(weights)
+    for name, value in weights.items():
+        shape = shapes.get(name, value.shape)
+        is_head = shape != value.shape and shape[0] * num_old == value.shape[0] * num_new
+        if not is_head or shape[1:] != value.shape[1:]:
+            continue
+        background = value[: value.shape[0] // num_old]
+        if name.endswith("bias"):
+            background = background + RARE_LOGIT
+        extended[name] = torch.cat([value, *[background] * (num_new - num_old)])
     return extended
 
 

@@ -8,12 +8,23 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
-from medseg.anatomy.disease import KINDS, RIM_MM, Disease, paint_disease
+from medseg.anatomy.disease import (
+    DENSE_HU,
+    FLUID_HU,
+    KINDS,
+    RIM_MM,
+    Disease,
+    Fluid,
+    paint_disease,
+    paint_fluid,
+)
 from medseg.data.sampler import sample_rng
 
 SPACING_MM = (2.5, 1.5, 2.0)
 SHAPE = (40, 60, 50)
 WINDOW_HU = (-1000.0, 400.0)
+ORGANS = (1, 2)
+PLACE = {"window_hu": WINDOW_HU, "organ_values": ORGANS}
 
 
 def chest() -> tuple[Tensor, Tensor]:
@@ -55,7 +66,11 @@ def test_the_outline_stays(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "low", "high"),
-    [("consolidation", -10, 70), ("mass", 10, 90), ("ground_glass", -660, -290)],
+    [
+        ("consolidation", 30, 110),
+        ("mass", 30, 90),
+        ("ground_glass", -650, -300),
+    ],
 )
 def test_the_core_has_the_density_of_its_kind(kind: str, low: float, high: float) -> None:
     medians = []
@@ -74,10 +89,8 @@ def test_the_core_has_the_density_of_its_kind(kind: str, low: float, high: float
 def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothing() -> None:
     def sample(**values: Any) -> tuple[Tensor, np.random.Generator]:
         image, labels = chest()
-        rng, arguments = (
-            sample_rng(5, 1),
-            {"probability": 1.0, "kinds": list(KINDS), "window_hu": WINDOW_HU},
-        )
+        rng = sample_rng(5, 1)
+        arguments = {"probability": 1.0, "kinds": list(KINDS), **PLACE}
         unit = ((image + 300) / 700)[None]
         return Disease(**{**arguments, **values})(unit, labels, rng, SPACING_MM)[0], rng
 
@@ -99,10 +112,8 @@ def test_one_lung_is_painted_or_each_with_the_probability(
     each_lung: bool, one: float, both: float
 ) -> None:
     hu, labels = chest()
-    image, disease = (
-        ((hu + 300) / 700)[None],
-        Disease(0.6, ["collapse"], WINDOW_HU, each_lung=each_lung),
-    )
+    image = ((hu + 300) / 700)[None]
+    disease = Disease(0.6, ["collapse"], WINDOW_HU, ORGANS, each_lung=each_lung)
     denser = [
         disease(image.clone(), labels, sample_rng(2, n), SPACING_MM)[0][0] - image[0] > 0.1
         for n in range(200)
@@ -126,7 +137,7 @@ def test_what_is_no_lung_stays(content: str) -> None:
     else:
         labels[labels > 0] = 3
     before = labels.clone()
-    disease = Disease(1.0, list(KINDS), WINDOW_HU, ignore_label=3)
+    disease = Disease(1.0, list(KINDS), WINDOW_HU, ORGANS)
     for n in range(10):
         new, target = disease(image.clone(), labels.clone(), sample_rng(0, n), SPACING_MM)
         assert torch.allclose(new, image, atol=1e-6)
@@ -143,4 +154,132 @@ def test_what_is_no_lung_stays(content: str) -> None:
 )
 def test_what_cannot_be_painted_is_refused(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        Disease(**{"probability": 0.5, "kinds": ["mass"], "window_hu": WINDOW_HU, **values})
+        Disease(**{"probability": 0.5, "kinds": ["mass"], **PLACE, **values})
+
+
+def test_airways_and_vessels_go_on_inside_some_dense_lesions() -> None:
+    num_open, num_vessels = 0, 0
+    for n in range(20):
+        new, labels = painted("collapse", n)
+        dense = ((new - chest()[0]) > 100).numpy() & (labels == 1).numpy()
+        filled = ndimage.binary_closing(dense, iterations=2) & (labels == 1).numpy()
+        core = ndimage.binary_erosion(filled, iterations=2)
+        median_hu = float(np.median(new.numpy()[dense]))
+        num_open += bool((new.numpy()[core] < -400).sum() > 5)
+        num_vessels += bool((new.numpy()[core] > median_hu + 80).sum() > 5)
+    assert 3 < num_open < 20
+    assert 0 < num_vessels < 20
+
+
+def with_fluid(n: int) -> tuple[Tensor, Tensor]:
+    image, labels = chest()
+    paint_fluid(image, labels, 1, sample_rng(4, n), SPACING_MM)
+    return image, labels
+
+
+def test_fluid_becomes_background_and_no_other_label_changes() -> None:
+    _, before = chest()
+    shares = []
+    for n in range(30):
+        _, after = with_fluid(n)
+        is_fluid = after != before
+        assert bool((before[is_fluid] == 1).all())
+        assert bool((after[is_fluid] == 0).all())
+        shares.append(float(is_fluid.sum() / (before == 1).sum()))
+    # Small and large ones.
+    assert min(shares) < 0.1
+    assert max(shares) > 0.3
+    assert np.median(shares) < 0.5
+
+
+def test_fluid_has_the_density_of_water_and_what_it_squeezes_that_of_dense_lung() -> None:
+    medians, dense_hu = [], []
+    for n in range(30):
+        image, after = with_fluid(n)
+        before_image, before = chest()
+        is_fluid = ((before == 1) & (after == 0)).numpy()
+        core = ndimage.binary_erosion(is_fluid, iterations=2)
+        medians += [float(np.median(image.numpy()[core]))] if core.sum() > 20 else []
+        dense = (after == 1).numpy() & (image - before_image > 850).numpy()
+        dense = ndimage.binary_erosion(dense, iterations=2)
+        dense_hu += [float(np.median(image.numpy()[dense]))] if dense.sum() > 20 else []
+    assert len(medians) > 10
+    assert FLUID_HU[0] - 15 < min(medians) < max(medians) < FLUID_HU[1] + 15
+    assert len(dense_hu) > 3
+    assert DENSE_HU[0] - 20 < min(dense_hu) < max(dense_hu) < DENSE_HU[1] + 20
+
+
+def test_fluid_reaches_the_wall_lies_at_the_back_and_leaves_what_is_beyond_the_rim() -> None:
+    before_image, before = chest()
+    away_mm = ndimage.distance_transform_edt(before.numpy() != 1, sampling=SPACING_MM)
+    wall_mm = ndimage.distance_transform_edt(before.numpy() == 1, sampling=SPACING_MM)
+    height = np.broadcast_to(np.arange(SHAPE[1])[None, :, None], SHAPE)
+    behind = []
+    for n in range(30):
+        image, after = with_fluid(n)
+        is_fluid = ((before == 1) & (after == 0)).numpy()
+        changed = (image != before_image).numpy()
+        assert away_mm[changed].max() < np.linalg.norm([RIM_MM + mm for mm in SPACING_MM])
+        if is_fluid.sum() > 50:
+            assert wall_mm[is_fluid].min() < 3.0
+            behind.append(height[is_fluid].mean() - height[(before == 1).numpy()].mean())
+    assert np.mean(behind) > 4.0
+
+
+def test_without_fluid_nothing_is_drawn_and_with_it_each_lung_with_its_probability() -> None:
+    hu, labels = chest()
+    image = ((hu + 300) / 700)[None]
+    rng = sample_rng(5, 1)
+    new, after = Fluid(0.0, None, ORGANS)(image.clone(), labels.clone(), rng, SPACING_MM)
+    assert torch.equal(new, image)
+    assert torch.equal(after, labels)
+    assert rng.random() == sample_rng(5, 1).random()
+
+    is_wet = []
+    for n in range(60):
+        rng = sample_rng(6, n)
+        _, after = Fluid(0.5, WINDOW_HU, ORGANS)(image.clone(), labels.clone(), rng, SPACING_MM)
+        is_wet.append([bool((after[labels == value] == 0).any()) for value in (1, 2)])
+    # The standard error of a share is 0.065.
+    assert np.mean(is_wet, axis=0) == pytest.approx([0.5, 0.5], abs=0.2)
+    assert np.all(is_wet, axis=1).mean() == pytest.approx(0.25, abs=0.17)
+
+
+def test_fluid_leaves_what_is_no_lung() -> None:
+    hu, labels = chest()
+    image = ((hu + 300) / 700)[None]
+    image[:, labels == 1] = 0.5
+    labels[labels == 2] = 3
+    fluid = Fluid(1.0, WINDOW_HU, ORGANS)
+    new, after = fluid(image.clone(), labels.clone(), sample_rng(0, 0), SPACING_MM)
+    assert torch.allclose(new, image, atol=1e-6)
+    assert torch.equal(after, labels)
+
+
+def test_fluid_needs_hu() -> None:
+    with pytest.raises(ValueError, match=r"fluid_probability=0\.5 needs HU"):
+        Fluid(0.5, None, ORGANS)
+
+
+def with_airway() -> tuple[Tensor, Tensor]:
+    """A chest with a bronchus (3) of -980 HU that touches the left lung."""
+    image, labels = chest()
+    bronchus = np.s_[15:25, 28:32, 22:30]
+    part = labels[bronchus]
+    image[bronchus][part == 0] = -980.0
+    part[part == 0] = 3
+    return image, labels
+
+
+@pytest.mark.parametrize("effect", [Disease(1.0, list(KINDS), **PLACE), Fluid(1.0, **PLACE)])
+def test_the_airway_beside_a_lung_is_neither_painted_nor_drawn(effect: Disease | Fluid) -> None:
+    hu, labels = with_airway()
+    image = ((hu + 300) / 700)[None]
+    is_airway = labels == 3
+    num_changed = 0
+    for n in range(40):
+        new, after = effect(image.clone(), labels.clone(), sample_rng(1, n), SPACING_MM)
+        assert torch.allclose(new[0][is_airway], image[0][is_airway], atol=1e-6)
+        assert torch.equal(after == 3, is_airway)
+        num_changed += bool((new - image > 0.1).any())
+    assert num_changed == 40

@@ -296,6 +296,36 @@ def test_the_coarse_channel_shows_each_region_at_its_place(stored: Orientation) 
         assert dice(result.labels == value, target == value) > 0.93
 
 
+class KnowsAirway(CoarseOracle):
+    """Label 3 is the lower part of what is bright."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = super().forward(image)
+        airway = torch.full_like(image, -30.0)
+        middle = image.shape[2] // 2
+        airway[:, :, :middle] = logits[:, 1:].amax(1, keepdim=True)[:, :, :middle] + 5.0
+        return torch.cat([logits, airway], 1)
+
+
+def test_a_label_of_no_region_is_the_business_of_the_coarse_stage_alone() -> None:
+    volume, _ = scan()
+    task = replace(TASK, labels={**TASK.labels, "airway": 3}, ignore_label=255)
+    coarse = stage(KnowsAirway(), "coarse", task)
+    fine = stage(SeesProbability(uses_it=True), "fine", has_coarse_channel=True)
+    cascade = Cascade(coarse, fine)
+    assert cascade.task == TASK
+    result = cascade.segment(volume)
+    whole = Cascade(stage(CoarseOracle(), "coarse"), fine).segment(volume)
+    assert set(result.volumes_ml) == {"left_lung", "right_lung"}
+    assert result.agreements.keys() == whole.agreements.keys()
+    assert min(result.agreements.values()) > 0.85
+    # Half of the height is airway to the coarse stage, so its channel shows half of the blocks.
+    share = np.count_nonzero(result.labels) / np.count_nonzero(whole.labels)
+    assert 0.2 < share < 0.8
+    with pytest.raises(UserError, match="two checkpoints of the same task"):
+        Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", task))
+
+
 def test_to_a_fine_stage_with_a_coarse_channel_nothing_is_added() -> None:
     class UpperOfTwo(Upper):
         def forward(self, image: Tensor) -> Tensor:

@@ -181,6 +181,25 @@ def test_a_coarse_channel_starts_without_effect(tmp_path: Path) -> None:
     assert first.grad[:, -1].abs().max() > 0
 
 
+@pytest.mark.parametrize("overrides", [(), ("model.stem=space_to_depth",)])
+def test_a_class_that_initial_weights_lack_starts_rare(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    weights = tmp_path / "w.safetensors"
+    old = write(weights, compose(*overrides, stage="coarse"))
+    added = ("+task.labels.airway=3", "+data.label_values.airway=3")
+    config = compose(*overrides, *added, f"init_from='{weights}'", stage="coarse")
+    new = make_network(config)
+    load_initial_weights(new, config)
+    image = torch.rand(1, 1, 32, 32, 32).double() * 2 - 1
+    before, after = old.double()(image), new.double()(image)
+    torch.testing.assert_close(after[:, :3], before)
+    torch.testing.assert_close(after[:, 3], before[:, 0] - 2.0)
+    fewer = compose(*overrides, "task=heart", f"init_from='{weights}'", stage="coarse")
+    with pytest.raises(UserError, match="do not fit the task heart"):
+        load_initial_weights(make_network(fewer), fewer)
+
+
 def test_a_checkpoint_brings_its_coarse_channel_and_older_ones_have_none(tmp_path: Path) -> None:
     coarse, path, older = (tmp_path / f"{name}.safetensors" for name in ("coarse", "w", "older"))
     write(coarse, compose(stage="coarse"))

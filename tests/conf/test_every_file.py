@@ -13,6 +13,7 @@ from medseg.config.search import SearchConfig
 from medseg.runs import folder as runs
 from medseg.runs.train_run import train_run
 from medseg.training.options import TrainConfig
+from medseg.weights.files import shipped_weights
 
 # Root files have commands of their own (tests/apps); `hydra` says where Hydra writes, `sweep` what
 # is searched.
@@ -38,6 +39,10 @@ ALSO = {
         ("experiment", name): ["stage.patch_size=[32,48,48]"]
         for name in ("ct_fine", "finetune_fine", "lctsc_fine", "phantom_fine")
     },
+    ("experiment", "lungs_fine_channel"): [
+        "stage.patch_size=[32,48,48]",
+        f"stage.coarse='{shipped_weights('lungs', 'coarse')}'",
+    ],
     ("model", "dynunet"): ["model.filters=[4,8,8,8,8,8]"],
     ("model", "swin_unetr"): ["model.feature_size=12"],
     ("model", "unetr"): [

@@ -17,4 +17,5 @@ CT: dict[str, Any] = yaml.safe_load(
 
 def effects(**values: Any) -> Transforms:
     """The effects of `augment=ct` with some other values."""
-    return Transforms(make_effects({**CT, "window_hu": (-1000.0, 400.0), **values}))
+    fixed = {"window_hu": (-1000.0, 400.0), "organ_values": range(1, 255)}
+    return Transforms(make_effects({**CT, **fixed, **values}))

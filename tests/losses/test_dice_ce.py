@@ -152,3 +152,38 @@ def test_misfits_are_refused() -> None:
         loss(logits, target.float())
     with pytest.raises(ValueError, match="foreground"):
         loss(logits[:, :1], target)
+
+
+@pytest.mark.parametrize("ignore_value", [None, 7])
+def test_hard_voxels_count_more_and_the_gradient_follows(
+    ignore_value: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dice_ce, "SLAB_VOXELS_CPU", 30)  # two slabs of two slices
+    loss = DiceCrossEntropyLoss(0.7, 1.3, hard_weight=4.0)
+    plain = DiceCrossEntropyLoss(0.7, 1.3)
+    logits, target = problem()
+    target[0, 0] = target[0, 0] if ignore_value is None else ignore_value
+    kept = target != (-1 if ignore_value is None else ignore_value)
+    indices = (target * kept)[:, None]
+    log_p = torch.log_softmax(logits, 1).gather(1, indices)[:, 0][kept]
+    added = -(4.0 * (1 - log_p.exp()) ** 2 * log_p).mean() * 1.3
+    expected = plain(logits, target, ignore_value) + added
+    assert loss(logits, target, ignore_value).item() == pytest.approx(expected.item(), rel=1e-12)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda z: loss(z, target, ignore_value), logits)
+
+
+def test_a_voxel_that_is_as_wrong_as_can_be_has_a_finite_gradient() -> None:
+    logits = torch.zeros(1, 2, 2, 2, 2)
+    logits[:, 1] = 1000.0
+    logits.requires_grad_()
+    loss = DiceCrossEntropyLoss(hard_weight=10.0)
+    loss(logits, torch.zeros(1, 2, 2, 2, dtype=torch.uint8)).backward()
+    assert logits.grad is not None
+    assert bool(logits.grad.isfinite().all())
+
+
+def test_a_negative_weight_of_hard_voxels_is_refused() -> None:
+    with pytest.raises(ValueError, match="hard_weight must be >= 0"):
+        DiceCrossEntropyLoss(hard_weight=-1.0)

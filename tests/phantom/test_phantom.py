@@ -230,6 +230,20 @@ def test_organs_agree_with_lungs() -> None:
     )
 
 
+def test_the_airway_is_the_air_of_trachea_and_main_bronchi() -> None:
+    phantom = plain()
+    airway = phantom.organs == 5
+    assert 15 < airway.sum() * voxel_ml(phantom) < 90
+    # Voxels of 4 mm at the wall are half tissue.
+    assert np.median(phantom.image_hu[airway]) < -700
+    assert not np.any(phantom.labels[airway])
+    # One tube at the top, two below the carina.
+    widths = [ndimage.label(plane)[1] for plane in airway if plane.any()]
+    assert widths[-1] == 1
+    assert 2 in widths
+    assert ndimage.label(airway, np.ones((3, 3, 3)))[1] == 1
+
+
 def test_nodules_and_consolidation_stay_inside_the_label() -> None:
     healthy, ill = plain(), make_phantom(replace(PLAIN, num_nodules=4, consolidation=0.6))
     assert np.array_equal(healthy.labels, ill.labels)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from monai.transforms import RandGaussianNoised
 
+from medseg.anatomy.disease import Disease, Fluid
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data.augment import Affine, Noise
@@ -142,6 +143,22 @@ def test_a_transform_that_cannot_work_is_one_sentence(transform: str, said: str)
         extensions.make_transforms(compose(f"augment.transforms=[{transform}]"))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("stage", "painted"), [("coarse", (1, 2)), ("fine", (1,))])
+def test_disease_is_painted_into_the_labels_of_regions(
+    stage: str, painted: tuple[int, ...]
+) -> None:
+    airway = ("+task.labels.airway=3", "+data.label_values.airway=3")
+    made = extensions.make_transforms(compose(f"stage={stage}", *airway))
+    assert made is not None
+    effects = [one for one in made.transforms if isinstance(one, (Disease, Fluid))]
+    assert [tuple(effect.organ_values) for effect in effects] == [painted, painted]
+    whole = compose("stage=single", "task.regions=null", *airway)
+    made = extensions.make_transforms(whole)
+    assert made is not None
+    (disease,) = (one for one in made.transforms if isinstance(one, Disease))
+    assert tuple(disease.organ_values) == (1, 2, 3)
 
 
 def test_sides_may_be_mirrored_when_that_is_said() -> None:

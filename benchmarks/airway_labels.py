@@ -1,0 +1,106 @@
+"""Airway labels: the case table of a coarse stage that learns the airway as a class of its own.
+
+    python -m benchmarks.airway_labels output=<folder> cases=<table.csv> [unsure=<case>,…]
+        [absent=<case>,…]
+
+Writes `<case>_airway.nii.gz`, the labels of the table with the tracked airway (`benchmarks/airways.py`)
+as 3, and `cases.csv`. Masks of the airway alone are kept in `<output>/airways`, as
+`benchmarks.lungs airways=<folder>` keeps and takes them: look at them, and name in `absent` the
+scans that show no trachea, in `unsure` those whose mask is wrong for another reason: their air
+between the lungs becomes 255, which is ignored.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from scipy import ndimage
+
+from benchmarks.airways import track_airway
+from benchmarks.instruments import given_arguments
+from medseg.data.case_table import Case, write_case_table
+from medseg.data.importers.formats import read_cases
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_labels
+from medseg.preprocess.orient import orient
+
+AIRWAY, IGNORED = 3, 255
+# Denser voxels are no air, whatever the slice thickness.
+MAX_AIR_HU = -400.0
+# Trachea and main bronchi lie within this distance of the middle of the lungs.
+HALF_WIDTH_MM = 50.0
+
+
+def main() -> None:
+    """Label all cases and write the table."""
+    output, given = given_arguments(["cases", "unsure", "absent"])
+    unsure = given.get("unsure", "").split(",")
+    absent = given.get("absent", "").split(",")
+    airways = output / "airways"
+    airways.mkdir(exist_ok=True)
+    labelled = []
+    for case in read_cases(Path(given["cases"])):
+        if case.name not in absent:
+            case = label_airway(case, output, airways, is_sure=case.name not in unsure)
+        labelled.append(case)
+        print(case.name, flush=True)
+    write_case_table(output / "cases.csv", labelled)
+
+
+def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> Case:
+    """Add the airway to the labels of a case.
+
+    Args:
+        case: A CT with labels 1 (left lung) and 2 (right lung); without labels it stays.
+        folder: Folder of the new labels.
+        airways: Folder of the masks of the airway; a missing one is tracked and written.
+        is_sure: Whether the mask is right; otherwise the air between the lungs is ignored.
+
+    Returns:
+        The case with the new labels; what the lungs have stays theirs.
+    """
+    if case.labels is None:
+        return case
+    scan = read_image(case.image, case.series)
+    stored, grid, _ = orient(scan.array, scan.grid)
+    image_hu = case.hu.apply(stored)
+    volume = read_labels(case.labels)
+    labels, _, _ = orient(volume.array, volume.grid)
+    labels = labels.astype(np.uint8)
+    if is_sure:
+        airway, value = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz"), AIRWAY
+    else:
+        airway, value = _middle_air(image_hu, labels, grid), IGNORED
+    labels[airway & (labels == 0)] = value
+    path = folder / f"{case.name}_airway.nii.gz"
+    write_labels(path, labels, grid)
+    return replace(case, labels=path)
+
+
+def read_airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray:
+    """Read the airway of an oriented scan, or track and write it, (D, H, W) bool."""
+    if not file.is_file():
+        airway = track_airway(image_hu, grid)
+        if airway.remark:
+            print(f"{file.stem}: no airway is measured: {airway.remark}", flush=True)
+        write_labels(file, airway.lumen.astype(np.uint8), grid)
+    volume = read_labels(file)
+    return orient(volume.array, volume.grid)[0] > 0
+
+
+def _middle_air(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> np.ndarray:
+    """Find the air between the lungs and above them, (D, H, W) bool; none without lungs."""
+    is_air = np.zeros(grid.shape, dtype=bool)
+    places = ndimage.find_objects((labels > 0).astype(np.uint8))
+    if not places:
+        return is_air
+    z, y, x = places[0]
+    middle, half = (x.start + x.stop) // 2, round(HALF_WIDTH_MM / grid.spacing_mm[2])
+    part = (slice(z.start, None), y, slice(max(0, middle - half), middle + half))
+    is_air[part] = image_hu[part] < MAX_AIR_HU
+    return is_air
+
+
+if __name__ == "__main__":
+    main()

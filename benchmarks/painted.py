@@ -1,0 +1,91 @@
+"""Painted copies: training cases with disease and pleural fluid painted into their lungs, as files.
+
+    python -m benchmarks.painted output=<folder> cases=<table.csv> [fold=0] [num_folds=5]
+
+A fine stage that sees the coarse probabilities (`stage.coarse_channel`) needs the disease in the
+files, since the coarse stage must see it too. Writes two copies of each training case of a fold,
+`<case>_ill<n>.nii.gz` with labels, and `cases.csv`: all cases of the table, then the copies.
+Existing files are kept.
+"""
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.instruments import given_arguments
+from medseg.anatomy.disease import KINDS, paint_disease, paint_fluid
+from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
+from medseg.data.sampler import sample_rng
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
+from medseg.preprocess.intensity import HU_LIMITS
+from medseg.preprocess.orient import orient
+from medseg.preprocess.scale import AS_STORED
+
+SIDES = (1, 2)
+# Probability of disease and of fluid for each lung, by copy.
+COPIES = {1: (0.8, 0.5), 2: (0.35, 0.8)}
+FIRST_STREAM = 10  # the scans that `cross_validate` paints have stream 0
+
+
+def main() -> None:
+    """Paint the copies and write the table."""
+    output, given = given_arguments(["cases", "fold", "num_folds"])
+    cases = read_case_table(Path(given["cases"]))
+    split = split_cases(
+        cases, fold=given.get("fold", "0"), num_folds=int(given.get("num_folds", "5"))
+    )
+    copies = []
+    for case in split.train:
+        for number in COPIES:
+            copies += paint_copy(case, number, output)
+        print(case.name, flush=True)
+    write_case_table(output / "cases.csv", [*cases, *copies])
+
+
+def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
+    """Paint a copy of a case; none if it shows no lung.
+
+    Args:
+        case: A CT with labels 1 (left lung) and 2 (right lung).
+        number: Key of `COPIES`.
+        folder: Folder of the files.
+
+    Returns:
+        The copy, in HU.
+    """
+    name = f"{case.name}_ill{number}"
+    image_path, labels_path = folder / f"{name}.nii.gz", folder / f"{name}_labels.nii.gz"
+    copy = replace(case, name=name, image=image_path, labels=labels_path, series=None, hu=AS_STORED)
+    if image_path.is_file() and labels_path.is_file():
+        return [copy]
+    if case.labels is None:
+        return []
+    volume = read_labels(case.labels)
+    labels_array, grid, _ = orient(volume.array, volume.grid)
+    labels = torch.from_numpy(labels_array.astype(np.uint8))
+    present = [value for value in SIDES if bool((labels == value).any())]
+    if not present:
+        return []
+    scan = read_image(case.image, case.series)
+    stored, _, _ = orient(scan.array, scan.grid)
+    hu = torch.from_numpy(case.hu.apply(stored).astype(np.float32).clip(*HU_LIMITS))
+
+    disease_probability, fluid_probability = COPIES[number]
+    rng = sample_rng(zlib.crc32(case.name.encode()), FIRST_STREAM + number)
+    for value in present:
+        if rng.random() < disease_probability:
+            paint_disease(hu, labels, value, list(KINDS), rng, grid.spacing_mm)
+    for value in present:
+        if rng.random() < fluid_probability and bool((labels == value).any()):
+            paint_fluid(hu, labels, value, rng, grid.spacing_mm)
+    write_image(image_path, hu.round().to(torch.int16).numpy(), grid)
+    write_labels(labels_path, labels.numpy(), grid)
+    return [copy]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.painted import COPIES, paint_copy
+from medseg.data.case_table import Case
+from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image, read_labels
+from medseg.io.write import write_image, write_labels
+
+GRID = VoxelGrid((40, 60, 50), (2.5, 1.5, 2.0))
+
+
+def chest(folder: Path) -> Case:
+    """Two lungs of -850 HU in soft tissue; the left one (1) at larger x."""
+    z, y, x = np.ogrid[:40, :60, :50]
+    labels = np.zeros(GRID.shape, dtype=np.uint8)
+    for value, middle_x in ((1, 37), (2, 12)):
+        squares = ((z - 20) / 17) ** 2 + ((y - 30) / 25) ** 2 + ((x - middle_x) / 10) ** 2
+        labels[squares < 1] = value
+    image = np.where(labels > 0, -850, 40).astype(np.int16)
+    write_image(folder / "a.nii.gz", image, GRID)
+    write_labels(folder / "a_labels.nii.gz", labels, GRID)
+    return Case("a", folder / "a.nii.gz", folder / "a_labels.nii.gz", "a")
+
+
+def test_copies_keep_the_place_and_change_labels_by_fluid_alone(tmp_path: Path) -> None:
+    case = chest(tmp_path)
+    assert case.labels is not None
+    before = read_labels(case.labels)
+    num_changed = 0
+    for number in COPIES:
+        (copy,) = paint_copy(case, number, tmp_path)
+        assert copy.patient == case.patient
+        assert copy.labels is not None
+        after, image = read_labels(copy.labels), read_image(copy.image)
+        assert after.grid.is_close(before.grid)
+        is_changed = after.array != before.array
+        assert not after.array[is_changed].any()
+        num_changed += bool(is_changed.any())
+        # Fluid is where the label went; next to nothing of it is as light as lung.
+        assert (image.array[is_changed] < -100).sum() <= 0.05 * is_changed.sum()
+        (again,) = paint_copy(case, number, tmp_path)
+        assert again == copy
+    assert num_changed > 0
+
+
+def test_a_scan_without_lung_has_no_copy(tmp_path: Path) -> None:
+    case = chest(tmp_path)
+    assert case.labels is not None
+    write_labels(case.labels, np.zeros(GRID.shape, dtype=np.uint8), GRID)
+    assert paint_copy(case, 1, tmp_path) == []
