@@ -16,6 +16,8 @@ import math
 import os
 import shutil
 import statistics
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,6 @@ from medseg.io.tables import markdown_table, read_csv, write_csv
 from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
 from medseg.training.assemble import make_data_module
-from medseg.workers import Worker
 
 NETWORKS = {
     "unet": ["model=unet"],
@@ -172,8 +173,9 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
             folder.mkdir()
             try:
-                with Worker() as worker:
-                    numbers = worker.call(predict, [*arguments, *places])
+                # Not a `Worker`: a plan starts processes, which a daemonic one may not.
+                with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+                    numbers = executor.submit(predict, [*arguments, *places]).result()
                 numbers |= measure([*arguments, *places], folder, library)
             except Exception as error:  # the other rows go on
                 say(f"{name}: {type(error).__name__}: {error}")
