@@ -43,9 +43,12 @@ from medseg.studies.recipes import (
     stage_steps,
     train_arguments,
     train_steps,
+    without_folders,
 )
 from medseg.task import Task
 from medseg.task_options import make_task
+from medseg.weights.files import read_weights
+from medseg.weights.model_folder import StageWeights, write_model_folder
 
 Row = dict[str, Any]
 # Column of folds.md to its heading.
@@ -63,6 +66,8 @@ COLUMNS = {
 }
 METRICS_FILE = "metrics.csv"
 SINGLE = StageName.single.value
+CASCADE = (StageName.coarse.value, StageName.fine.value)
+MODEL = "model"
 LEVEL = 0.9  # of the lower bound on Dice
 TRUSTED = ("", "reference")
 # Headings of the tables in folds.md; the table of the whole scans has none.
@@ -75,8 +80,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     """Train, predict and score fold by fold; a study that was stopped continues when started again.
 
     Writes `scores/` (as `evaluate` does), `metrics.csv` with the scores of all held-out cases,
-    `folds.csv` with one row per case and region, `folds.md`, a table for readers, and the pooled
-    figures of `medseg.studies.pooled`.
+    `folds.csv` with one row per case and region, `folds.md`, a table for readers, the pooled
+    figures of `medseg.studies.pooled`, and `model/`, a model folder with the networks of all folds.
 
     Raises:
         UserError: If the folds, the experiments or the references cannot be used.
@@ -132,9 +137,35 @@ def cross_validate(config: CrossValidateConfig) -> int:
         # calibrate it.
         bound_rows = [row for row in whole_rows if not row["added_ml"]]
         write_bound(bound_rows, cases_by_name, config)
+    pooled = (output / POOLED_MD).read_text(encoding="utf-8")
+    stages = CASCADE if is_cascade else (SINGLE,)
+    write_model_folder(output / MODEL, _networks(folders, stages, output / BOUND), pooled)
     print((output / "folds.md").read_text(encoding="utf-8"))
-    print((output / POOLED_MD).read_text(encoding="utf-8"))
+    print(pooled)
+    print(f"next: medseg predict input=<scan> output=<folder> weights={output / MODEL}")
     return 0
+
+
+def _networks(
+    folders: Sequence[Path], stages: Sequence[str], bound_file: Path
+) -> list[StageWeights]:
+    """Read the trained networks of all folds, with the bound on Dice of the study.
+
+    Args:
+        folders: Folder of each fold.
+        stages: Stages of the model.
+        bound_file: From `write_bound`; it need not be there.
+    """
+    bound = None
+    if bound_file.is_file():
+        bound = json.loads(bound_file.read_text(encoding="utf-8"))["bound"]
+    networks = []
+    for fold, folder in enumerate(folders):
+        for stage in stages:
+            metadata, weights = read_weights(last_checkpoint(folder / stage), stage, stage)
+            metadata["dice_bound"] = bound
+            networks.append(StageWeights(without_folders(metadata), weights, str(fold)))
+    return networks
 
 
 def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> None:
@@ -173,7 +204,7 @@ def _cascade_steps(
         data = _fold_arguments(config, arguments, fold)
         coarse_steps += stage_steps(config, "coarse", folder, data, output)
         fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
-        checkpoints = {stage: last_checkpoint(folder / stage) for stage in ("coarse", "fine")}
+        checkpoints = {stage: last_checkpoint(folder / stage) for stage in CASCADE}
         fine_steps.append(_predict_step(table, output, checkpoints))
     return [*coarse_steps, *fine_steps]
 

@@ -117,7 +117,9 @@ def _choose_folds(
     return [files[name] for name in folds]
 
 
-def write_model_folder(folder: Path, networks: Sequence[StageWeights]) -> list[Path]:
+def write_model_folder(
+    folder: Path, networks: Sequence[StageWeights], scores: str = ""
+) -> list[Path]:
     """Write the networks of all stages and folds with their checksums, and a model card.
 
     A card that is there is kept: it may hold what only people know.
@@ -125,6 +127,7 @@ def write_model_folder(folder: Path, networks: Sequence[StageWeights]) -> list[P
     Args:
         folder: The folder, which is there.
         networks: Networks of one task.
+        scores: Scores of held-out cases in Markdown, for the card.
 
     Returns:
         The files of weights.
@@ -136,16 +139,19 @@ def write_model_folder(folder: Path, networks: Sequence[StageWeights]) -> list[P
     lines = [f"{value}  {name}\n" for name, value in checksums.items()]
     replace_text(folder / CHECKSUMS, "".join(lines))
     if not (folder / CARD).is_file():
-        replace_text(folder / CARD, model_card(networks, checksums))
+        replace_text(folder / CARD, model_card(networks, checksums, scores))
     return [folder / name for name in checksums]
 
 
-def model_card(networks: Sequence[StageWeights], checksums: Mapping[str, str]) -> str:
+def model_card(
+    networks: Sequence[StageWeights], checksums: Mapping[str, str], scores: str = ""
+) -> str:
     """Describe a model folder in Markdown by the metadata of its networks.
 
     Args:
         networks: All of them.
         checksums: SHA-256 by file name.
+        scores: Scores of held-out cases in Markdown; empty where there are none.
     """
     last = networks[-1].metadata
     task, ranges_ml = last["task"], last["task"].get("volume_ml", {})
@@ -173,7 +179,9 @@ def model_card(networks: Sequence[StageWeights], checksums: Mapping[str, str]) -
     versions = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
     lines += ["", f"Clean-up: {clean_up}.", "", _bound_sentence(last.get("dice_bound"))]
     lines += ["", f"Trained with {versions or 'unknown versions'}.", ""]
-    lines.append("Training cases, scores and known failures: to be added by whoever trained it.")
+    if scores:
+        lines += ["## Scores", "", scores]
+    lines.append("Training cases and known failures: to be added by whoever trained it.")
     return "\n".join(lines) + "\n"
 
 

@@ -185,6 +185,8 @@ def without_runs(
         "fold_rows": lambda *_: rows,
         "write_rows": lambda *_: (folder / "folds.md").write_text("table"),
         "write_pooled": lambda *_: (folder / "pooled.md").write_text("table"),
+        "_networks": lambda *_: [],
+        "write_model_folder": lambda *_: [],
     }
     for name, value in replaced.items():
         monkeypatch.setattr(study, name, value)
