@@ -4,11 +4,20 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["LungSegmenter", "Segmenter", "__version__"]
+# Name of the Python API to the module that defines it.
+_MODULES = {
+    "LungSegmenter": "medseg.prediction.segmenter",
+    "Segmenter": "medseg.prediction.segmenter",
+    "Volume": "medseg.io.volume",
+    "cross_validate": "medseg.studies.calls",
+    "plan": "medseg.studies.calls",
+    "train": "medseg.studies.calls",
+}
+__all__ = ["__version__", *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import the Python API on first use, so that `import medseg` does not import torch."""
-    if name in ("LungSegmenter", "Segmenter"):
-        return getattr(import_module("medseg.prediction.segmenter"), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -200,7 +200,7 @@ def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
 
 
 def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:
-    """Make background of the labels that belong to no region, such as an airway beside lungs."""
+    """Make background of the labels that belong to no region, which only help the network."""
     values = np.zeros(task.num_classes, dtype=np.uint8)
     values[list(task.organ_values)] = task.organ_values
     return values[labels]

@@ -1,0 +1,75 @@
+"""Scans that other programs hold in memory: nibabel images, arrays and tensors with an affine.
+
+Their arrays are (X, Y, Z) and their affine maps indices to RAS in mm, as in nibabel and MONAI.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from nibabel.nifti1 import Nifti1Image
+from nibabel.spatialimages import SpatialImage
+
+from medseg.errors import UserError
+from medseg.io.nifti import RAS_FROM_LPS
+from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, load_image
+from medseg.task import AIR_HU
+
+NUM_SPATIAL_AXES = 3
+
+
+def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") -> Volume:
+    """Convert an array with an affine, as if it were read from a NIfTI file.
+
+    Args:
+        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or what NumPy converts.
+        affine: Index to RAS in mm (4, 4).
+        air: See `load_image`.
+        name: What the scan is called in messages.
+
+    Returns:
+        HU (Z, Y, X), int16 where that is exact, else float32.
+
+    Raises:
+        UserError: If the array is no volume of numbers, or the affine is none of a regular grid.
+    """
+    path = Path(name)
+    voxels = np.asarray(array)
+    if voxels.ndim != NUM_SPATIAL_AXES or voxels.dtype.kind not in "iuf":
+        raise UserError(
+            f"{name}: expected numbers (X, Y, Z), but got an array of {voxels.dtype} with the "
+            f"shape {voxels.shape}; give one array for each channel"
+        )
+    matrix = np.asarray(affine, dtype=np.float64)
+    if matrix.shape != (NUM_SPATIAL_AXES + 1, NUM_SPATIAL_AXES + 1):
+        raise UserError(
+            f"{name}: expected an affine (4, 4) from indices to RAS in mm, but got the shape "
+            f"{matrix.shape}"
+        )
+    shape = check_shape(path, list(voxels.shape))
+    lps = RAS_FROM_LPS @ matrix[:NUM_SPATIAL_AXES]
+    grid = grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist())
+    stored = voxels.transpose()
+    # One slice at a time: conversions need no second copy of the volume.
+    return load_image(LazyVolume(path, grid, stored.dtype, lambda: map(np.ravel, stored)), air)
+
+
+def is_nibabel(scan: Any) -> bool:
+    """Whether a scan is an image of nibabel."""
+    return isinstance(scan, SpatialImage)
+
+
+def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
+    """Convert an image of nibabel with one volume, see `from_array`.
+
+    Raises:
+        UserError: If it is no regular 3D volume of numbers, or has no affine.
+    """
+    if image.affine is None:
+        raise UserError("nibabel image: expected an affine from indices to RAS in mm; it has none")
+    return from_array(np.asanyarray(image.dataobj), image.affine, air, "nibabel image")
+
+
+def to_nibabel(labels: np.ndarray, image: Any) -> Any:
+    """Make a NIfTI image of labels (Z, Y, X) on the grid of the image that they belong to."""
+    return Nifti1Image(labels.transpose(), image.affine)

@@ -1,0 +1,129 @@
+"""Commands as functions of Python: training, planning and cross-validation.
+
+Each call runs the command in a process of its own, so that its threads, signals and memory are not
+those of a notebook, and returns what the command wrote.
+"""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medseg.config.overrides import text_of
+from medseg.errors import UserError
+from medseg.io.tables import read_csv
+from medseg.runs.folder import read_summary
+from medseg.studies.pooled import POOLED_CSV
+from medseg.studies.recipes import failure_of, last_checkpoint, note_recipe, train_steps
+
+Keys = Mapping[str, Any]
+"""Key of a command, as on its command line, to its value in Python."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished training.
+
+    Attributes:
+        folder: The run folder.
+        checkpoint: Checkpoint of the best validation; of the last step where nothing is validated.
+        summary: What `summary.json` holds: steps, best Dice, seconds, peak memory.
+    """
+
+    folder: Path
+    checkpoint: Path
+    summary: dict[str, Any]
+
+    @property
+    def history(self) -> list[dict[str, str]]:
+        """Lines of `history.csv`: losses, learning rate, validation."""
+        return read_csv(self.folder / "history.csv")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A finished cross-validation.
+
+    Attributes:
+        folder: The folder of the study.
+        model: Model folder with the networks of all folds, for `medseg.Segmenter(weights=…)`.
+        pooled: Lines of `pooled.csv`, one for each region.
+    """
+
+    folder: Path
+    model: Path
+    pooled: list[dict[str, str]]
+
+
+def train(folder: str | Path, keys: Keys) -> Run:
+    """Train one stage; an interrupted training of this folder is resumed, a finished one returned.
+
+    Args:
+        folder: The run folder.
+        keys: Keys of `medseg train`, such as `{"stage": "single", "data.cases": "spleen"}`.
+
+    Raises:
+        UserError: With the message of the command, or if the folder has a training with other keys.
+    """
+    folder = Path(folder)
+    arguments = _arguments(keys)
+    # A finished run is returned, which would be wrong for other keys.
+    note_recipe(folder, {"arguments": arguments})
+    for step in train_steps(folder, *arguments):
+        _run(step)
+    summary = read_summary(folder)
+    checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
+    return Run(folder, checkpoint, summary)
+
+
+def plan(keys: Keys) -> dict[str, Any]:
+    """Count memory and time of a training before it runs.
+
+    Args:
+        keys: Keys of `medseg plan`; with `fit_gib` the switches that fit are searched.
+
+    Returns:
+        What `medseg plan output=<file>` writes, such as `peak_resident_mib` and
+        `seconds_per_step`.
+
+    Raises:
+        UserError: With the message of the command, also if nothing fits.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "plan.json"
+        _run(["plan", *_arguments(keys), f"output={text_of(str(output))}"])
+        facts: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return facts
+
+
+def cross_validate(folder: str | Path, keys: Keys) -> Study:
+    """Train, predict and score fold by fold, or continue the study of this folder.
+
+    Args:
+        folder: Folder of the study.
+        keys: Keys of `medseg cross_validate`.
+
+    Raises:
+        UserError: With the message of the command.
+    """
+    folder = Path(folder)
+    _run(["cross_validate", *_arguments(keys), f"output={text_of(str(folder))}"])
+    return Study(folder, folder / "model", read_csv(folder / POOLED_CSV))
+
+
+def _arguments(keys: Keys) -> list[str]:
+    """Write keys as arguments of a command line."""
+    return [f"{key}={text_of(value)}" for key, value in keys.items()]
+
+
+def _run(step: Sequence[str]) -> None:
+    """Run a command.
+
+    Raises:
+        UserError: If it fails, with its last message.
+    """
+    failure = failure_of(step)
+    if failure:
+        raise UserError(failure)

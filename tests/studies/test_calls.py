@@ -1,0 +1,93 @@
+"""Commands as functions: their arguments, what they return, and their failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import medseg
+from medseg.errors import UserError
+from medseg.studies import calls
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that were called; each writes what it would write, and `steps=0` fails."""
+    called: list[list[str]] = []
+
+    def run(step: Sequence[str]) -> str:
+        called.append(list(step))
+        values = dict(argument.split("=", 1) for argument in step[1:])
+        if values.get("steps") == "0":
+            return "train ended with exit code 2: steps: must be at least 1"
+        output = values.get("output", values.get("hydra.run.dir", "")).strip("'")
+        if step[0] == "plan":
+            Path(output).write_text(json.dumps({"peak_resident_mib": 7.5}))
+        elif step[0] == "train":
+            summary = {"status": "finished", "checkpoint": f"{output}/checkpoints/best.ckpt"}
+            (Path(output) / "summary.json").write_text(json.dumps(summary))
+        else:
+            Path(output).mkdir()
+            (Path(output) / "pooled.csv").write_text("region,dice\nheart,0.9\n")
+        return ""
+
+    monkeypatch.setattr(calls, "failure_of", run)
+    return called
+
+
+def test_keys_are_those_of_the_command_line(commands: list[list[str]], tmp_path: Path) -> None:
+    keys = {
+        "stage": "single",
+        "data.cases": "my scans/cases.csv",
+        "stage.patch_size": [64, 64, 64],
+        "data.phantoms.num_extra": 0,
+        "memory.channels_last": True,
+        "init_from": None,
+    }
+    run = medseg.train(tmp_path / "run", keys)
+    assert run.checkpoint == tmp_path / "run" / "checkpoints" / "best.ckpt"
+    ((command, *arguments),) = commands
+    assert command == "train"
+    assert arguments == [
+        "stage=single",
+        "data.cases='my scans/cases.csv'",
+        "stage.patch_size=[64,64,64]",
+        "data.phantoms.num_extra=0",
+        "memory.channels_last=true",
+        "init_from=null",
+        f"hydra.run.dir={tmp_path / 'run'}",
+    ]
+
+
+def test_a_finished_training_is_returned_for_its_own_keys_alone(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    first = medseg.train(tmp_path / "run", {"steps": 5})
+    assert medseg.train(tmp_path / "run", {"steps": 5}) == first
+    assert len(commands) == 1
+    with pytest.raises(UserError, match=r"steps=5.*not .*steps=6.*another folder"):
+        medseg.train(tmp_path / "run", {"steps": 6})
+
+
+def test_what_a_command_wrote_is_returned(commands: list[list[str]], tmp_path: Path) -> None:
+    assert medseg.plan({"stage": "single", "fit_gib": 2.5}) == {"peak_resident_mib": 7.5}
+    assert "fit_gib=2.5" in commands[0]
+    study = medseg.cross_validate(tmp_path / "folds", {"num_folds": 2})
+    assert (study.model, study.pooled) == (
+        tmp_path / "folds" / "model",
+        [{"region": "heart", "dice": "0.9"}],
+    )
+
+
+def test_a_refused_command_raises_its_message(commands: list[list[str]], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="steps: must be at least 1"):
+        medseg.train(tmp_path / "run", {"steps": 0})
+
+
+def test_names_of_the_package_are_found() -> None:
+    assert all(getattr(medseg, name) for name in medseg.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        _ = medseg.trian
