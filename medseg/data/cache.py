@@ -159,34 +159,47 @@ def coarse_probs(
         predict: Returns them, (K, d, h, w), and their grid.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
-    if not (folder / PROBS_GRID_FILE).is_file():
-        probs, grid = predict()
-        try:
-            _write_probs(folder, probs, grid)
-        except OSError as error:
-            raise UserError(
-                f"The probabilities of the coarse stage for the case {case.name!r} could not be "
-                f"put into the cache {case.folder} ({error}); make sure that the folder can be "
-                "written and has room (data.cache)."
-            ) from error
-    return CoarseProbs(folder / PROBS_FILE, VoxelGrid(**read_json(folder / PROBS_GRID_FILE)))
+    # One process predicts a case, the others wait for it: the ranks of a run share the cases.
+    with locked(case.folder / f".{folder.name}.lock"):
+        record = _intact_probs(folder)
+        if record is None:
+            probs, grid = predict()
+            try:
+                _write_probs(folder, probs, grid)
+            except OSError as error:
+                raise UserError(
+                    f"The probabilities of the coarse stage for the case {case.name!r} could not "
+                    f"be put into the cache {case.folder} ({error}); make sure that the folder "
+                    "can be written and has room (data.cache)."
+                ) from error
+            record = read_json(folder / PROBS_GRID_FILE)
+    return CoarseProbs(folder / PROBS_FILE, VoxelGrid(**record["grid"]))
+
+
+def _intact_probs(folder: Path) -> dict[str, Any] | None:
+    """Read the record of probabilities; None where they are absent or damaged."""
+    try:
+        record: dict[str, Any] = read_json(folder / PROBS_GRID_FILE)
+        stat = (folder / PROBS_FILE).stat()
+        crc32 = int(record["crc32"])
+    except (UserError, OSError, ValueError, KeyError, TypeError):
+        return None
+    is_whole = is_intact(folder / PROBS_FILE, crc32, stat.st_size, stat.st_mtime_ns)
+    return record if is_whole else None
 
 
 def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
-    """Write probabilities beside their place, then put them there, unless another process did."""
-    temporary = folder.with_name(f".building-{folder.name}-{os.getpid()}")
+    """Write probabilities beside their place, then put them there; the caller holds their lock."""
+    temporary = folder.with_name(f".building-{folder.name}")
     _remove(temporary)
     try:
         temporary.mkdir()
         np.save(temporary / PROBS_FILE, np.ascontiguousarray(probs))
-        (temporary / PROBS_GRID_FILE).write_text(json.dumps(asdict(grid)), encoding="utf-8")
+        record = {"grid": asdict(grid), "crc32": crc32_of(temporary / PROBS_FILE)}
+        (temporary / PROBS_GRID_FILE).write_text(json.dumps(record), encoding="utf-8")
         _flush(temporary)
-        try:
-            temporary.rename(folder)
-        except OSError:
-            # A folder that another process has put there meanwhile is as good.
-            if not folder.is_dir():
-                raise
+        _remove(folder)
+        temporary.rename(folder)
     finally:
         _remove(temporary)
 

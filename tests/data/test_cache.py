@@ -11,7 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -556,10 +558,33 @@ def test_probabilities_of_a_coarse_stage_are_made_once_and_go_with_the_entry(
         with pytest.raises(UserError, match=r"has room \(data\.cache\)"):
             coarse_probs(entry, "weights c", predict)
     assert not list(entry.folder.glob(".building*"))
+    # A damaged file is not trained on.
+    damaged = bytearray(first.file.read_bytes())
+    damaged[-1] ^= 255
+    first.file.write_bytes(damaged)
+    assert coarse_probs(entry, "weights a", predict).probs.max() == 4.0
     # An entry that is built anew has other voxels, and so other probabilities.
     (entry.folder / "case.json").unlink()
     rebuilt = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
-    assert coarse_probs(rebuilt, "weights a", predict).probs.max() == 4.0
+    assert coarse_probs(rebuilt, "weights a", predict).probs.max() == 5.0
+
+
+def test_two_ranks_predict_the_probabilities_of_a_case_once(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    grid = VoxelGrid((2, 3, 4), (4.0, 5.0, 6.0))
+    calls: list[str] = []
+
+    def predict() -> tuple[np.ndarray, VoxelGrid]:
+        calls.append("predicted")
+        time.sleep(0.2)
+        return np.ones((3, *grid.shape), dtype=np.float16), grid
+
+    with ThreadPoolExecutor(2) as ranks:
+        found = list(ranks.map(lambda _: coarse_probs(entry, "weights", predict), range(2)))
+    assert calls == ["predicted"]
+    assert found[0] == found[1]
 
 
 def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: Task) -> None:
