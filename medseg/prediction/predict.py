@@ -37,7 +37,7 @@ from medseg.prediction.scans import (
     may_hold_studies,
     output_paths,
 )
-from medseg.prediction.summary import SCORES, SUMMARY_FILE, write_summary
+from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_summary
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -97,7 +97,14 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
             f"the scores of an evaluation; give another output than {output}",
         )
     placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
-    check_outputs([file for paths in placed for file in paths.values()], protected)
+    files = [file for paths in placed for file in paths.values()]
+    check_outputs(files, protected)
+    page = output / PAGE_FILE
+    if is_batch and page in files:
+        raise UserError(
+            f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
+            "rename that case, or leave viewer out of save"
+        )
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = []
