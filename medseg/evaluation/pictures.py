@@ -12,7 +12,7 @@ from medseg.evaluation.reports import read_words, scan_of
 from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image
-from medseg.metrics.hu_statistics import label_statistics
+from medseg.metrics.hu_statistics import scan_statistics
 from medseg.preprocess.orient import orient
 from medseg.report.case_viewer import SUFFIX, pack_case, write_case_viewer
 from medseg.report.cases import worst_first
@@ -92,7 +92,7 @@ def write_viewers(
         image, _ = _read_image(scan, grid, task)
         # Statistics of HU are for CT only.
         image_hu = image if task.is_ct else None
-        statistics = label_statistics(image_hu, pred, grid, task.labels)
+        statistics = scan_statistics(image_hu, pred, grid, task.labels)
         volumes = pack_case(image, pred, grid, target, task)
         viewer = folder / f"{name}{SUFFIX}"
         write_case_viewer(viewer, volumes, statistics, read_words(pred_files[0]), task)

@@ -147,7 +147,7 @@ def evaluate_folder(
     check_writable(output)
     refuse_table(
         output / "summary.csv",
-        ("case", "status", "label"),
+        ("case", "status"),
         f"the volumes of a prediction; give another output than {output}",
     )
     summary = EvaluationSummary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -54,10 +55,44 @@ class StatedBound:
             >>> print(StatedBound(0.5, 0.95, 1))
             at least 0.50 in 19 of 20 patients (1 patient)
         """
+        return f"at least {self.value_text} {self.calibration}"
+
+    @property
+    def value_text(self) -> str:
+        """The value, rounded down."""
+        return f"{rounded_down(self.value, 2):.2f}"
+
+    @property
+    def calibration(self) -> str:
+        """For how many patients the value holds, and on how many it was calibrated."""
         share = Fraction(self.level).limit_denominator(10_000)
         calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
-        least = f"at least {rounded_down(self.value, 2):.2f}"
-        return f"{least} in {share.numerator} of {share.denominator} patients ({calibrated_on})"
+        return f"in {share.numerator} of {share.denominator} patients ({calibrated_on})"
+
+
+def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
+    """Say the bounds of all regions in one sentence; "" without any.
+
+    Args:
+        bounds: Region name to its bound. Regions of one calibration share level and patients.
+
+    Example:
+        >>> left, right = StatedBound(0.9871, 0.9, 26), StatedBound(0.975, 0.9, 26)
+        >>> print(describe_bounds({"left_lung": left, "right_lung": right}))
+        Dice at least 0.98 (left lung), 0.97 (right lung) in 9 of 10 patients (26 patients)
+        >>> print(describe_bounds({"left_lung": left, "right_lung": left}))
+        Dice at least 0.98 (left lung and right lung) in 9 of 10 patients (26 patients)
+    """
+    # Calibration to value to the regions with it.
+    calibrations: dict[str, dict[str, list[str]]] = {}
+    for region, bound in bounds.items():
+        regions_by_value = calibrations.setdefault(bound.calibration, {})
+        regions_by_value.setdefault(bound.value_text, []).append(region.replace("_", " "))
+    sentences = []
+    for calibration, regions_by_value in calibrations.items():
+        values = [f"{value} ({' and '.join(names)})" for value, names in regions_by_value.items()]
+        sentences.append(f"Dice at least {', '.join(values)} {calibration}")
+    return "; ".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -108,8 +143,9 @@ class Segmentation:
             not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
             where they do not.
-        statistics: Label name to volume and figures in HU, see `label_statistics`; a cascade alone
+        statistics: Label name to volume and figures in HU, see `scan_statistics`; a cascade alone
             leaves it empty.
+        total_statistics: The same figures of all labels together.
         probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
             the clean-up; only if asked for.
         disagreement: With several fine checkpoints or flips, the standard deviation of the
@@ -129,6 +165,7 @@ class Segmentation:
     status: str = "ok"
     most_disputed_xyz_mm: tuple[float, ...] | None = None
     statistics: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    total_statistics: dict[str, float | None] = field(default_factory=dict)
     probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
     disagreement: np.ndarray | None = None
 

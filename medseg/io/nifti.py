@@ -5,6 +5,7 @@ is made as ITK does.
 """
 
 import gzip
+import io
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -494,4 +495,10 @@ def packed_nifti(
     header["scl_slope"], header["scl_inter"] = slope, intercept
     header["intent_code"] = LABEL_INTENT if is_labels else 0
     head = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
-    return gzip.compress(head + array.tobytes(), 9, mtime=0)
+    content = io.BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", compresslevel=9, mtime=0) as file:
+        file.write(head)
+        # Plane by plane: the voxels may be a view of a large array.
+        for plane in array:
+            file.write(plane.tobytes())
+    return content.getvalue()

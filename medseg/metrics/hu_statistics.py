@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,10 +27,22 @@ LOW_HU, HIGH_HU = -2048, 4095
 SLAB_VOXELS = 2**22
 
 
-def label_statistics(
+class ScanStatistics(NamedTuple):
+    """Figures of a scan: `ml` and `HU_FIGURES`; those in HU are None where there are no voxels.
+
+    Attributes:
+        labels: Label name to its figures.
+        total: The same figures of all labels together.
+    """
+
+    labels: dict[str, dict[str, float | None]]
+    total: dict[str, float | None]
+
+
+def scan_statistics(
     image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, values: Mapping[str, int]
-) -> dict[str, dict[str, float | None]]:
-    """Measure each label: volume in ml, mean HU, percentiles in whole HU, share below −950 HU.
+) -> ScanStatistics:
+    """Measure volume in ml, mean HU, percentiles in whole HU and share below −950 HU.
 
     Args:
         image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures
@@ -39,7 +52,7 @@ def label_statistics(
         values: Label name to value.
 
     Returns:
-        Label name to its figures; those in HU are None for a label without voxels.
+        The figures of each label and of all together.
     """
     # Of each label a histogram in whole HU, and the sum of its values.
     histograms = np.zeros((len(values), HIGH_HU - LOW_HU + 1), dtype=np.int64)
@@ -61,21 +74,27 @@ def label_statistics(
                 sums[number] += label_hu.sum(dtype=np.float64)
                 bins = np.rint(np.clip(label_hu, LOW_HU, HIGH_HU)).astype(np.int64) - LOW_HU
                 histograms[number] += np.bincount(bins, minlength=histograms.shape[1])
-    statistics: dict[str, dict[str, float | None]] = {}
-    for name, histogram, total in zip(values, histograms, sums, strict=True):
-        volume_ml = round(voxel_ml(grid) * int(histogram.sum()), 2)
-        statistics[name] = {"ml": volume_ml, **_figures(histogram, total, image_hu is not None)}
-    return statistics
+    is_hu = image_hu is not None
+    ml = voxel_ml(grid)
+    by_label = {
+        name: _figures(histogram, total, ml, is_hu)
+        for name, histogram, total in zip(values, histograms, sums, strict=True)
+    }
+    return ScanStatistics(by_label, _figures(histograms.sum(axis=0), sums.sum(), ml, is_hu))
 
 
-def _figures(histogram: np.ndarray, total: float, is_hu: bool) -> dict[str, float | None]:
-    """Figures of one label in HU, from its histogram and the sum of its values."""
+def _figures(
+    histogram: np.ndarray, total: float, ml: float, is_hu: bool
+) -> dict[str, float | None]:
+    """Figures of some voxels, from their histogram, the sum of their values and a voxel's size."""
     num_voxels = int(histogram.sum())
+    volume: dict[str, float | None] = {"ml": round(ml * num_voxels, 2)}
     if not is_hu or num_voxels == 0:
-        return dict.fromkeys(HU_FIGURES)
+        return volume | dict.fromkeys(HU_FIGURES)
     # A percentile is the smallest value with so many voxels at or below it.
     ranks = [math.ceil(percent / 100 * num_voxels) for percent in PERCENTILES]
     percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
-    mean = round(total / num_voxels, 2)
+    mean = round(float(total) / num_voxels, 2)
     share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / num_voxels
-    return dict(zip(HU_FIGURES, [mean, *percentiles, round(share, 4)], strict=True))
+    figures = [mean, *percentiles, round(share, 4)]
+    return volume | dict(zip(HU_FIGURES, figures, strict=True))

@@ -26,7 +26,7 @@ from medseg.io.read import read_grid
 from medseg.io.text import read_json
 from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
-from medseg.metrics.hu_statistics import label_statistics
+from medseg.metrics.hu_statistics import scan_statistics
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.forecast import Forecast, expected_cost
 from medseg.prediction.model import ScanModel
@@ -213,9 +213,9 @@ def segment_scan(
         volume = replace(volume, array=arrays[0])
     result = cascade.segment(volume, arrays[1:], **options)
     task = cascade.task
-    result.statistics = label_statistics(
-        volume.array if task.is_ct else None, result.labels, volume.grid, task.labels
-    )
+    image_hu = volume.array if task.is_ct else None
+    statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
+    result.statistics, result.total_statistics = statistics
     result.findings[:0] = [*volume.findings, *findings]
     is_doubtful = any(one.severity is Severity.error for one in findings)
     result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
@@ -290,6 +290,7 @@ def _write_report(
         "grid": asdict(volume.grid),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "statistics": result.statistics,
+        "total_statistics": result.total_statistics,
         "boxes": {name: box.to_dict() for name, box in result.boxes.items()},
         "passes": result.tiling_plans,
         "distortions": result.distortions,

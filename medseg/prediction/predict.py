@@ -41,7 +41,7 @@ from medseg.prediction.scans import (
     output_paths,
 )
 from medseg.prediction.series import find_files, pick_series
-from medseg.prediction.summary import SCORES, SUMMARY_FILE, write_summary
+from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_summary
 
 if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
@@ -157,7 +157,14 @@ def _predict_source(
             f"the scores of an evaluation; give another output than {output}",
         )
     placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
-    check_outputs([file for paths in placed for file in paths.values()], protected)
+    files = [file for paths in placed for file in paths.values()]
+    check_outputs(files, protected)
+    page = output / PAGE_FILE
+    if is_batch and page in files:
+        raise UserError(
+            f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
+            "rename that case, or leave viewer out of save"
+        )
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     cases = []

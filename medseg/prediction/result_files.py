@@ -12,12 +12,13 @@ from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.findings import warnings_of
-from medseg.inference.segmentation import Segmentation
+from medseg.inference.segmentation import Segmentation, describe_bounds
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
+from medseg.metrics.hu_statistics import ScanStatistics
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.scans import Scan
@@ -210,7 +211,8 @@ def write_results(
                 result.most_disputed_xyz_mm,
                 result.dice_at_least,
             )
-            write_case_viewer(path, views.packed, result.statistics, report, task)
+            statistics = ScanStatistics(result.statistics, result.total_statistics)
+            write_case_viewer(path, views.packed, statistics, report, task)
         else:
             # highdicom and pydicom take 60 MiB.
             from medseg.io.dicom.read import open_slices
@@ -252,8 +254,5 @@ def _write_preview(
         figures,
         result.warnings,
         task.channels[0].window_hu,
-        [
-            f"{region.replace('_', ' ')}: Dice {bound}"
-            for region, bound in result.dice_at_least.items()
-        ],
+        [describe_bounds(result.dice_at_least)] if result.dice_at_least else [],
     )

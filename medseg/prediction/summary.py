@@ -1,87 +1,385 @@
-"""Table of a batch: `summary.csv`, a row for each case and label."""
+"""Summary of a batch: `summary.csv` and `summary.xlsx`, a row for each scan, and `index.html`."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medseg.errors import UserError
 from medseg.evaluation.reports import information_in_report, read_bounds
-from medseg.inference.segmentation import StatedBound
+from medseg.findings import Severity
+from medseg.inference.segmentation import describe_bounds
+from medseg.io.spreadsheet import Link, Sheet, SheetColumn, write_spreadsheet
 from medseg.io.tables import read_csv, write_csv
-from medseg.metrics.hu_statistics import HU_FIGURES
+from medseg.metrics.hu_statistics import EMPHYSEMA_HU, PERCENTILES
 from medseg.prediction.batch import BatchCase
-from medseg.prediction.case import (
-    locked_folder,
-    read_report,
-)
+from medseg.prediction.case import locked_folder, read_report
+from medseg.prediction.result_files import ENDINGS
+from medseg.report.case_viewer import structures_of
+from medseg.report.contact_sheet import Card, write_contact_sheet
 from medseg.task import Task
 
 SUMMARY_FILE = "summary.csv"
+SPREADSHEET_FILE = "summary.xlsx"
+PAGE_FILE = "index.html"
 # First columns of the table of the same name that `evaluate` writes.
 SCORES = ("region", "trust", "metric")
-# Columns of `summary.csv`. Status: `ok`, `warnings`, `not_hu` (see `Segmentation`) or `failed`; see
-# `label_statistics` for the figures.
-SUMMARY = ("case", "status", "label", "ml", *HU_FIGURES, "dice_at_least", "warnings", "information")
+# Separates the sentences of a cell in `summary.csv`.
+SEPARATOR = " | "
+STATUS_MEANING = (
+    "ok; warnings: there are some; not_hu: the values of the scan are not HU, so the labels are "
+    "doubtful; failed: there is no result, and the warning says why"
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of the summary.
+
+    Attributes:
+        key: Its name in `summary.csv`.
+        heading: Its heading in `summary.xlsx`.
+        unit: Unit of its numbers; "" of texts.
+        meaning: Sentence for the second sheet of `summary.xlsx`.
+        width: Its width there, in characters.
+        number_format: Format of its numbers there.
+        is_wrapped: Whether its texts take several lines there.
+    """
+
+    key: str
+    heading: str
+    unit: str
+    meaning: str
+    width: float = 12.0
+    number_format: str = "General"
+    is_wrapped: bool = False
+
+
+class Figure(NamedTuple):
+    """Figure of a label, or of all labels together.
+
+    Attributes:
+        key: Its name in `<case>.json`.
+        ending: End of the name of its column.
+        heading: Heading after the name of the label.
+        unit: Its unit.
+        meaning: Sentence for the second sheet, with `{part}` for the label.
+        number_format: Digits in `summary.xlsx`.
+        factor: Factor from the number in `<case>.json`.
+    """
+
+    key: str
+    ending: str
+    heading: str
+    unit: str
+    meaning: str
+    number_format: str = "0"
+    factor: float = 1
+
+
+VOLUME = Figure("ml", "ml", "volume", "ml", "Volume of {part}")
+EMPHYSEMA = f"−{-EMPHYSEMA_HU} HU"
+HU_COLUMNS = (
+    Figure("mean_hu", "mean_hu", "mean", "HU", "Mean of the voxels of {part}"),
+    *(
+        Figure(
+            f"p{percent}_hu",
+            f"p{percent}_hu",
+            f"{percent}th percentile",
+            "HU",
+            f"Value at or below which {percent} % of the voxels of {{part}} lie",
+        )
+        for percent in PERCENTILES
+    ),
+    Figure(
+        "share_below_minus_950_hu",
+        "below_minus_950_percent",
+        f"below {EMPHYSEMA}",
+        "%",
+        f"Share of the voxels of {{part}} below {EMPHYSEMA}, which counts as emphysema in a lung",
+        "0.0",
+        100,
+    ),
+)
+
+BEFORE = (
+    Column("case", "case", "", "Name of the scan, with which the names of its files begin", 24.0),
+    Column("status", "status", "", STATUS_MEANING),
+    Column("patient", "patient", "", "Patient ID of the DICOM headers or of the case table", 18.0),
+    Column("date", "date", "", "Date of the study, by the DICOM headers or the case table"),
+)
+AFTER = (
+    Column(
+        "dice_at_least",
+        "bound on Dice",
+        "",
+        "Dice coefficient that the labels of a region reach in most patients, as far as one is "
+        "stated; it needs no reference",
+        36.0,
+        is_wrapped=True,
+    ),
+    Column("warnings", "warnings", "", "What asks for a look at the result", 70.0, is_wrapped=True),
+    Column("information", "information", "", "What asks for nothing", 50.0, is_wrapped=True),
+    Column("result", "result", "", "File of the result, beside this table", 28.0),
+)
+TEXT_KEYS = tuple(column.key for column in (*BEFORE, *AFTER))
+
+
+@dataclass(frozen=True)
+class SummaryEntry:
+    """A scan of the summary.
+
+    Attributes:
+        row: Its cells in `summary.csv` but for the sentences; numbers as numbers.
+        warnings: Sentences that ask for a look.
+        information: Sentences that ask for nothing.
+        report: Content of its `<case>.json`; empty where it failed.
+    """
+
+    row: dict[str, Any]
+    warnings: Sequence[str]
+    information: Sequence[str]
+    report: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return str(self.row["case"])
+
+    def cells(self, keys: Sequence[str], separator: str) -> dict[str, Any]:
+        """Cells of its row by key, with a separator between two sentences."""
+        sentences = {
+            "warnings": separator.join(self.warnings),
+            "information": separator.join(self.information),
+        }
+        cells = self.row | sentences
+        return {key: cells.get(key) for key in keys}
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
-    """Write `summary.csv`: a row for each case and label, and one for a case that failed.
+    """Write `summary.csv`, `summary.xlsx` and `index.html`: each scan, also one that failed.
 
-    Rows of cases that earlier predictions wrote into the folder stay.
+    Scans that earlier predictions wrote into the folder stay, those of tables of older versions
+    too.
 
     Args:
         folder: Folder of the results.
         cases: Cases with their outcomes.
-        task: Its regions tell which bound on Dice belongs to a label.
+        task: Its labels have columns, whether or not a case has a result.
 
     Raises:
-        UserError: If the file cannot be written, unless cases have failed already, such as on a
-            full disk, which the command reports.
+        UserError: If a file cannot be written, unless cases have failed already, such as on a full
+            disk, which the command reports.
     """
-    path, rows = folder / SUMMARY_FILE, []
-    for case in cases:
-        report = case.report or read_report(case.output)
-        status: dict[str, Any] = {"status": "failed", "warnings": " | ".join(case.messages)}
-        if not case.exit_code:
-            status = {
-                "status": report.get("status"),
-                "warnings": " | ".join(map(str, report.get("warnings", []))),
-                "information": " | ".join(information_in_report(report)),
-            }
-        volumes = {"": None} if case.exit_code else report.get("volume_ml", {})
-        figures = report.get("statistics", {})
-        bounds = read_bounds({} if case.exit_code else report)
-        for label, volume_ml in volumes.items():
-            row = {
-                "case": case.scan.name,
-                "label": label,
-                **figures.get(label, {}),
-                "ml": volume_ml,
-            }
-            rows.append({**row, **status, "dice_at_least": _bound_of(label, bounds, task)})
-    with (
-        suppress(UserError) if any(case.exit_code for case in cases) else nullcontext(),
-        locked_folder(folder),
-    ):
-        try:
-            known = read_csv(path)
-        except UserError:  # none yet, or a damaged one
-            known = []
-        own = {case.scan.name for case in cases}
-        kept = [
-            row
-            for row in known
-            if {"case", "status", "label"} <= row.keys() <= set(SUMMARY) and row["case"] not in own
-        ]
-        write_csv(path, [*kept, *rows], SUMMARY)
+    total = total_name(task.labels)
+    own = [_entry_of(case, total) for case in cases]
+    has_failed = any(case.exit_code for case in cases)
+    with suppress(UserError) if has_failed else nullcontext(), locked_folder(folder):
+        entries = [*_kept_entries(folder, {entry.name for entry in own}, total), *own]
+        columns = summary_columns(entries, task, total)
+        keys = [column.key for column in columns]
+        rows = [entry.cells(keys, SEPARATOR) for entry in entries]
+        write_csv(folder / SUMMARY_FILE, rows, keys)
+        write_spreadsheet(folder / SPREADSHEET_FILE, _sheets(columns, entries))
+        cards = [_card_of(entry, folder, total) for entry in entries]
+        write_contact_sheet(folder / PAGE_FILE, cards, structures_of(task))
 
 
-def _bound_of(label: str, bounds: Mapping[str, StatedBound], task: Task) -> str:
-    """Say the bounds on Dice of the regions of a label; a region of another name is named."""
-    sentences = []
-    for region in task.regions:
-        if label in region.labels and region.name in bounds:
-            name = "" if region.name == label else f"{region.name} "
-            sentences.append(f"{name}{bounds[region.name]}")
-    return " | ".join(sentences)
+def total_name(labels: Mapping[str, int]) -> str:
+    """Name all labels together, as no label is named."""
+    name = "total"
+    while name in labels:
+        name = f"{name}_of_all"
+    return name
+
+
+def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> list[Column]:
+    """List the columns: the labels of the task, and those of other cases in the folder.
+
+    Figures in HU are left out where no scan has any.
+    """
+    numeric_keys: dict[str, None] = {}
+    for entry in entries:
+        numeric_keys.update(dict.fromkeys(entry.row.keys() - set(TEXT_KEYS)))
+    labels = dict.fromkeys([total, *task.labels])
+    ending = f"_{VOLUME.ending}"
+    labels |= {key.removesuffix(ending): None for key in numeric_keys if key.endswith(ending)}
+    columns = list(BEFORE)
+    columns += [_figure_column(VOLUME, label, total) for label in labels]
+    for label in labels:
+        in_hu = [_figure_column(figure, label, total) for figure in HU_COLUMNS]
+        if task.is_ct or any(column.key in numeric_keys for column in in_hu):
+            columns += in_hu
+    return [*columns, *AFTER]
+
+
+def _figure_column(figure: Figure, label: str, total: str) -> Column:
+    """Describe the column of a figure of a label, or of all of them."""
+    shown_label = label.replace("_", " ")
+    part = "all labels together" if label == total else f"the label {shown_label}"
+    return Column(
+        f"{label}_{figure.ending}",
+        f"{shown_label}: {figure.heading} ({figure.unit})",
+        figure.unit,
+        figure.meaning.format(part=part),
+        number_format=figure.number_format,
+    )
+
+
+def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
+    """Make the entry of a case of this batch."""
+    if case.exit_code:
+        identity = case.scan.identity
+        row = {
+            "case": case.scan.name,
+            "status": "failed",
+            "patient": identity.patient or None,
+            "date": identity.study_date or None,
+        }
+        return SummaryEntry(row, case.messages, (), {})
+    return _entry_of_report(case.scan.name, case.report or read_report(case.output), total)
+
+
+def _entry_of_report(name: str, report: Mapping[str, Any], total: str) -> SummaryEntry:
+    """Make the entry of a case that has a result."""
+    warnings = list(map(str, report.get("warnings", [])))
+    row = _row_of(name, report, total)
+    return SummaryEntry(row, warnings, information_in_report(report), report)
+
+
+def _kept_entries(folder: Path, own: set[str], total: str) -> list[SummaryEntry]:
+    """Make the entries of earlier predictions into the folder, from their reports.
+
+    A row without a report, as of a scan that failed, stays as it is. Tables of older versions have
+    a row for each label: of these the texts stay.
+    """
+    try:
+        rows = read_csv(folder / SUMMARY_FILE)
+    except UserError:  # none yet, or a damaged one
+        return []
+    entries: dict[str, SummaryEntry] = {}
+    for row in rows:
+        name = row.get("case")
+        if not name or name in own or name in entries or "status" not in row:
+            continue
+        report = read_report(folder / f"{name}.nii.gz")
+        if report:
+            entries[name] = _entry_of_report(name, report, total)
+        else:
+            warnings, information = (
+                _sentences(row.get(key)) for key in ("warnings", "information")
+            )
+            entries[name] = SummaryEntry(_kept_row(row), warnings, information, {})
+    return list(entries.values())
+
+
+def _kept_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the cells of a row of `summary.csv`, numbers as numbers; unknown texts are left out."""
+    kept: dict[str, Any] = {}
+    is_of_one_label = "label" in row
+    for key, cell in row.items():
+        if key in TEXT_KEYS:
+            kept[key] = cell or None
+        elif not is_of_one_label:
+            with suppress(TypeError, ValueError):
+                number = float(cell)
+                kept[key] = int(number) if number.is_integer() else number
+    return kept
+
+
+def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
+    """Make the row of a case from its report.
+
+    Reports of older versions lack figures of all labels together, except for the volume.
+    """
+    identity = report.get("identity") or {}
+    volumes = report.get("volume_ml") or {}
+    figures = {total: {"ml": sum(volumes.values())}, **report.get("statistics", {})}
+    figures[total] |= report.get("total_statistics", {})
+    for label, volume_ml in volumes.items():
+        figures[label] = {**figures.get(label, {}), "ml": volume_ml}
+    row: dict[str, Any] = {
+        "case": name,
+        "status": report.get("status"),
+        "patient": identity.get("patient") or None,
+        "date": identity.get("study_date") or None,
+    }
+    for label, label_figures in figures.items():
+        for figure in (VOLUME, *HU_COLUMNS):
+            value = label_figures.get(figure.key)
+            if value is not None:
+                row[f"{label}_{figure.ending}"] = round(figure.factor * value, 2)
+    row["dice_at_least"] = describe_bounds(read_bounds(report))
+    row["result"] = next(iter(report.get("results", {})), None)
+    return row
+
+
+def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[str, Sheet]:
+    """Make the sheets of `summary.xlsx`: the scans, and an explanation of each column."""
+    sheet_columns = [
+        SheetColumn(
+            column.key, column.heading, column.width, column.number_format, column.is_wrapped
+        )
+        for column in columns
+    ]
+    rows = []
+    for entry in entries:
+        cells = entry.cells([column.key for column in columns], "\n")
+        if cells["result"]:
+            cells["result"] = Link(cells["result"], cells["result"])
+        with suppress(TypeError, ValueError):  # none, or not written as a date
+            cells["date"] = date.fromisoformat(cells["date"])
+        rows.append(cells)
+    about = [
+        {
+            "heading": column.heading,
+            "key": column.key,
+            "unit": column.unit or None,
+            "meaning": column.meaning,
+        }
+        for column in columns
+    ]
+    about_columns = (
+        SheetColumn("heading", "column", 38.0),
+        SheetColumn("key", f"in {SUMMARY_FILE}", 38.0),
+        SheetColumn("unit", "unit", 8.0),
+        SheetColumn("meaning", "meaning", 90.0, is_wrapped=True),
+    )
+    return {"scans": Sheet(sheet_columns, rows, 1), "columns": Sheet(about_columns, about)}
+
+
+def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
+    """Describe a case for the page: texts of its row, and files that are there."""
+    row, report = entry.row, entry.report
+    warning_codes = [
+        str(finding["code"])
+        for finding in report.get("findings", [])
+        if finding["severity"] != Severity.information
+    ]
+    files = {}
+    for kind in ("preview", "viewer"):
+        file_name = f"{entry.name}{ENDINGS[kind]}"
+        if (folder / file_name).is_file():
+            files[kind] = file_name
+    agreements = report.get("agreements") or {}
+    return Card(
+        name=entry.name,
+        status=row.get("status") or "",
+        patient=row.get("patient") or "",
+        date=row.get("date") or "",
+        volumes_ml={"total": row.get(f"{total}_ml"), **report.get("volume_ml", {})},
+        warnings=entry.warnings,
+        information=entry.information,
+        codes=list(dict.fromkeys(warning_codes)),
+        least_agreement=min(agreements.values(), default=None),
+        bound=row.get("dice_at_least") or "",
+        preview=files.get("preview", ""),
+        viewer=files.get("viewer", ""),
+    )
+
+
+def _sentences(cell: str | None) -> list[str]:
+    """Split the sentences of a cell."""
+    return cell.split(SEPARATOR) if cell else []

@@ -8,8 +8,9 @@ import numpy as np
 
 from medseg.anatomy.rules import USUAL_AGREEMENT
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.segmentation import StatedBound
+from medseg.inference.segmentation import StatedBound, describe_bounds
 from medseg.io.label_table import Structure
+from medseg.metrics.hu_statistics import ScanStatistics
 from medseg.preprocess.orient import orient, orientation_of
 from medseg.report.overlay import colour_of
 from medseg.task import Task
@@ -96,7 +97,7 @@ def pack_case(
 def write_case_viewer(
     path: Path,
     packed: PackedCase,
-    statistics: Mapping[str, Mapping[str, float | None]],
+    statistics: ScanStatistics,
     report: CaseReport,
     task: Task,
 ) -> None:
@@ -105,7 +106,7 @@ def write_case_viewer(
     Args:
         path: HTML file.
         packed: Volumes and differences.
-        statistics: Label name to its figures, see `label_statistics`.
+        statistics: Figures of the labels.
         report: Words of the prediction.
         task: Labels and window.
 
@@ -114,7 +115,10 @@ def write_case_viewer(
     """
     from medseg.report.viewer import ViewerWords, write_viewer
 
-    rows = {value: written_figures(statistics.get(name, {})) for name, value in task.labels.items()}
+    rows = {
+        value: written_figures(statistics.labels.get(name, {}))
+        for name, value in task.labels.items()
+    }
     for name, dice in packed.dice.items():
         rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
     columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
@@ -122,6 +126,7 @@ def write_case_viewer(
         "most differences": packed.worst_xyz_mm,
         "stages differ most": report.most_disputed_xyz_mm,
     }
+    total = written_figures(statistics.total)
     words = ViewerWords(
         path.name.removesuffix(SUFFIX),
         report.status,
@@ -131,8 +136,9 @@ def write_case_viewer(
         {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
         report.agreements,
         USUAL_AGREEMENT,
-        {region: str(bound) for region, bound in report.dice_at_least.items()},
+        describe_bounds(report.dice_at_least),
         {name: point for name, point in places.items() if point is not None},
+        [total.get(heading, "") for heading in columns],
     )
     write_viewer(
         path,

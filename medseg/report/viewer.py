@@ -17,10 +17,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from medseg.anatomy.rules import CT_WINDOWS_HU
-from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 from medseg.io.nifti import packed_nifti
+from medseg.preprocess.orient import orient
 from medseg.report.overlay import ERROR_COLOURS, grey_range
 
 SPACING_MM = 1.5
@@ -43,27 +44,63 @@ _BEST_RATIO = 4
 
 
 @dataclass(frozen=True)
-class ViewerVolumes:
-    """Volumes of a page, each a NIfTI file (.nii.gz).
+class LabelBox:
+    """Place of the label map of a page on the oriented scan, see `orient`.
 
     Attributes:
-        image: The scan in 256 values.
-        labels: The label map.
-        differences: See `DIFFERENCES`; None without a reference.
+        start: First voxel, (z, y, x).
+        step: Voxels of the scan from one of the map to the next; 1 unless the page is too large.
+        shape: Voxels of the map, (D, H, W).
+    """
+
+    start: tuple[int, ...]
+    step: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ViewerVolumes:
+    """Volumes of a page, each a NIfTI file (.nii.gz) towards Superior, Posterior and Left.
+
+    Attributes:
+        image: The scan in 256 values, in bins of whole voxels.
+        labels: The label map in a box around all labels, at the resolution of the scan.
+        differences: In the same box, see `DIFFERENCES`; None without a reference.
+        label_box: The box.
+        grid: Grid of the oriented scan.
+        factors: Voxels of a bin of the image, (z, y, x).
+        value_step: Difference of neighbouring values of the image.
     """
 
     image: bytes
     labels: bytes
-    differences: bytes | None = None
+    differences: bytes | None
+    label_box: LabelBox
+    grid: VoxelGrid
+    factors: tuple[int, ...]
+    value_step: float
 
     @property
     def page_bytes(self) -> int:
         """Size of a page with them."""
-        packed = sum(
-            4 * math.ceil(len(volume) / 3)
-            for volume in (self.image, self.labels, self.differences or b"")
-        )
-        return packed + _fixed_bytes()
+        volumes = (self.image, self.labels, self.differences or b"")
+        return _fixed_bytes() + sum(map(_base64_bytes, volumes))
+
+    def geometry(self) -> dict[str, Any]:
+        """What the script of the page knows of the scan, in plain types."""
+        bins = [
+            math.ceil(size / factor)
+            for size, factor in zip(self.grid.shape, self.factors, strict=True)
+        ]
+        bin_mm = np.multiply(self.factors, self.grid.spacing_mm)
+        return {
+            "shape": list(self.grid.shape),
+            "padded_shape": np.multiply(bins, self.factors).tolist(),
+            "spacing_mm": list(self.grid.spacing_mm),
+            "bin_mm": " × ".join(f"{size_mm:.3g}" for size_mm in bin_mm[::-1]),
+            "value_step": f"{self.value_step:.2g}",
+            "labels": asdict(self.label_box),
+        }
 
 
 def pack_volumes(
@@ -77,7 +114,8 @@ def pack_volumes(
 ) -> ViewerVolumes:
     """Reduce a case to what a page of a given size can hold: bins of whole voxels, 256 grey values.
 
-    The scan is averaged over each bin; labels and reference are read at its centre.
+    The scan is averaged over each bin. Labels keep the resolution of the scan, unless they take
+    more than half of the page.
 
     Args:
         image: Scan, (D, H, W), in any storage order.
@@ -88,69 +126,121 @@ def pack_volumes(
         max_mb: Largest size of the page in 10⁶ bytes.
     """
     low, high = CT_RANGE_HU if is_ct else grey_range(image[:: max(1, len(image) // 32)], None)
+    image, oriented, orientation = orient(image, grid)
+    labels = orientation.to_lps(labels)
+    if reference is not None:
+        reference = orientation.to_lps(reference)
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
+    box, packed_labels, differences = _packed_labels(labels, reference, oriented, free_bytes / 2)
+    free_bytes -= _base64_bytes(packed_labels) + _base64_bytes(differences or b"")
     bytes_per_bin = 4 / 3 / _BEST_RATIO  # in base64 three bytes take four
     spacing_mm = SPACING_MM
     factors: tuple[int, ...] = (0, 0, 0)
+    slope = (high - low) / 255
     while True:
-        wanted = tuple(
+        requested_factors = tuple(
             min(size, max(1, round(spacing_mm / step)))
-            for size, step in zip(grid.shape, grid.spacing_mm, strict=True)
+            for size, step in zip(oriented.shape, oriented.spacing_mm, strict=True)
         )
         num_bins = math.prod(
-            math.ceil(size / factor) for size, factor in zip(grid.shape, wanted, strict=True)
+            math.ceil(size / factor)
+            for size, factor in zip(oriented.shape, requested_factors, strict=True)
         )
         # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step
         # along one axis may do.
-        if wanted != factors and (num_bins * bytes_per_bin <= free_bytes or num_bins == 1):
-            factors = wanted
-            volumes = _packed(image, labels, grid, reference, factors, low, high)
-            if volumes.page_bytes <= max_mb * 1e6 or num_bins == 1:
-                return volumes
-            bytes_per_bin = (volumes.page_bytes - _fixed_bytes()) / num_bins
+        may_fit = num_bins * bytes_per_bin <= free_bytes or num_bins == 1
+        if requested_factors != factors and may_fit:
+            factors = requested_factors
+            binned = _binned(image, factors, low, slope)
+            packed_image = packed_nifti(binned, _binned_grid(oriented, factors), slope, low)
+            if _base64_bytes(packed_image) <= free_bytes or num_bins == 1:
+                return ViewerVolumes(
+                    packed_image, packed_labels, differences, box, oriented, factors, slope
+                )
+            bytes_per_bin = _base64_bytes(packed_image) / num_bins
         spacing_mm *= 1.03
 
 
-def _packed(
-    image: np.ndarray,
-    labels: np.ndarray,
-    grid: VoxelGrid,
-    reference: np.ndarray | None,
-    factors: tuple[int, ...],
-    low: float,
-    high: float,
-) -> ViewerVolumes:
-    """Bin the volumes of a case by whole factors (z, y, x) and compress them."""
+def _packed_labels(
+    labels: np.ndarray, reference: np.ndarray | None, grid: VoxelGrid, max_bytes: float
+) -> tuple[LabelBox, bytes, bytes | None]:
+    """Compress the label map, and its differences to a reference, in a box around all labels.
+
+    Args:
+        labels: Predicted label values of the oriented scan, (D, H, W).
+        reference: Those of the reference, or None.
+        grid: Grid of both.
+        max_bytes: Size in the page above which voxels are left out.
+
+    Returns:
+        The box, the label map, and the differences.
+    """
+    label_maps = [labels] if reference is None else [labels, reference]
+    bounds = _label_bounds(label_maps) or VoxelBox((0, 0, 0), (1, 1, 1))
+    step = 1
+    while True:
+        at = tuple(
+            slice(begin, stop, step) for begin, stop in zip(bounds.start, bounds.stop, strict=True)
+        )
+        small_labels = labels[at]
+        box = LabelBox(bounds.start, step, small_labels.shape)
+        box_grid = VoxelGrid(
+            small_labels.shape,  # type: ignore[arg-type]
+            tuple(step * size_mm for size_mm in grid.spacing_mm),  # type: ignore[arg-type]
+            tuple(grid.index_to_world_xyz_mm(list(bounds.start)).tolist()),
+            grid.direction,
+        )
+        packed = packed_nifti(small_labels.astype(np.uint8, copy=False), box_grid, is_labels=True)
+        differences = None
+        if reference is not None:
+            kinds = _differences(small_labels, reference[at])
+            differences = packed_nifti(kinds, box_grid)
+        num_bytes = _base64_bytes(packed) + _base64_bytes(differences or b"")
+        if num_bytes <= max_bytes or max(small_labels.shape) == 1:
+            return box, packed, differences
+        step += 1
+
+
+def _label_bounds(label_maps: Sequence[np.ndarray]) -> VoxelBox | None:
+    """Find the box around the labels of several maps (D, H, W), plane by plane; None without any."""
+    shape = label_maps[0].shape
+    is_labelled = [np.zeros(size, dtype=bool) for size in shape]
+    for label_map in label_maps:
+        for index, plane in enumerate(label_map):
+            mask = plane > 0
+            is_labelled[0][index] |= mask.any()
+            is_labelled[1] |= mask.any(axis=1)
+            is_labelled[2] |= mask.any(axis=0)
+    if not is_labelled[0].any():
+        return None
+    ends = [np.flatnonzero(line)[[0, -1]] for line in is_labelled]
+    first = tuple(int(low) for low, _ in ends)
+    stop = tuple(int(high) + 1 for _, high in ends)
+    return VoxelBox(first, stop)  # type: ignore[arg-type]
+
+
+def _differences(labels: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Compare labels with a reference, (D, H, W): 0, or a value of `DIFFERENCES`."""
+    kinds = np.zeros(labels.shape, dtype=np.uint8)
+    for kind, plane, expected in zip(kinds, labels, target, strict=True):
+        kind[(expected > 0) & (plane == 0)] = 1
+        kind[(plane > 0) & (expected == 0)] = 2
+        kind[(plane > 0) & (expected > 0) & (plane != expected)] = 3
+    return kinds
+
+
+def _binned_grid(grid: VoxelGrid, factors: tuple[int, ...]) -> VoxelGrid:
+    """Grid of bins of whole voxels, each at the centre of its voxels."""
     shape = tuple(
         math.ceil(size / factor) for size, factor in zip(grid.shape, factors, strict=True)
     )
-    steps = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
+    steps_mm = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
     first = [(factor - 1) / 2 for factor in factors]
-    origin_xyz_mm = grid.index_to_world_xyz_mm(first).tolist()
-    small = VoxelGrid(
+    return VoxelGrid(
         shape,  # type: ignore[arg-type]
-        tuple(steps),  # type: ignore[arg-type]
-        tuple(origin_xyz_mm),
+        tuple(steps_mm),  # type: ignore[arg-type]
+        tuple(grid.index_to_world_xyz_mm(first).tolist()),
         grid.direction,
-    )
-    slope = (high - low) / 255
-    centres = np.ix_(
-        *(np.minimum(np.arange(number) * factor + factor // 2, size - 1)
-          for number, factor, size in zip(shape, factors, grid.shape, strict=True))
-    )  # fmt: skip
-    small_labels = labels[centres].astype(np.uint8)
-    differences = None
-    if reference is not None:
-        target = reference[centres]
-        found, expected = small_labels > 0, target > 0
-        kinds = np.select(
-            [expected & ~found, found & ~expected, found & (small_labels != target)], [1, 2, 3]
-        )
-        differences = packed_nifti(kinds.astype(np.uint8), small)
-    return ViewerVolumes(
-        packed_nifti(_binned(image, factors, low, slope), small, slope, low),
-        packed_nifti(small_labels, small, is_labels=True),
-        differences,
     )
 
 
@@ -185,9 +275,10 @@ class ViewerWords:
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient of the two stages.
         usual_agreement: Smaller coefficients are marked.
-        dice_at_least: Region to the sentence about the lower bound on its Dice coefficient with a
-            reference.
+        dice_at_least: Sentence about the lower bounds on the Dice coefficients of the regions with
+            a reference; "" where none is stated.
         places: What a key jumps to: name to world point (LPS) in mm.
+        total: Cells of all labels together; empty where they are not known.
     """
 
     title: str
@@ -198,8 +289,9 @@ class ViewerWords:
     rows: Mapping[int, Sequence[str]]
     agreements: Mapping[str, float]
     usual_agreement: float
-    dice_at_least: Mapping[str, str]
+    dice_at_least: str
     places: Mapping[str, Sequence[float]]
+    total: Sequence[str] = ()
 
 
 def write_viewer(
@@ -224,7 +316,8 @@ def write_viewer(
     Raises:
         UserError: If the file cannot be written.
     """
-    windows = {"task": window} if window else {"all": None}
+    # The window of the task is what the networks see.
+    windows = {"network": window} if window else {"all": None}
     # niivue's world is RAS.
     places = [{"name": name, "mm": [-x, -y, z]} for name, (x, y, z) in words.places.items()]
     data: dict[str, Any] = {
@@ -235,6 +328,8 @@ def write_viewer(
         "labels": [asdict(one) for one in structures],
         "differences": [asdict(one) for one in DIFFERENCES] if volumes.differences else [],
         "places": places,
+        "is_ct": is_ct,
+        "scan": volumes.geometry(),
     }
     templates = Environment(
         loader=FileSystemLoader(_FOLDER),
@@ -250,6 +345,7 @@ def write_viewer(
         # A name may contain `</script>`.
         json=Markup(json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")),
         css=Markup((_FOLDER / "viewer.css").read_text(encoding="utf-8")),
+        overlay=Markup((_FOLDER / "overlay.js").read_text(encoding="utf-8")),
         js=Markup((_FOLDER / "viewer.js").read_text(encoding="utf-8")),
         niivue=Markup(_niivue()),
         volumes={
@@ -266,6 +362,11 @@ def _niivue() -> str:
     """Script of niivue, after its licence."""
     licence = (_FOLDER / "niivue.LICENSE.txt").read_text(encoding="utf-8").replace("*/", "* /")
     return f"/*\n{licence}*/\n{(_FOLDER / 'niivue.umd.js').read_text(encoding='utf-8')}"
+
+
+def _base64_bytes(data: bytes) -> int:
+    """Size of bytes in the page."""
+    return 4 * math.ceil(len(data) / 3)
 
 
 def _fixed_bytes() -> int:

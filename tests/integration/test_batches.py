@@ -207,6 +207,8 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(
         "a.nii.gz",
         "d.json",
         "d.nii.gz",
+        "index.html",
         "summary.csv",
+        "summary.xlsx",
     ]
     assert_whole(tmp_path)

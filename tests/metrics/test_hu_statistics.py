@@ -7,7 +7,7 @@ import pytest
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.metrics import hu_statistics as intensity
-from medseg.metrics.hu_statistics import HU_FIGURES, PERCENTILES, label_statistics
+from medseg.metrics.hu_statistics import HU_FIGURES, PERCENTILES, scan_statistics
 
 GRID = VoxelGrid((11, 30, 40), (2.5, 0.7, 0.9))
 VALUES = {"left": 1, "right": 3, "absent": 2}
@@ -26,7 +26,8 @@ def test_figures_are_those_of_numpy(
         dtype=np.uint8,
         order=order,
     )
-    found = label_statistics(image, labels, GRID, VALUES)
+    statistics = scan_statistics(image, labels, GRID, VALUES)
+    found = statistics.labels
     for name, value in (("left", 1), ("right", 3)):
         own = image[labels == value].astype(np.float64)
         expected = [
@@ -38,22 +39,26 @@ def test_figures_are_those_of_numpy(
         assert list(found[name].values()) == expected
         assert tuple(found[name]) == ("ml", *HU_FIGURES)
     assert found["absent"] == {"ml": 0.0, **dict.fromkeys(HU_FIGURES)}
+    both = image[labels > 0].astype(np.float64)
+    assert statistics.total["mean_hu"] == round(both.mean(), 2)
+    assert statistics.total["p15_hu"] == np.percentile(both, 15, method="inverted_cdf")
+    assert statistics.total["ml"] == round(both.size * 2.5 * 0.7 * 0.9 / 1000, 2)
 
 
 def test_metal_does_not_change_the_mean_and_the_bounds_count_as_they_are() -> None:
     image = np.array([-3024, -951, -950, 30000], dtype=np.int16).reshape(1, 2, 2)
-    found = label_statistics(
+    found = scan_statistics(
         image,
         np.ones_like(image, dtype=np.uint8),
         VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)),
         {"all": 1},
-    )["all"]
+    ).labels["all"]
     assert found["mean_hu"] == round((-3024 - 951 - 950 + 30000) / 4, 2)
     assert found["share_below_minus_950_hu"] == 0.5
 
 
 def test_without_hu_there_are_volumes_alone() -> None:
     labels = np.ones(GRID.shape, dtype=np.uint8)
-    found = label_statistics(None, labels, GRID, {"left": 1})["left"]
+    found = scan_statistics(None, labels, GRID, {"left": 1}).labels["left"]
     assert found["ml"] == round(11 * 30 * 40 * 2.5 * 0.7 * 0.9 / 1000, 2)
     assert [found[name] for name in HU_FIGURES] == [None] * len(HU_FIGURES)

@@ -169,7 +169,9 @@ def test_names_of_outputs(
     assert {path.name for path in (tmp_path / "a.b").iterdir()} == {
         "a.nii.gz",
         "b.nii.gz",
+        "index.html",
         "summary.csv",
+        "summary.xlsx",
     }
     assert predict(scans / "b.nrrd", tmp_path / "a.b") == 0, "the folder is there now"
     assert predict(scans / "b.nrrd", tmp_path / "O.NRRD") == 0
@@ -202,7 +204,9 @@ def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
     good = [name for name in "abc" if name != bad]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *(f"{name}.nii.gz" for name in good),
+        "index.html",
         "summary.csv",
+        "summary.xlsx",
     ]
     said = capsys.readouterr()
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

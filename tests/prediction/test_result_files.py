@@ -145,23 +145,33 @@ def test_a_kind_that_is_missing_is_made_and_one_that_is_there_is_kept(
     assert (tmp_path / "out" / "b.preview.png").stat().st_size > 1000
 
 
-def test_the_summary_has_the_figures_and_keeps_rows_of_older_versions(
+def test_a_scan_is_one_row_of_the_summary_with_the_figures_of_its_report(
     scans: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "summary.csv").write_text(
-        "case,status,label,ml,warnings\nold,ok,left_lung,12,\na,ok,left_lung,13,\n"
-    )
     assert predict(scans, out) == 0
     rows = read_csv(out / "summary.csv")
-    assert [row["case"] for row in rows] == ["old", "a", "a", "b", "b"]
+    assert [row["case"] for row in rows] == ["a", "b"]
     report = json.loads((out / "b.json").read_text(encoding="utf-8"))
-    for row in rows[3:]:
-        figures = report["statistics"][row["label"]]
-        assert {name: float(row[name]) for name in HU_FIGURES} == {
-            name: figures[name] for name in HU_FIGURES
-        }
+    assert rows[1]["result"] == "b.nii.gz"
+    for label, figures in {"total": report["total_statistics"], **report["statistics"]}.items():
+        written = {name: float(rows[1][f"{label}_{name}"]) for name in ("ml", *HU_FIGURES[:-1])}
+        assert written == {name: figures[name] for name in written}
+        share = figures["share_below_minus_950_hu"]
+        assert float(rows[1][f"{label}_below_minus_950_percent"]) == pytest.approx(100 * share)
+    assert float(rows[1]["total_ml"]) == pytest.approx(sum(report["volume_ml"].values()), abs=0.02)
+
+
+def test_a_viewer_does_not_take_the_place_of_the_page_over_the_batch(
+    scans: Path, tmp_path: Path
+) -> None:
+    (scans / "a.nii.gz").rename(scans / "index.nii.gz")
+    with pytest.raises(UserError, match=r"index\.html is the page .* leave viewer out of save"):
+        predict(scans, tmp_path / "out", "save=[labels,viewer]")
+    assert predict(scans, tmp_path / "out", "save=[labels,preview]") == 0
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert page.count('<li class="card"') == 2
+    assert 'src="./index.preview.png"' in page
 
 
 @pytest.mark.parametrize(
@@ -223,7 +233,7 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
     out = tmp_path / "out"
     assert predict(scans, out, "save=[labels,viewer,preview]") == 0
     report = json.loads((out / "a.json").read_text(encoding="utf-8"))
-    rows = {row["label"]: row for row in read_csv(out / "summary.csv") if row["case"] == "a"}
+    row = read_csv(out / "summary.csv")[0]
     viewer = (out / "a.html").read_text(encoding="utf-8")
     assert set(report["dice_at_least"]) == set(LABELS)
     for name, stated in report["dice_at_least"].items():
@@ -232,10 +242,15 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
             "level": 0.9,
             "patients": 26,
         }
-        sentence = f"at least {math.floor(100 * stated['value']) / 100:.2f} in 9 of 10 patients (26 patients)"
-        assert rows[name]["dice_at_least"] == sentence
-        assert f"<dd>{sentence}</dd>" in viewer
-        assert f"{name.replace('_', ' ')}: Dice {sentence}" in written
+        least = f"{math.floor(100 * stated['value']) / 100:.2f}"
+        assert least in row["dice_at_least"]
+        assert name.replace("_", " ") in row["dice_at_least"]
+    sentence = row["dice_at_least"]
+    assert sentence.startswith("Dice at least 0.")
+    assert sentence.endswith(" in 9 of 10 patients (26 patients)")
+    assert sentence.count("patients (") == 1
+    assert viewer.count(sentence) == 1
+    assert sentence in written
 
 
 def test_scores_of_an_evaluation_are_not_replaced(scans: Path, tmp_path: Path) -> None:

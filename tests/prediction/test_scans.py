@@ -123,7 +123,9 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "good.json",
         "good.nii.gz",
+        "index.html",
         "summary.csv",
+        "summary.xlsx",
     ]
     assert is_right(tmp_path / "out" / "good.nii.gz")
     # Alone each of them is the whole request.

@@ -7,55 +7,57 @@
   const press = (all, pressed) => all.forEach((one) => one.setAttribute("aria-pressed", String(one === pressed)));
 
   const viewer = new niivue.Niivue({
-    logLevel: "error", dragAndDropEnabled: false, isRadiologicalConvention: true, isCornerOrientationText: true, crosshairWidth: 0.5,
-    crosshairColor: [0.9, 0.9, 0.9, 0.6], fontColor: [0.85, 0.88, 0.9, 1], fontMinPx: 11, multiplanarShowRender: 0, tileMargin: 2,
-    loadingText: "", atlasOutline: 1, clipPlaneHotKey: "", cycleClipPlaneHotKey: "", viewModeHotKey: "", scrollRequiresFocus: false,
+    logLevel: "error", dragAndDropEnabled: false, isRadiologicalConvention: true, sagittalNoseLeft: true, crosshairWidth: 0.5,
+    crosshairColor: [0.9, 0.9, 0.9, 0.6], isOrientationTextVisible: false, multiplanarShowRender: 0, tileMargin: 2,
+    dragMode: niivue.DRAG_MODE.windowing, loadingText: "", clipPlaneHotKey: "", cycleClipPlaneHotKey: "", viewModeHotKey: "", scrollRequiresFocus: false,
   });
   const names = { 0: "" };
   data.labels.forEach((one) => { names[one.value] = one.name.replaceAll("_", " "); });
   const differenceNames = { 0: "" };
   data.differences.forEach((one) => { differenceNames[one.value] = one.name; });
+  let overlay = null;
+  // The scan is drawn by niivue, the labels by the overlay.
   viewer.onLocationChange = ({ mm, values }) => {
-    const [value, label, difference] = values.map((one) => Math.round(one.value));
+    if (overlay === null) return;
     const [x, y, z] = mm;  // niivue's world is RAS
-    const parts = [`${(-x).toFixed(1)}, ${(-y).toFixed(1)}, ${z.toFixed(1)} mm (LPS)`, `value ${value}`, names[label] ?? "", differenceNames[difference] ?? ""];
-    place.textContent = parts.filter(Boolean).join(" · ");
+    const { position } = overlay;
+    const value = Math.round(values[0].value);
+    const parts = [
+      data.is_ct ? `${value} HU` : `value ${value}`, names[overlay.labels.valueAt(position)] ?? "",
+      differenceNames[overlay.differences?.valueAt(position) ?? 0] ?? "", `${(-x).toFixed(1)}, ${(-y).toFixed(1)}, ${z.toFixed(1)} mm (LPS)`,
+    ];
+    place.textContent = parts.filter(Boolean).join(" · ").replaceAll("-", "−");
   };
 
-  const colours = (entries) => {
-    const rgb = entries.map((one) => [1, 3, 5].map((start) => parseInt(one.colour.slice(start, start + 2), 16)));
-    return {
-      R: [0, ...rgb.map((one) => one[0])], G: [0, ...rgb.map((one) => one[1])], B: [0, ...rgb.map((one) => one[2])],
-      A: [0, ...rgb.map(() => 255)], I: [0, ...entries.map((one) => one.value)], labels: ["", ...entries.map((one) => one.name)],
-    };
-  };
-  const add = async (name, options, entries) => {
-    const base64 = read(`volume-${name}`);
-    if (!base64) return;
-    const volume = await niivue.NVImage.loadFromBase64({ base64, name: `${name}.nii.gz`, ...options });
-    if (entries) volume.setColormapLabel(colours(entries));
-    viewer.addVolume(volume);
-  };
+  const load = (name, options) => niivue.NVImage.loadFromBase64({ base64: read(`volume-${name}`), name: `${name}.nii.gz`, ...options });
+  const readLabels = async (name) => (read(`volume-${name}`) ? new LabelBox((await load(name)).img, data.scan.labels) : null);
 
-  const differenceOpacity = 0.8;
-  let labelOpacity = 0.35;
-  let isOutlined = true;
-  let hasLabels = true;
-  let hasDifferences = data.differences.length > 0;
-  const draw = () => {
-    const shown = hasLabels ? labelOpacity : 0;
-    viewer.volumes[1].opacity = shown;
-    if (viewer.volumes[2]) viewer.volumes[2].opacity = hasDifferences ? differenceOpacity : 0;
-    viewer.opts.atlasOutline = isOutlined && shown > 0 ? 1 : 0;
-    viewer.updateGLVolume();
+  const setPressed = (id, value) => document.getElementById(id)?.setAttribute("aria-pressed", String(value));
+  const change = (options) => {
+    Object.assign(overlay.options, options);
+    setPressed("outline", overlay.options.hasOutlines);
+    setPressed("differences", overlay.options.hasDifferences);
+    document.getElementById("fill").value = Math.round(100 * overlay.options.fill);
+    overlay.draw();
+  };
+  const showWindow = () => {
+    const { cal_min: low, cal_max: high } = viewer.volumes[0];
+    const range = buttons("window").findIndex((_, number) => {
+      const [first, last] = data.windows[number].range ?? [];
+      return Math.abs(first - low) < 1 && Math.abs(last - high) < 1;
+    });
+    if (range >= 0) press(buttons("window"), buttons("window")[range]);
+    document.getElementById("window").textContent = `W ${Math.round(high - low)} L ${Math.round((low + high) / 2)}`.replaceAll("-", "−");
   };
   const views = {
-    axial: viewer.sliceTypeAxial, coronal: viewer.sliceTypeCoronal, sagittal: viewer.sliceTypeSagittal, multi: viewer.sliceTypeMultiplanar,
+    axial: [[0, [0, 0, 1, 1]]], coronal: [[1, [0, 0, 1, 1]]], sagittal: [[2, [0, 0, 1, 1]]],
+    multi: [[0, [0, 0, 0.5, 0.5]], [1, [0.5, 0, 0.5, 0.5]], [2, [0, 0.5, 0.5, 0.5]]],
   };
   let view = "multi";
   const setView = (name) => {
     view = name;
-    viewer.setSliceType(views[name]);
+    overlay.options.hasFront = name === "multi";
+    viewer.setCustomLayout(views[name].map(([sliceType, position]) => ({ sliceType, position })));
     press(buttons("view"), buttons("view").find((one) => one.dataset.view === name));
   };
   let windowNumber = 0;
@@ -66,41 +68,37 @@
     viewer.updateGLVolume();
     press(buttons("window"), buttons("window")[windowNumber]);
   };
+  const moveTo = (fraction) => {
+    viewer.scene.crosshairPos = fraction;
+    viewer.createOnLocationChange();
+    viewer.drawScene();
+  };
   let placeNumber = -1;
   const jump = (number) => {
     if (!data.places.length) return;
     placeNumber = number % data.places.length;
-    viewer.scene.crosshairPos = viewer.mm2frac(data.places[placeNumber].mm);
-    viewer.createOnLocationChange();
-    viewer.drawScene();
+    moveTo(viewer.mm2frac(data.places[placeNumber].mm, 0, true));
   };
   const step = (number) => {
     const axis = { axial: 2, multi: 2, coronal: 1, sagittal: 0 }[view];
     viewer.moveCrosshairInVox(...[0, 1, 2].map((one) => (one === axis ? number : 0)));
     viewer.drawScene();
   };
-  const setOpacity = (value) => {
-    labelOpacity = Math.min(1, Math.max(0, value));
-    document.getElementById("opacity").value = Math.round(100 * labelOpacity);
-    hasLabels = true;
-    draw();
-  };
-  const toggle = (id, value) => document.getElementById(id)?.setAttribute("aria-pressed", String(value));
+  const setFill = (fill) => change({ fill: Math.min(1, Math.max(0, fill)), hasLabels: true });
   const actions = {
     m: () => setView("multi"), a: () => setView("axial"), c: () => setView("coronal"), s: () => setView("sagittal"),
     w: () => setWindow(windowNumber + 1), j: () => jump(placeNumber + 1), ArrowUp: () => step(1), ArrowDown: () => step(-1),
-    "+": () => setOpacity(labelOpacity + 0.1), "=": () => setOpacity(labelOpacity + 0.1), "-": () => setOpacity(labelOpacity - 0.1),
-    o: () => { isOutlined = !isOutlined; toggle("outline", isOutlined); draw(); },
-    h: () => { hasLabels = !hasLabels; draw(); },
-    d: () => { hasDifferences = !hasDifferences; toggle("differences", hasDifferences); draw(); },
+    "+": () => setFill(overlay.options.fill + 0.1), "=": () => setFill(overlay.options.fill + 0.1), "-": () => setFill(overlay.options.fill - 0.1),
+    o: () => change({ hasOutlines: !overlay.options.hasOutlines }),
+    h: () => change({ hasLabels: !overlay.options.hasLabels }),
+    d: () => change({ hasDifferences: !overlay.options.hasDifferences }),
   };
 
   try {
     await viewer.attachToCanvas(document.getElementById("canvas"));
     const [low, high] = data.windows[0].range ?? [NaN, NaN];
-    await add("image", { cal_min: low, cal_max: high });
-    await add("labels", { opacity: labelOpacity }, data.labels);
-    await add("differences", { opacity: differenceOpacity }, data.differences);
+    viewer.addVolume(await load("image", { cal_min: low, cal_max: high }));
+    overlay = new Overlay(document.getElementById("overlay"), viewer, data, await readLabels("labels"), await readLabels("differences"));
   } catch (error) {
     place.textContent = `This browser cannot show the scan (${error.message}); it needs WebGL 2.`;
     throw error;
@@ -108,9 +106,21 @@
   buttons("view").forEach((one) => one.addEventListener("click", () => setView(one.dataset.view)));
   buttons("window").forEach((one) => one.addEventListener("click", () => setWindow(Number(one.dataset.window))));
   buttons("place").forEach((one) => one.addEventListener("click", () => jump(Number(one.dataset.place))));
-  document.getElementById("opacity").addEventListener("input", (event) => setOpacity(event.target.value / 100));
+  document.getElementById("fill").addEventListener("input", (event) => setFill(event.target.value / 100));
   document.getElementById("outline").addEventListener("click", actions.o);
   document.getElementById("differences")?.addEventListener("click", actions.d);
+  // Whatever makes niivue draw, such as a wheel or a new size of the window, moves the labels too.
+  const drawScene = viewer.drawScene.bind(viewer);
+  viewer.drawScene = () => {
+    const result = drawScene();
+    overlay.draw();
+    showWindow();
+    return result;
+  };
+  document.getElementById("canvas").addEventListener("pointerdown", (event) => {
+    const index = overlay.indexAtFront(event.offsetX * overlay.scale, event.offsetY * overlay.scale);
+    if (index) moveTo(overlay.fractionOf(index));
+  });
   // Before niivue, which gives some letters another meaning.
   window.addEventListener("keydown", (event) => {
     const isTyping = event.target.matches?.("input") && event.key.startsWith("Arrow");
@@ -119,6 +129,7 @@
     event.stopImmediatePropagation();
     actions[event.key]();
   }, true);
+  setView("multi");
   if (data.places.length) jump(0);
   else viewer.createOnLocationChange();
   document.body.dataset.ready = "true";

@@ -1,0 +1,132 @@
+"""Spreadsheets: tables of dictionaries as sheets of an Excel file, with numbers as numbers."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medseg.io.atomic import replace_bytes
+
+MAX_CELL_CHARACTERS = 32_767
+"""Longest text that Excel takes in a cell."""
+
+# Excel counts days from here.
+FIRST_DATE = date(1900, 3, 1)
+HEADING_STYLE = {
+    "bold": True,
+    "text_wrap": True,
+    "valign": "top",
+    "bg_color": "#e8eef2",
+    "border": 1,
+}
+# A file name may look like a formula, an address or a number, and is none.
+OPTIONS = {
+    "in_memory": True,
+    "strings_to_formulas": False,
+    "strings_to_numbers": False,
+    "strings_to_urls": False,
+}
+
+
+class Link(NamedTuple):
+    """A cell that opens a file.
+
+    Attributes:
+        target: Path of the file, relative to that of the spreadsheet.
+        text: What the cell shows.
+    """
+
+    target: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SheetColumn:
+    """Column of a sheet.
+
+    Attributes:
+        key: Key of its cells in the rows.
+        heading: Text of the first row.
+        width: Width in characters.
+        number_format: Format of its numbers, such as `0.0`.
+        is_wrapped: Whether long texts take several lines.
+    """
+
+    key: str
+    heading: str
+    width: float = 12.0
+    number_format: str = "General"
+    is_wrapped: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One sheet: a table whose headings stay in sight, with a filter on each column.
+
+    Attributes:
+        columns: Its columns.
+        rows: Cells by key: numbers, dates, texts, links; None and a missing key give an empty cell.
+        num_fixed: Columns that stay in sight at the left.
+    """
+
+    columns: Sequence[SheetColumn]
+    rows: Sequence[Mapping[str, Any]]
+    num_fixed: int = 0
+
+
+def write_spreadsheet(path: Path, sheets: Mapping[str, Sheet]) -> None:
+    """Write an Excel file (.xlsx), whole or not at all.
+
+    Args:
+        path: The file.
+        sheets: Name of each sheet to its content, in order.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    from xlsxwriter import Workbook
+
+    content = io.BytesIO()
+    with Workbook(content, OPTIONS) as workbook:
+        for name, sheet in sheets.items():
+            _add_sheet(workbook, name, sheet)
+    replace_bytes(path, content.getbuffer())
+
+
+def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
+    """Add a sheet to a workbook of XlsxWriter."""
+    page = workbook.add_worksheet(name)
+    heading_format = workbook.add_format(HEADING_STYLE)
+    date_format = workbook.add_format(
+        {"num_format": "yyyy-mm-dd", "valign": "top", "align": "left"}
+    )
+    link_format = workbook.add_format({"font_color": "#0b6e99", "underline": True, "valign": "top"})
+    for number, column in enumerate(sheet.columns):
+        cell_format = workbook.add_format(
+            {"valign": "top", "text_wrap": column.is_wrapped, "num_format": column.number_format}
+        )
+        page.set_column(number, number, column.width)
+        page.write_string(0, number, _text(column.heading), heading_format)
+        for row_number, row in enumerate(sheet.rows, start=1):
+            value = row.get(column.key)
+            place = (row_number, number)
+            if isinstance(value, Link):
+                target = f"external:{_text(value.target)}"
+                page.write_url(*place, target, link_format, _text(value.text))
+            elif isinstance(value, date) and value >= FIRST_DATE:
+                page.write_datetime(*place, value, date_format)
+            elif isinstance(value, int | float) and math.isfinite(value):
+                page.write_number(*place, value, cell_format)
+            elif value is not None:
+                page.write_string(*place, _text(str(value)), cell_format)
+    page.freeze_panes(1, sheet.num_fixed)
+    page.autofilter(0, 0, max(1, len(sheet.rows)), len(sheet.columns) - 1)
+
+
+def _text(text: str) -> str:
+    """Prepare a text for a cell: short enough, and in UTF-8 as file names need not be."""
+    encodable = text.encode(errors="backslashreplace").decode()
+    return encodable[:MAX_CELL_CHARACTERS]

@@ -1,0 +1,143 @@
+"""Page over a batch (`index.html`): the previews of all scans, worst first, with a filter.
+
+It refers to the pictures and viewers beside it, needs no network, and works from a file.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from medseg.io.atomic import replace_text
+from medseg.io.label_table import Structure
+
+# Status to its place in the order and its words; the first are the worst.
+STATUS_WORDS = {
+    "failed": "failed",
+    "not_hu": "values are not HU",
+    "warnings": "warnings",
+    "ok": "no warnings",
+}
+STATUS_STYLES = {"failed": "bad", "not_hu": "bad", "warnings": "open", "ok": "good"}
+ORDER = (
+    "failed scans, then scans whose values are not HU, then those with warnings; within these the "
+    "least agreement of the two stages first, then the most warnings"
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A scan on the page.
+
+    Attributes:
+        name: Name of the case.
+        status: Status of the summary.
+        patient: Patient ID, or "".
+        date: Date of the study, or "".
+        volumes_ml: Label name to its volume, first that of all together; None of a failed scan.
+        warnings: Sentences that ask for a look.
+        information: Sentences that ask for nothing.
+        codes: Codes of the warnings, each once.
+        least_agreement: Smallest Dice coefficient of the two stages; None where there is none.
+        bound: Sentence about the lower bound on Dice, or "".
+        preview: Name of the picture beside the page, or "".
+        viewer: Name of the viewer beside the page, or "".
+    """
+
+    name: str
+    status: str
+    patient: str
+    date: str
+    volumes_ml: Mapping[str, float | None]
+    warnings: Sequence[str]
+    information: Sequence[str]
+    codes: Sequence[str]
+    least_agreement: float | None
+    bound: str
+    preview: str
+    viewer: str
+
+    @property
+    def status_words(self) -> str:
+        """The status in words."""
+        return STATUS_WORDS.get(self.status, self.status)
+
+    @property
+    def status_style(self) -> str:
+        """Class of the status in the style sheet."""
+        return STATUS_STYLES.get(self.status, "open")
+
+    @property
+    def link(self) -> str:
+        """Address of the viewer or, without one, of the picture; "" without both."""
+        return self.viewer_link or self.preview_link
+
+    @property
+    def viewer_link(self) -> str:
+        """Address of the viewer."""
+        return _link(self.viewer)
+
+    @property
+    def preview_link(self) -> str:
+        """Address of the picture."""
+        return _link(self.preview)
+
+    @property
+    def words(self) -> str:
+        """What a search looks through, in small letters."""
+        words = (self.name, self.patient, self.date, *self.warnings, *self.information)
+        return " ".join(words).lower()
+
+    @property
+    def badness(self) -> tuple[int, float, int, str]:
+        """Key that sorts the worst scan to the front, see `ORDER`."""
+        places = list(STATUS_WORDS)
+        place = places.index(self.status) if self.status in places else len(places)
+        # Stages that have nothing to compare agree least.
+        agreement = -1.0 if self.least_agreement is None else self.least_agreement
+        return place, agreement, -len(self.warnings), self.name
+
+
+def worst_first(cards: Sequence[Card]) -> list[Card]:
+    """Sort scans, the worst first."""
+    return sorted(cards, key=lambda card: card.badness)
+
+
+def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[Structure]) -> None:
+    """Write the page, whole or not at all; its folder is its title.
+
+    Args:
+        path: HTML file, beside the files that the cards name.
+        cards: The scans in the order of the table.
+        structures: Colours of the labels.
+
+    Raises:
+        UserError: If the file cannot be written.
+    """
+    # Jinja2 takes 10 MiB.
+    from medseg.report.html import render_page
+
+    num_by_status = Counter(card.status_words for card in cards)
+    num_by_code = Counter(code for card in cards for code in card.codes)
+    statuses = [words for words in STATUS_WORDS.values() if num_by_status[words]]
+    page = render_page(
+        "index.html",
+        "results",
+        path.resolve().parent.name,
+        [("scans", len(cards)), *((words, num_by_status[words]) for words in statuses)],
+        {},
+        folder=str(path.resolve().parent),
+        cards=worst_first(cards),
+        order=ORDER,
+        statuses={words: num_by_status[words] for words in statuses},
+        codes=dict(num_by_code.most_common()),
+        colours={entry.name: entry.colour for entry in structures},
+        has_pictures=any(card.preview for card in cards),
+    )
+    replace_text(path, page)
+
+
+def _link(file_name: str) -> str:
+    """Address of a file beside the page; a name may contain a colon, `#` or `?`."""
+    return f"./{quote(file_name, errors='surrogateescape')}" if file_name else ""

@@ -1,0 +1,172 @@
+"""Summary of a batch: a row for each scan, its columns, what stays of earlier tables, and LibreOffice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from medseg.io.identity import Identity
+from medseg.io.tables import read_csv
+from medseg.metrics.hu_statistics import HU_FIGURES
+from medseg.prediction.batch import BatchCase
+from medseg.prediction.scans import Scan
+from medseg.prediction.summary import write_summary
+from medseg.task import Channel, Task
+
+LUNGS = Task("lungs", {"left_lung": 1, "right_lung": 2}, (), channels=(Channel("ct", window_hu=(-1000.0, 400.0)),))  # fmt: skip
+MR = Task("brain", {"total": 1, "tumour": 2}, (), channels=(Channel("mr", normalise="zscore"),))
+
+
+def figures(ml: float, mean_hu: float) -> dict[str, float]:
+    return {
+        "ml": ml,
+        **dict(zip(HU_FIGURES, [mean_hu, -936, -912, -866, -514, 0.0201], strict=True)),
+    }
+
+
+def report_of(name: str, **changes: Any) -> dict[str, Any]:
+    """Content of `<case>.json`, as far as the summary reads it."""
+    bound = {"value": 0.981, "level": 0.9, "patients": 26}
+    topogram = {"code": "left_out", "severity": "information", "sentence": "a topogram, left out"}
+    report = {
+        "identity": {"patient": f"P {name}", "study_date": "2024-01-31"},
+        "volume_ml": {"left_lung": 1762.25, "right_lung": 1994.5},
+        "statistics": {"left_lung": figures(1762.25, -824.4), "right_lung": figures(1994.5, -838)},
+        "total_statistics": figures(3756.75, -832.1),
+        "status": "warnings",
+        "warnings": ["look at the left", "look | at the right"],
+        "findings": [topogram, {"code": "cut_region", "severity": "warning", "sentence": "look"}],
+        "dice_at_least": {"left_lung": bound, "right_lung": bound},
+        "agreements": {"left_lung": 0.98, "right_lung": 0.93},
+        "results": {f"{name}.nii.gz": "0", f"{name}.preview.png": "0"},
+    }
+    return report | changes
+
+
+def case_of(folder: Path, name: str, **changes: Any) -> BatchCase:
+    case = BatchCase(Scan(name, Path(name)), folder / f"{name}.nii.gz")
+    case.report = report_of(name, **changes)
+    (folder / f"{name}.json").write_text(json.dumps(case.report))
+    return case
+
+
+def failed_case(folder: Path) -> BatchCase:
+    scan = Scan("broken", Path("broken"), identity=Identity("P 7", "2023-02-03"))
+    case = BatchCase(scan, folder / "broken.nii.gz")
+    case.exit_code, case.messages = 2, ["it is damaged; export it again (patient P 7, 2023-02-03)."]
+    return case
+
+
+def test_a_scan_is_one_row_with_patient_date_figures_and_words(tmp_path: Path) -> None:
+    write_summary(tmp_path, [case_of(tmp_path, "a"), failed_case(tmp_path)], LUNGS)
+    row, failed = read_csv(tmp_path / "summary.csv")
+    assert list(row)[:7] == [
+        "case", "status", "patient", "date", "total_ml", "left_lung_ml", "right_lung_ml",
+    ]  # fmt: skip
+    assert list(row)[-4:] == ["dice_at_least", "warnings", "information", "result"]
+    assert (row["patient"], row["date"]) == ("P a", "2024-01-31")
+    assert (row["total_ml"], row["left_lung_ml"]) == ("3756.75", "1762.25")
+    assert (row["total_mean_hu"], row["left_lung_p5_hu"]) == ("-832.1", "-936")
+    assert row["right_lung_below_minus_950_percent"] == "2.01"
+    assert row["warnings"] == "look at the left | look | at the right"
+    assert row["information"] == "a topogram, left out"
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "<li>look | at the right</li>" in page, "one sentence"
+    assert row["dice_at_least"].startswith("Dice at least 0.98 (left lung and right lung) in 9 of")
+    assert row["result"] == "a.nii.gz"
+    assert (failed["status"], failed["patient"], failed["date"]) == ("failed", "P 7", "2023-02-03")
+    assert failed["warnings"].startswith("it is damaged")
+    assert failed["total_ml"] == ""
+
+
+def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "a", volume_ml={"total": 3.5, "tumour": 1.0}, statistics={}, total_statistics={})  # fmt: skip
+    write_summary(tmp_path, [case], MR)
+    (row,) = read_csv(tmp_path / "summary.csv")
+    assert [key for key in row if key.endswith("_ml")] == ["total_of_all_ml", "total_ml", "tumour_ml"]  # fmt: skip
+    assert (row["total_of_all_ml"], row["total_ml"]) == ("4.5", "3.5")
+    assert not [key for key in row if "hu" in key or "percent" in key]
+
+
+def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
+    """Of a table of an older version, of one whose results are gone, and of another task."""
+    (tmp_path / "summary.csv").write_text(
+        "case,status,label,ml,warnings\nold,warnings,left_lung,12,gone\n"
+        "old,warnings,right_lung,13,gone\na,ok,left_lung,1,\nkept,ok,left_lung,1,\n"
+    )
+    case_of(tmp_path, "kept", volume_ml={"liver": 1400.0}, statistics={}, total_statistics={})
+    write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+    old, kept, own = read_csv(tmp_path / "summary.csv")
+    assert (old["case"], old["status"], old["warnings"]) == ("old", "warnings", "gone")
+    assert old["total_ml"] == ""
+    assert (kept["case"], kept["patient"], kept["liver_ml"]) == ("kept", "P kept", "1400.0")
+    assert kept["total_ml"] == "1400.0"
+    assert (own["case"], own["left_lung_ml"]) == ("a", "1762.25")
+    # Again, now with the results of one removed: its row is all that is left of it.
+    (tmp_path / "kept.json").unlink()
+    before = (tmp_path / "summary.csv").read_text()
+    write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+    rows = read_csv(tmp_path / "summary.csv")
+    assert [row["case"] for row in rows] == ["old", "kept", "a"]
+    assert float(rows[1]["liver_ml"]) == 1400
+    assert before.splitlines()[0] == (tmp_path / "summary.csv").read_text().splitlines()[0]
+
+
+OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
+TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
+PARAGRAPH = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}p"
+
+
+def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str, str]]]:
+    """Cells of a sheet of LibreOffice by row: type, and number, date or text."""
+    (table,) = [one for one in document.iter(f"{TABLE}table") if one.get(f"{TABLE}name") == name]
+    rows = []
+    for row in table.iter(f"{TABLE}table-row"):
+        cells = []
+        for cell in row.findall(f"{TABLE}table-cell"):
+            kind = cell.get(f"{OFFICE}value-type", "")
+            text = "\n".join("".join(line.itertext()) for line in cell.findall(PARAGRAPH))
+            value = cell.get(f"{OFFICE}value") or cell.get(f"{OFFICE}date-value") or text
+            # The empty cells at the end of a row are one that is repeated.
+            cells += [(kind, value)] * min(100, int(cell.get(f"{TABLE}number-columns-repeated", 1)))
+        rows.append(cells)
+    return rows
+
+
+@pytest.mark.slow
+def test_libreoffice_reads_numbers_as_numbers_and_dates_as_dates(tmp_path: Path) -> None:
+    program = shutil.which("soffice")
+    if program is None:
+        pytest.skip("no LibreOffice here (Debian: libreoffice-calc-nogui)")
+    write_summary(tmp_path, [case_of(tmp_path, "a"), failed_case(tmp_path)], LUNGS)
+    command = [
+        program, f"-env:UserInstallation={(tmp_path / 'profile').as_uri()}", "--headless",
+        "--convert-to", "fods", "--outdir", str(tmp_path), str(tmp_path / "summary.xlsx"),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    document = ElementTree.parse(tmp_path / "summary.fods").getroot()
+    headings, first, second = read_sheet(document, "scans")[:3]
+    row, failed = (
+        dict(zip([text for _, text in headings], cells, strict=False)) for cells in (first, second)
+    )
+    assert (row["case"], row["patient"]) == (("string", "a"), ("string", "P a"))
+    assert row["date"][0] == "date"
+    assert row["date"][1].startswith("2024-01-31")
+    assert row["total: volume (ml)"] == ("float", "3756.75")
+    assert row["left lung: 5th percentile (HU)"] == ("float", "-936")
+    assert row["total: below −950 HU (%)"] == ("float", "2.01")
+    assert row["warnings"] == ("string", "look at the left\nlook | at the right")
+    assert failed["total: volume (ml)"] == ("", "")
+    assert failed["patient"] == ("string", "P 7")
+    about = [[text for _, text in cells[:4]] for cells in read_sheet(document, "columns")]
+    explained = {key: (unit, meaning) for _, key, unit, meaning in about[1:] if key}
+    assert list(explained) == list(read_csv(tmp_path / "summary.csv")[0])
+    assert explained["total_p15_hu"][0] == "HU"
+    assert explained["left_lung_ml"] == ("ml", "Volume of the label left lung")
+    assert all(meaning for _, meaning in explained.values())
