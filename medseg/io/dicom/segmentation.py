@@ -18,9 +18,11 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import (
+    UTF_8,
     derived_series,
     labels_on_slices,
     source_headers,
+    state_encoding,
     stored_name,
 )
 from medseg.io.label_table import Structure
@@ -92,7 +94,7 @@ def write_segmentation(
             software_versions=__version__,
             device_serial_number=__version__,
             series_description=series.description,
-            specific_character_set="ISO_IR 192",
+            specific_character_set=UTF_8,
             plane_positions=positions,
             omit_empty_frames=not keep_empty_frames,
         )
@@ -151,7 +153,7 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
     for side in structure.code[2:]:
         kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
     colour = CIELabColor.from_string(structure.colour) if structure.colour else None
-    return SegmentDescription(
+    segment = SegmentDescription(
         number,
         name,
         category,
@@ -160,3 +162,5 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
         AlgorithmIdentificationSequence("medseg", codes.DCM.ArtificialIntelligence, __version__),
         display_color=colour,
     )
+    state_encoding(segment, name)
+    return segment

@@ -16,10 +16,12 @@ from medseg.io.dicom.contours import outlines
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.dicom.structures import (
+    UTF_8,
     derived_series,
     labels_on_slices,
     points_of,
     source_headers,
+    state_encoding,
     stored_name,
 )
 from medseg.io.label_table import Structure
@@ -69,7 +71,7 @@ def write_structure_set(
             manufacturer_model_name="medseg",
             software_versions=__version__,
             series_description=series.description,
-            specific_character_set="ISO_IR 192",
+            specific_character_set=UTF_8,
             # Contours of more than 64 KiB have no length in the explicit encoding.
             transfer_syntax_uid=ImplicitVRLittleEndian,
         )
@@ -91,12 +93,7 @@ def write_structure_set(
             _item(FrameOfReferenceUID=first.FrameOfReferenceUID, RTReferencedStudySequence=[study])
         ]
         dataset.StructureSetROISequence = [
-            _item(
-                ROINumber=number,
-                ReferencedFrameOfReferenceUID=first.FrameOfReferenceUID,
-                ROIName=stored_name(structure.name),
-                ROIGenerationAlgorithm="AUTOMATIC",
-            )
+            _region(number, structure, first.FrameOfReferenceUID)
             for number, structure in enumerate(structures, start=1)
         ]
         dataset.ROIContourSequence = [
@@ -115,6 +112,19 @@ def _item(**fields: Any) -> Dataset:
     item = Dataset()
     for keyword, value in fields.items():
         setattr(item, keyword, value)
+    return item
+
+
+def _region(number: int, structure: Structure, frame_of_reference_uid: str) -> Dataset:
+    """Name a region of interest."""
+    name = stored_name(structure.name)
+    item = _item(
+        ROINumber=number,
+        ReferencedFrameOfReferenceUID=frame_of_reference_uid,
+        ROIName=name,
+        ROIGenerationAlgorithm="AUTOMATIC",
+    )
+    state_encoding(item, name)
     return item
 
 

@@ -27,6 +27,9 @@ IDENTITY = (
 )
 """Fields by which an object refers to its source."""
 
+UTF_8 = "ISO_IR 192"
+"""Name of this encoding in DICOM."""
+
 MAX_NAME = 64
 """Characters of a segment's label, of the name of a region of interest, and of a code's meaning."""
 
@@ -115,6 +118,15 @@ def _derived_number(header: Dataset, kind_number: int) -> int:
 def stored_name(name: str) -> str:
     """Name of a label in DICOM: cut to the field, without the sign that separates values."""
     return name.replace("\\", "_")[:MAX_NAME]
+
+
+def state_encoding(item: Dataset, name: str) -> None:
+    """State the encoding of a name in the item that holds it.
+
+    The standard lets an item inherit it from the file, but dcmjs, the reader of OHIF, does not.
+    """
+    if not name.isascii():
+        item.SpecificCharacterSet = UTF_8
 
 
 def labels_on_slices(
