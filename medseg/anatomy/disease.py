@@ -1,4 +1,4 @@
-"""Disease painted into lungs whose outline is known, so that networks learn to include diseased parts.
+"""Disease painted into lungs of a known outline: networks learn to include diseased parts.
 
 Radii, densities and the diseased share of a lung lie in ranges that chest CTs show; densities
 follow the terms of the Fleischner Society (Hansell et al., Radiology 246 (2008) 697): ground glass
@@ -59,28 +59,30 @@ class Place(NamedTuple):
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
         """Depth in a rough ball about a random voxel of the organ."""
         voxels = self.organ.flatten().nonzero()[:, 0]
-        chosen = np.unravel_index(
-            int(voxels[int(self.rng.integers(len(voxels)))]), tuple(self.organ.shape)
-        )
+        voxel = int(voxels[int(self.rng.integers(len(voxels)))])
+        z, y, x = map(int, np.unravel_index(voxel, tuple(self.organ.shape)))
+        # Uniform in the logarithm: each doubling of the radius is equally frequent.
         low, high = map(math.log, radius_mm)
         radius = math.exp(self.rng.uniform(low, high))
-        squares = [
-            (axis - axis.flatten()[int(at)]) ** 2
-            for axis, at in zip(self.points_mm, chosen, strict=True)
-        ]
-        return radius - (squares[0] + squares[1] + squares[2]).sqrt() + rough_mm * self.rough
+        axis_z, axis_y, axis_x = self.points_mm
+        square = (axis_z - axis_z.flatten()[z]) ** 2 + (axis_y - axis_y.flatten()[y]) ** 2
+        square = square + (axis_x - axis_x.flatten()[x]) ** 2
+        return radius - square.sqrt() + rough_mm * self.rough
 
     def lowest(self, share: tuple[float, float], tilt: float, rough_mm: float) -> Tensor:
-        """Depth below a plane that cuts off a share of the organ at its back, and in a tilted plane also at its base or apex."""
-        z, x = self.rng.uniform(-tilt, tilt, size=2)
-        height = (self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]) / math.sqrt(
-            1 + z * z + x * x
-        )
+        """Depth below a plane that cuts off a share of the organ at its back.
+
+        A tilted plane also cuts its base or apex.
+        """
+        slope_z, slope_x = self.rng.uniform(-tilt, tilt, size=2)
+        axis_z, axis_y, axis_x = self.points_mm
+        # Distance along the unit normal of the plane.
+        norm = math.sqrt(1 + slope_z * slope_z + slope_x * slope_x)
+        height = (axis_y - slope_z * axis_z + slope_x * axis_x) / norm
         heights = height.expand(self.organ.shape)[self.organ]
         # A sample of the voxels is enough for a quantile.
-        level = float(
-            torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - self.rng.uniform(*share))
-        )
+        sample = heights[:: 1 + len(heights) // 10_000]
+        level = float(torch.quantile(sample, 1.0 - self.rng.uniform(*share)))
         return height - level + rough_mm * self.rough
 
 
@@ -101,8 +103,11 @@ def _collapse(place: Place) -> Lesion:
 
 
 KINDS: dict[str, Callable[[Place], Lesion]] = {
-    "consolidation": _consolidation, "ground_glass": _ground_glass, "mass": _mass, "collapse": _collapse,
-}  # fmt: skip
+    "consolidation": _consolidation,
+    "ground_glass": _ground_glass,
+    "mass": _mass,
+    "collapse": _collapse,
+}
 
 
 @dataclass(frozen=True)
@@ -131,15 +136,18 @@ class Disease(Effect):
     each_lung: bool = False
 
     def __post_init__(self) -> None:
-        if unknown := set(self.kinds) - KINDS.keys():
+        unknown = set(self.kinds) - KINDS.keys()
+        if unknown:
             raise ValueError(
-                f"disease_kinds: expected some of {', '.join(KINDS)}, got {', '.join(map(str, unknown))}"
+                f"disease_kinds: expected some of {', '.join(KINDS)}, got "
+                f"{', '.join(map(str, unknown))}"
             )
         if self.probability and not self.kinds:
             raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
         if self.probability and not self.window_hu:
             raise ValueError(
-                f"disease_probability={self.probability:g} needs HU, but the first channel of the task has no window; give 0"
+                f"disease_probability={self.probability:g} needs HU, but the first channel of the "
+                "task has no window; give 0"
             )
 
     def __call__(
@@ -147,13 +155,15 @@ class Disease(Effect):
     ) -> tuple[Tensor, Tensor]:
         """Paint the first channel, in place."""
         # Without disease nothing is drawn: the samples of older configurations stay.
-        if self.probability and self.window_hu is not None:
-            low, high = self.window_hu
-            half = (high - low) / 2
-            for value in self._draw_lungs(labels, rng):
-                hu = image[0].mul_(half).add_(low + half)
-                paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
-                hu.sub_(low + half).div_(half)
+        if not self.probability or self.window_hu is None:
+            return image, labels
+        low, high = self.window_hu
+        half = (high - low) / 2
+        for value in self._draw_lungs(labels, rng):
+            # A view of the image: from [-1, 1] to HU and back, in place.
+            hu = image[0].mul_(half).add_(low + half)
+            paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
+            hu.sub_(low + half).div_(half)
         return image, labels
 
     def _draw_lungs(self, labels: Tensor, rng: np.random.Generator) -> Iterator[int]:
@@ -162,7 +172,9 @@ class Disease(Effect):
             value for value in labels.unique().tolist() if value not in (0, self.ignore_label)
         ]
         if self.each_lung:
-            yield from (value for value in values if rng.random() < self.probability)
+            for value in values:
+                if rng.random() < self.probability:
+                    yield value
         elif rng.random() < self.probability and values:
             yield values[int(rng.integers(len(values)))]
 
@@ -186,38 +198,45 @@ def paint_disease(
         spacing_mm: Voxel spacing, (z, y, x).
     """
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
-    found = (labels == value).nonzero()
-    tight = VoxelBox(tuple(found.min(0).values.tolist()), tuple((found.max(0).values + 1).tolist()))
+    voxels = (labels == value).nonzero()
+    start, last = voxels.min(0).values, voxels.max(0).values
+    tight = VoxelBox(tuple(start.tolist()), tuple((last + 1).tolist()))
     box = tight.expanded(tuple(rim)).clipped(tuple(labels.shape)).slices()
-    image_hu, labels = image_hu[box], labels[box]
-    if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
+    # A view: what is painted is painted into the image of the caller.
+    image_hu = image_hu[box]
+    organ = labels[box] == value
+    if float(image_hu[organ].median()) > MAX_LUNG_HU:
         return
-    organ = labels == value
     z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
     for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
         kind = kinds[int(rng.integers(len(kinds)))]
-        place = Place(
-            (z[:, None, None], y[:, None], x),
-            organ,
-            _smooth_noise(organ.shape, spacing_mm, rng),
-            rng,
-        )
+        rough = _smooth_noise(organ.shape, spacing_mm, rng)
+        place = Place((z[:, None, None], y[:, None], x), organ, rough, rng)
         lesion = KINDS[kind](place)
-        share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0).mul_(_grown(organ, rim))
-        grain = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32)).mul_(
-            rng.uniform(5.0, 25.0)
-        )
-        denser = grain.add_(lesion.hu).add_(place.rough, alpha=8.0).sub_(image_hu).clamp_(min=0.0)
+        # One half at the border of the lesion, and nothing beyond the rim of the organ.
+        share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0)
+        share.mul_(_dilated(organ, rim))
+        # HU of the lesion with its texture: noise of each voxel, and noise of the grain.
+        texture = torch.from_numpy(rng.standard_normal(organ.shape, dtype=np.float32))
+        texture.mul_(rng.uniform(5.0, 25.0)).add_(lesion.hu).add_(rough, alpha=8.0)
+        # What is as dense already, such as a vessel in ground glass, stays.
+        denser = texture.sub_(image_hu).clamp_(min=0.0)
         image_hu.add_(share.mul_(denser))
 
 
-def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
-    """Grow a mask (D, H, W) by a number of voxels along each axis: 1 where it is, else 0, float32."""
-    grown = mask[None, None].float()
-    for axis, width in enumerate(voxels):
-        around = [width if other == axis else 0 for other in range(3)]
-        grown = F.max_pool3d(grown, [2 * one + 1 for one in around], stride=1, padding=around)
-    return grown[0, 0]
+def _dilated(mask: Tensor, margins: Sequence[int]) -> Tensor:
+    """Grow a mask (D, H, W) by a number of voxels along each axis.
+
+    Returns:
+        1 where it is, else 0, float32.
+    """
+    dilated = mask[None, None].float()
+    # One axis after the other is a box, with less work than the box at once.
+    for axis, margin in enumerate(margins):
+        padding, kernel = [0, 0, 0], [1, 1, 1]
+        padding[axis], kernel[axis] = margin, 2 * margin + 1
+        dilated = F.max_pool3d(dilated, kernel, stride=1, padding=padding)
+    return dilated[0, 0]
 
 
 def _smooth_noise(shape: Sequence[int], spacing_mm: Spacing, rng: np.random.Generator) -> Tensor:
@@ -228,6 +247,7 @@ def _smooth_noise(shape: Sequence[int], spacing_mm: Spacing, rng: np.random.Gene
     values = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32))
     noise = F.interpolate(
         values[None, None], size=tuple(shape), mode="trilinear", align_corners=True
-    )[0, 0]
+    )
+    noise = noise[0, 0]
     # Linear interpolation lowers the variance between the points of the grid.
     return noise / noise.std().clamp(min=1e-3)
