@@ -48,20 +48,10 @@ def remove_contradictions(
     volumes_ml: dict[str, float] = {}
     for region in regions:
         volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
-    contradicted = {
-        region.name
-        for region in regions
-        if _is_contradicted(
-            region, volumes_ml[region.name], agreements[region.name], labels, image_hu, task
-        )
-    }
-    lone = _lone_region(volumes_ml, contradicted)
-    if lone is not None and agreements[lone] < USUAL_AGREEMENT:
-        # What the coarse stage alone adds does not make a tiny region larger, unless the scan
-        # shows another one.
-        fine_ml = volumes_ml[lone] - added_ml.get(lone, 0.0)
-        if _is_tiny(fine_ml, lone, task):
-            contradicted.add(lone)
+    contradicted = _contradicted_regions(
+        regions, volumes_ml, agreements, added_ml, labels, image_hu, task
+    )
+    # A label that two regions share stays if one of them does.
     trusted_labels: set[str] = set()
     for region in regions:
         if region.name not in contradicted:
@@ -95,10 +85,32 @@ def remove_contradictions(
     return absent, warnings
 
 
-def _lone_region(volumes_ml: Mapping[str, float], contradicted: set[str]) -> str | None:
-    """Name of the only region that has voxels and is not contradicted; None if others do."""
-    present = [name for name in volumes_ml if volumes_ml[name] and name not in contradicted]
-    return present[0] if len(present) == 1 else None
+def _contradicted_regions(
+    regions: Sequence[Region],
+    volumes_ml: Mapping[str, float],
+    agreements: Mapping[str, float],
+    added_ml: Mapping[str, float],
+    labels: np.ndarray,
+    image_hu: np.ndarray,
+    task: Task,
+) -> set[str]:
+    """Name the regions on which the stages contradict each other; see `remove_contradictions`."""
+    contradicted = set()
+    present = []
+    for region in regions:
+        name = region.name
+        if _is_contradicted(region, volumes_ml[name], agreements[name], labels, image_hu, task):
+            contradicted.add(name)
+        elif volumes_ml[name]:
+            present.append(name)
+    if len(present) != 1 or agreements[present[0]] >= USUAL_AGREEMENT:
+        return contradicted
+    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
+    # another one.
+    lone = present[0]
+    if _is_tiny(volumes_ml[lone] - added_ml.get(lone, 0.0), lone, task):
+        contradicted.add(lone)
+    return contradicted
 
 
 def _is_contradicted(
