@@ -1,4 +1,4 @@
-"""Choice of the resampling of a plan: by splines, by torch's interpolation, or none; plane by plane."""
+"""Resampling that a plan asks for: by splines, by torch or none; plane by plane."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def make_planes(
         return SamePlanes(target[0])
     if plan.function == NONE:
         raise PlanError(
-            f"asks for no resampling, but the scan has {source} voxels and the network needs {target}"
+            f"asks for no resampling, but the scan has {source} voxels and the network needs "
+            f"{target}"
         )
     if plan.function == TORCH:
         if separate_axis(plan.separate_z, current_mm, new_mm) is not None:
