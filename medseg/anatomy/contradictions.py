@@ -61,6 +61,7 @@ def remove_contradictions(
     for region in regions:
         volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
         if not volume_ml:
+            # Its box stays: the user sees where nothing was found.
             warnings.append(
                 f"{region.name} is empty: the fine stage found nothing in the crop that the coarse "
                 "stage marks"
@@ -140,6 +141,7 @@ def _erase(labels: np.ndarray, values: Sequence[int]) -> None:
 
 def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
     """Whether a region is far below its least plausible volume, as bowel gas is."""
+    # Without a range in the task, no volume is tiny.
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
 

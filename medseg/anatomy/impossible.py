@@ -27,6 +27,7 @@ def remove_impossible(
         reasons.append(
             (is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas")
         )
+    # Only the values of a CT tell air, foam and tissue apart.
     if task.is_ct:
         beyond = beyond_patient(image_hu, grid.spacing_mm)
         is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)

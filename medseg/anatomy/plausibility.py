@@ -76,6 +76,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
             f"one of {names} extends beyond the centre of the other: the coarse stage may have "
             "mixed up the sides"
         )
+    # The sides of an organ differ, but not by as much as where one is cut or collapsed.
     if large > MAX_VOLUME_RATIO * small:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "
@@ -173,6 +174,7 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
     for name, (low_ml, high_ml) in task.volume_ml.items():
         volume_ml = sum(volumes_ml[label] for label in members[name])
         values = [task.labels[label] for label in members[name]]
+        # A missing organ has no volume to judge.
         is_small = 0 < volume_ml < low_ml and not _touches_border(labels, values)
         if is_small or volume_ml > high_ml:
             warnings.append(

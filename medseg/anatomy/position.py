@@ -105,6 +105,7 @@ def apex_excess(
         if is_cut:
             continue
         mask = np.isin(labels[box.slices()], task.region_values(region))
+        # Other organs with two sides have no apex.
         if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
             continue
         # z runs upwards.

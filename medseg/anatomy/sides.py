@@ -48,6 +48,7 @@ def lone_side_warnings(
         shows_other_skin = body_share[-1] <= OPEN_SHARE
         if not (is_cut_at_wall and shows_other_skin):
             continue
+        # If the skin on the other side is only a body wall away, the region belongs to that side.
         skin = int(np.flatnonzero(body_share > OPEN_SHARE)[-1]) + 1
         wall_mm = (skin - start - (box.stop[2] - box.start[2])) * grid.spacing_mm[2]
         if wall_mm <= MAX_WALL_MM:

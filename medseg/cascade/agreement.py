@@ -146,6 +146,7 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
         name: Content of the crop.
         grid: Its grid.
     """
+    # The spacing of a crop of fixed size differs by axis where its shape was not kept.
     ratio = distortion(grid.spacing_mm)
     if ratio <= MAX_DISTORTION:
         return []

@@ -106,6 +106,7 @@ def load_stage(
         use_channels_last(network)
     if options.half_weights:
         _store_half(trained)
+    # After the rounding: half of the bytes are moved.
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
@@ -305,6 +306,7 @@ def load_stages(
     checkpoints: dict[str, str] = {}
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
+    # The settings are those of the first: they are equal.
     return replace(
         first,
         others=tuple(trained.network for trained in loaded[1:]),
