@@ -223,7 +223,7 @@ class Cascade:
     ) -> Localisation:
         """Run the coarse stage; `result` receives its tiling plan and findings."""
         with timed("localise"):
-            # Probabilities take the memory of several volumes: kept only for a stage that sees them.
+            # As large as several volumes: the probabilities are kept for a stage that sees them.
             localisation = localise(
                 images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
             )
@@ -371,7 +371,7 @@ class Cascade:
 
 
 def _content(task: Task) -> tuple[object, ...]:
-    """What two stages of one cascade must have in common."""
+    """Labels, regions and modalities of a task, which both stages of a cascade must share."""
     return task.labels, task.regions, [channel.modality for channel in task.channels]
 
 
@@ -472,7 +472,7 @@ def _refine_regions(
             prediction = refine(
                 images, grid, crop, region, fine, options, intensities, localisation
             )
-        # The crop in which it was refined replaces the tight box of the coarse stage.
+        # Not the tight box: the fine stage looks for the region in all of its crop.
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):
