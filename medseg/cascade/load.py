@@ -110,7 +110,7 @@ def load_stage(
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
-    # OpenVINO may compute in the half precision of the training, which torch lacks on this CPU.
+    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch.
     lost_half = metadata["precision"] in HALF and trained.precision not in HALF
     if backend is None and precision is None and lost_half and device.type == "cpu":
         backend = _quickest_backend(trained, backend_room_bytes)
