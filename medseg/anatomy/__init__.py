@@ -1,1 +1,4 @@
-"""All that is known about patients and organs: outline, sides, plausible volumes, painted disease, and one table of rules."""
+"""All that is known about patients and organs.
+
+Outline, sides, plausible volumes, painted disease, and one table of rules.
+"""

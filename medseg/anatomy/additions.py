@@ -1,4 +1,7 @@
-"""Additions: thick parts of a region that only the coarse stage finds, such as consolidated lung, joined to the fine result."""
+"""Additions: thick parts of a region that only the coarse stage finds, joined to the fine result.
+
+Such a part is consolidated lung.
+"""
 
 import math
 from collections.abc import Sequence
@@ -46,34 +49,39 @@ def add_coarse_parts(
     Returns:
         Region name to the mask of its additions on the coarse grid.
     """
-    is_found = np.zeros(labels.shape, dtype=bool)
+    # Where the fine stage finds any region: what it gives to another one stays there.
+    is_fine = np.zeros(labels.shape, dtype=bool)
     for _, probs, crop_grid in fine:
         total = torch.zeros(grid.shape)
         for prob in probs:
             total += resample_image(prob, crop_grid, grid, outside=0.0)
-        is_found |= total.numpy() > 0.5
+        is_fine |= total.numpy() > 0.5
     additions = {}
     for region, probs, crop_grid in fine:
         values = task.region_values(region)
         in_region = np.isin(labels, values)
-        parts = thick_parts(in_region & ~is_found, grid.spacing_mm, least_mm)
-        mask = additions[region.name] = parts.copy()
+        parts = thick_parts(in_region & ~is_fine, grid.spacing_mm, least_mm)
+        mask = parts.copy()
         if beyond is not None:
-            removed = remove_components(
-                mask.view(np.uint8), 1, [Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)]
-            )[0]
-            if (volume_ml := removed * voxel_ml(grid)) >= MIN_REPORTED_ML:
+            rejection = Rejection(beyond.__getitem__, MAX_ADDED_BEYOND_SHARE)
+            # Seen as a label map of zeros and ones, the mask loses the parts beside the patient.
+            (num_removed,) = remove_components(mask.view(np.uint8), 1, [rejection])
+            volume_ml = num_removed * voxel_ml(grid)
+            if volume_ml >= MIN_REPORTED_ML:
                 warnings.append(
-                    f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not added: they lie beside the patient, as foam "
-                    "of the table and blankets do"
+                    f"{region.name}: {volume_ml:.0f} ml that the coarse stage alone found were not "
+                    "added: they lie beside the patient, as foam of the table and blankets do"
                 )
-            labels[parts & ~mask] = 0
+        is_beside = parts & ~mask
+        labels[is_beside] = 0
+        additions[region.name] = mask
+        if not mask.any():
+            continue
         # One voxel wider: a fraction of a coarse voxel would be left between what the fine stage
         # finds and what is added.
-        wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region & ~(parts & ~mask)
-        if mask.any():
-            for prob, value in zip(probs, values, strict=True):
-                _raise(prob, crop_grid, wide & (labels == value), grid)
+        wide = ndimage.binary_dilation(mask, np.ones((3, 3, 3))) & in_region & ~is_beside
+        for prob, value in zip(probs, values, strict=True):
+            _raise(prob, crop_grid, wide & (labels == value), grid)
     return additions
 
 
@@ -89,19 +97,23 @@ def thick_parts(
         spacing_mm: Its spacing, (z, y, x).
         least_mm: Diameter of the ball.
     """
-    kept = np.zeros_like(mask)
-    if (tight := VoxelBox.from_mask(mask)) is None:
-        return kept
+    thick = np.zeros_like(mask)
+    tight = VoxelBox.from_mask(mask)
+    if tight is None:
+        return thick
     part = tight.expanded((1, 1, 1)).clipped(mask.shape).slices()
+    # Beyond the border of the volume the mask goes on, farther than the ball reaches.
     margins = [1 + math.ceil(least_mm / mm) for mm in spacing_mm]
     padded = np.pad(mask[part], [(margin, margin) for margin in margins], mode="edge")
     radius_mm = max(least_mm / 2, 1.001 * max(spacing_mm))
     is_core = ndimage.distance_transform_edt(padded, sampling=spacing_mm) > radius_mm
-    if is_core.any():
-        # Twice the radius of the ball, so that corners belong to the part.
-        is_near = ndimage.distance_transform_edt(~is_core, sampling=spacing_mm) <= 2 * radius_mm
-        kept[part] = (is_near & padded)[tuple(slice(margin, -margin) for margin in margins)]
-    return kept
+    if not is_core.any():
+        return thick
+    # Twice the radius of the ball, so that corners belong to the part.
+    is_near = ndimage.distance_transform_edt(~is_core, sampling=spacing_mm) <= 2 * radius_mm
+    without_margin = tuple(slice(margin, -margin) for margin in margins)
+    thick[part] = (is_near & padded)[without_margin]
+    return thick
 
 
 def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid) -> None:
@@ -111,8 +123,5 @@ def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid
     for start in range(0, depth, SLAB_PLANES):
         slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
         part = prob[slab.slices()]
-        torch.maximum(
-            part,
-            resample_image(share, grid, crop_grid.crop(slab), outside=0.0).to(part.dtype),
-            out=part,
-        )
+        resampled = resample_image(share, grid, crop_grid.crop(slab), outside=0.0)
+        torch.maximum(part, resampled.to(part.dtype), out=part)

@@ -1,4 +1,7 @@
-"""Contradictions of two stages: regions that one of them finds and the other does not, or that are tiny or gas."""
+"""Contradictions of two stages: regions that one of them finds and the other does not.
+
+Doubtful regions that are tiny or gas count as contradictions, too.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +13,7 @@ from medseg.anatomy.rules import (
     MIN_DOUBTFUL_SHARE,
     USUAL_AGREEMENT,
 )
-from medseg.task import Task
+from medseg.task import Region, Task
 
 
 def remove_contradictions(
@@ -21,7 +24,9 @@ def remove_contradictions(
     agreements: Mapping[str, float],
     added_ml: dict[str, float],
 ) -> tuple[list[str], list[str]]:
-    """Remove regions on which the two stages contradict each other, in place, and warn where they agree little.
+    """Remove regions on which the two stages contradict each other, in place.
+
+    Where they agree little, a sentence warns.
 
     Without a reference each stage is the check of the other. A label stays if one of its regions is
     trusted.
@@ -39,68 +44,104 @@ def remove_contradictions(
         Names of the regions that were removed, and a sentence for each region that is empty,
         removed or doubtful.
     """
+    regions = [region for region in task.regions if region.name in agreements]
+    volumes_ml: dict[str, float] = {}
+    for region in regions:
+        volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
+    contradicted = _contradicted_regions(
+        regions, volumes_ml, agreements, added_ml, labels, image_hu, task
+    )
+    # A label that two regions share stays if one of them does.
+    trusted_labels: set[str] = set()
+    for region in regions:
+        if region.name not in contradicted:
+            trusted_labels.update(region.labels)
     absent: list[str] = []
     warnings: list[str] = []
-    regions = [region for region in task.regions if region.name in agreements]
-    values = {region.name: task.region_values(region) for region in regions}
-    volumes_ml = {
-        region.name: sum(label_volumes_ml[name] for name in region.labels) for region in regions
-    }
-    doubtful = {name for name in volumes_ml if agreements[name] < USUAL_AGREEMENT}
-    contradicted = {
-        name
-        for name, volume_ml in volumes_ml.items()
-        if agreements[name] < MIN_AGREEMENT
-        or (
-            name in doubtful
-            and (
-                _is_tiny(volume_ml, name, task)
-                or _is_gas(labels, image_hu, values[name], task.least_hu)
-            )
-        )
-    }
-    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
-    # another one.
-    found = {
-        name for name, volume_ml in volumes_ml.items() if volume_ml and name not in contradicted
-    }
-    contradicted |= {
-        name
-        for name in doubtful & found
-        if found == {name} and _is_tiny(volumes_ml[name] - added_ml.get(name, 0.0), name, task)
-    }
-    trusted = {
-        name for region in regions if region.name not in contradicted for name in region.labels
-    }
     for region in regions:
-        volume_ml, agreed = volumes_ml[region.name], agreements[region.name]
+        volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
         if not volume_ml:
+            # Its box stays: the user sees where nothing was found.
             warnings.append(
-                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse stage marks"
+                f"{region.name} is empty: the fine stage found nothing in the crop that the coarse "
+                "stage marks"
             )
         elif region.name in contradicted:
-            removed = [name for name in region.labels if name not in trusted]
-            for plane in labels:
-                plane[np.isin(plane, [task.labels[name] for name in removed])] = 0
-            label_volumes_ml |= dict.fromkeys(removed, 0.0)
+            removed = [label for label in region.labels if label not in trusted_labels]
+            _erase(labels, [task.labels[label] for label in removed])
+            label_volumes_ml.update(dict.fromkeys(removed, 0.0))
             absent.append(region.name)
             # What was added is counted in coarse voxels, so it may be a little more than the final
             # volume.
             volume_ml = max(0.0, volume_ml - added_ml.pop(region.name, 0.0))
             warnings.append(
-                f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match the coarse labels (Dice {agreed:.2f}), so "
-                "the region is reported as absent"
+                f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match "
+                f"the coarse labels (Dice {agreement:.2f}), so the region is reported as absent"
             )
-        elif agreed < USUAL_AGREEMENT:
+        elif agreement < USUAL_AGREEMENT:
             warnings.append(
-                f"{region.name}: the two stages agree only to a Dice of {agreed:.2f} "
+                f"{region.name}: the two stages agree only to a Dice of {agreement:.2f} "
                 f"({USUAL_AGREEMENT:g} or more is usual): check the result"
             )
     return absent, warnings
 
 
+def _contradicted_regions(
+    regions: Sequence[Region],
+    volumes_ml: Mapping[str, float],
+    agreements: Mapping[str, float],
+    added_ml: Mapping[str, float],
+    labels: np.ndarray,
+    image_hu: np.ndarray,
+    task: Task,
+) -> set[str]:
+    """Name the regions on which the stages contradict each other; see `remove_contradictions`."""
+    contradicted = set()
+    present = []
+    for region in regions:
+        name = region.name
+        if _is_contradicted(region, volumes_ml[name], agreements[name], labels, image_hu, task):
+            contradicted.add(name)
+        elif volumes_ml[name]:
+            present.append(name)
+    if len(present) != 1 or agreements[present[0]] >= USUAL_AGREEMENT:
+        return contradicted
+    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
+    # another one.
+    lone = present[0]
+    if _is_tiny(volumes_ml[lone] - added_ml.get(lone, 0.0), lone, task):
+        contradicted.add(lone)
+    return contradicted
+
+
+def _is_contradicted(
+    region: Region,
+    volume_ml: float,
+    agreement: float,
+    labels: np.ndarray,
+    image_hu: np.ndarray,
+    task: Task,
+) -> bool:
+    """Whether the stages hardly agree on a region, or agree little and it is tiny or gas."""
+    if agreement < MIN_AGREEMENT:
+        return True
+    if agreement >= USUAL_AGREEMENT:
+        return False
+    if _is_tiny(volume_ml, region.name, task):
+        return True
+    return _is_gas(labels, image_hu, task.region_values(region), task.least_hu)
+
+
+def _erase(labels: np.ndarray, values: Sequence[int]) -> None:
+    """Make background of label values, in place."""
+    # Plane by plane: a mask of the whole map would be a second volume.
+    for plane in labels:
+        plane[np.isin(plane, values)] = 0
+
+
 def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
-    """Whether a region is far below the least plausible volume, as bowel gas and air between limbs are."""
+    """Whether a region is far below its least plausible volume, as bowel gas is."""
+    # Without a range in the task, no volume is tiny.
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
 
@@ -108,12 +149,13 @@ def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
 def _is_gas(
     labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None
 ) -> bool:
-    """Whether more than a third of a region lies below the bound of gas, as air below a blanket does."""
+    """Whether more than a third of a region is below the bound of gas, as air in blankets is."""
     if least_hu is None:
         return False
-    num_voxels = num_gas = 0
-    for plane, hu in zip(labels, image_hu, strict=True):
-        found = hu[np.isin(plane, values)]
-        num_voxels += len(found)
-        num_gas += int(np.count_nonzero(found < least_hu))
+    num_voxels = 0
+    num_gas = 0
+    for plane, plane_hu in zip(labels, image_hu, strict=True):
+        region_hu = plane_hu[np.isin(plane, values)]
+        num_voxels += len(region_hu)
+        num_gas += int(np.count_nonzero(region_hu < least_hu))
     return num_gas > MAX_DOUBTFUL_GAS_SHARE * num_voxels

@@ -12,18 +12,22 @@ from medseg.task import Task
 def remove_impossible(
     labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task
 ) -> tuple[list[str], np.ndarray | None]:
-    """Remove components of a CT with a median below `task.least_hu`, and those that lie beyond the patient, in place.
+    """Remove components of a CT that are no organ, in place.
+
+    Their median lies below `task.least_hu`, or they lie beyond the patient.
 
     Returns:
         Warnings of the larger ones, and the voxels beside the patient (None for other images than
         CT).
     """
-    reasons, beyond = [], None
+    reasons = []
+    beyond = None
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
         reasons.append(
             (is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas")
         )
+    # Only the values of a CT tell air, foam and tissue apart.
     if task.is_ct:
         beyond = beyond_patient(image_hu, grid.spacing_mm)
         is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
@@ -31,9 +35,11 @@ def remove_impossible(
             (is_beyond, "they lie beside the patient, as foam of the table and blankets do")
         )
     warnings = []
+    # One reason after the other, so that each removal is told with its reason.
     for rejection, reason in reasons:
         for name, value in task.labels.items():
-            volume_ml = remove_components(labels, value, [rejection])[0] * voxel_ml(grid)
+            (num_removed,) = remove_components(labels, value, [rejection])
+            volume_ml = num_removed * voxel_ml(grid)
             if volume_ml >= MIN_REPORTED_ML:
                 warnings.append(
                     f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}"

@@ -1,4 +1,4 @@
-"""Patient: the outline of the body without table, mattress and blankets, beyond which no organ lies."""
+"""Patient: the outline of the body without table and blankets, beyond which no organ lies."""
 
 import numpy as np
 from scipy import ndimage
@@ -8,7 +8,7 @@ from medseg.anatomy.rules import EROSION_MM, LEAST_PIECE_SHARE, READ_SPACING_MM,
 
 
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Find the voxels beyond the convex outline, slice by slice, of the thick pieces of soft tissue.
+    """Find the voxels beyond the convex outline of the thick pieces of soft tissue, by slices.
 
     Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge
     of the image, which cuts the patient off, the outline contains this edge as far as the tissue
@@ -24,56 +24,76 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
         Mask (D, H, W).
     """
     strides = [max(1, round(READ_SPACING_MM / mm)) for mm in spacing_mm]
-    _, y_mm, x_mm = (stride * mm for stride, mm in zip(strides, spacing_mm, strict=True))
+    # The outline is smooth: a coarser image shows it.
+    y_mm, x_mm = strides[1] * spacing_mm[1], strides[2] * spacing_mm[2]
     is_soft = image_hu[:: strides[0], :: strides[1], :: strides[2]] > SOFT_TISSUE_HU
-    sizes = (1, *(1 + 2 * round(EROSION_MM / mm) for mm in (y_mm, x_mm)))
+    # Within each slice: slices may be thicker than what is to be removed.
+    sizes = (1, 1 + 2 * round(EROSION_MM / y_mm), 1 + 2 * round(EROSION_MM / x_mm))
+    patient = _thick_pieces(is_soft, sizes)
+    is_beyond = np.zeros(is_soft.shape, dtype=bool)
+    y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
+    points_mm = np.stack([y * y_mm, x * x_mm])
+    for z in np.flatnonzero(patient.any(axis=(1, 2))):
+        outline = _outline_points(patient[z])
+        if outline is None:
+            continue
+        try:
+            # Of each side: unit normal and distance, positive outside.
+            sides = ConvexHull(outline * (y_mm, x_mm)).equations
+        except QhullError:  # a single line of voxels
+            continue
+        distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)
+        # The erosion has made the patient smaller, and a voxel reaches beyond its centre.
+        is_beyond[z] = (distance_mm > EROSION_MM + max(y_mm, x_mm)).reshape(is_beyond.shape[1:])
+    # Back to all voxels: each takes the value of the nearest one that was read.
+    nearest = []
+    for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True):
+        nearest.append(np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1))
+    return is_beyond[np.ix_(*nearest)]
+
+
+def _thick_pieces(is_soft: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Keep the large pieces of soft tissue that an erosion with a box leaves, eroded; (D, H, W)."""
     # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by
     # corners.
     pieces, _ = ndimage.label(
         ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3))
     )
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
+    # Plane by plane: `bincount` converts to eight bytes a voxel.
     for plane in pieces:
         counts += np.bincount(plane.reshape(-1), minlength=len(counts))
-    counts[0] = 0
-    patient = ((counts > 0) & (counts >= LEAST_PIECE_SHARE * counts.max()))[pieces]
-    is_beyond = np.zeros(is_soft.shape, dtype=bool)
-    y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
-    points_mm = np.stack([y * y_mm, x * x_mm])
-    for z in np.flatnonzero(patient.any(axis=(1, 2))):
-        tissue = np.argwhere(patient[z])
-        (top, left), (bottom, right) = tissue.min(axis=0), tissue.max(axis=0)
-        last_y, last_x = (size - 1 for size in patient.shape[1:])
-        cut = [
-            ends
-            for is_cut, ends in (
-                (top == 0, [(0, left), (0, right)]),
-                (bottom == last_y, [(last_y, left), (last_y, right)]),
-                (left == 0, [(top, 0), (bottom, 0)]),
-                (right == last_x, [(top, last_x), (bottom, last_x)]),
-            )
-            if is_cut
-        ]
-        if len(cut) > 1:
-            if (
-                bottom == last_y or left > 0 or right < last_x
-            ):  # the corner hides how far the patient extends
-                continue
-            cut.append([(0, 0), (0, last_x)])
-        try:
-            # Of each side: unit normal and distance, positive outside.
-            sides = ConvexHull(np.concatenate([tissue, *cut]) * (y_mm, x_mm)).equations
-        except QhullError:  # a single line of voxels
-            continue
-        distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)
-        is_beyond[z] = (distance_mm > EROSION_MM + max(y_mm, x_mm)).reshape(is_beyond.shape[1:])
-    return is_beyond[
-        np.ix_(
-            *(
-                np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1)
-                for size, stride, num_read in zip(
-                    image_hu.shape, strides, is_soft.shape, strict=True
-                )
-            )
-        )
-    ]
+    counts[0] = 0  # the background
+    is_large = (counts > 0) & (counts >= LEAST_PIECE_SHARE * counts.max())
+    return np.asarray(is_large[pieces])
+
+
+def _outline_points(patient: np.ndarray) -> np.ndarray | None:
+    """List the points whose convex hull is the outline of the patient in a slice.
+
+    Args:
+        patient: Mask (H, W), not empty.
+
+    Returns:
+        The voxels of the patient, and the ends of the edges that cut the patient off, (N, 2) as y
+        and x; None where the outline is not known.
+    """
+    tissue = np.argwhere(patient)
+    (top, left), (bottom, right) = tissue.min(axis=0), tissue.max(axis=0)
+    last_y, last_x = patient.shape[0] - 1, patient.shape[1] - 1
+    ends = []
+    if top == 0:
+        ends.append([(0, left), (0, right)])
+    if bottom == last_y:
+        ends.append([(last_y, left), (last_y, right)])
+    if left == 0:
+        ends.append([(top, 0), (bottom, 0)])
+    if right == last_x:
+        ends.append([(top, last_x), (bottom, last_x)])
+    if len(ends) > 1:
+        # At other edges than the two sides, the corner hides how far the patient extends.
+        if bottom == last_y or left > 0 or right < last_x:
+            return None
+        # Between two cut sides, all that lies in front may belong to the patient.
+        ends.append([(0, 0), (0, last_x)])
+    return np.concatenate([tissue, *ends])

@@ -1,6 +1,6 @@
 """Plausibility checks of a segmentation: sides, borders, position of the patient, volumes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,15 @@ from medseg.task import Region, Task
 
 
 class FoundRegion(NamedTuple):
-    """One region on the coarse grid: its tight box, its volume, its centre and its extent along world x."""
+    """One region on the coarse grid.
+
+    Attributes:
+        region: The region.
+        box: Its tight box.
+        volume_ml: Its volume.
+        centre_x_mm: World x of its centre.
+        x_range_mm: Its extent along world x.
+    """
 
     region: Region
     box: VoxelBox
@@ -28,52 +36,59 @@ def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRe
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask is not empty"
     z, y, x = np.add(box.start, ndimage.center_of_mass(mask[box.slices()]))
-    # The extent is taken on the line along x through the centre.
+    # The extent is taken on the line along x through the centre: world x may be oblique.
     points = np.array([[z, y, x], [z, y, box.start[2]], [z, y, box.stop[2] - 1]])
     centre_x_mm, *ends = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
-    return FoundRegion(
-        region, box, float(mask.sum()) * voxel_ml(grid), centre_x_mm, (min(ends), max(ends))
-    )
+    volume_ml = float(mask.sum()) * voxel_ml(grid)
+    return FoundRegion(region, box, volume_ml, centre_x_mm, (min(ends), max(ends)))
 
 
-def border_warnings(found: FoundRegion, grid: VoxelGrid) -> list[str]:
+def border_warnings(measured: FoundRegion, grid: VoxelGrid) -> list[str]:
     """Warn where a face of the scan cuts a region."""
-    touched = [
-        names[end]
-        for axis, names in enumerate(FACES)
-        for end, touches in enumerate(
-            (found.box.start[axis] <= 0, found.box.stop[axis] >= grid.shape[axis])
-        )
-        if touches
+    touched = []
+    for axis, (low_face, high_face) in enumerate(FACES):
+        if measured.box.start[axis] <= 0:
+            touched.append(low_face)
+        if measured.box.stop[axis] >= grid.shape[axis]:
+            touched.append(high_face)
+    if not touched:
+        return []
+    return [
+        f"{measured.region.name} touches the {' and '.join(touched)} border of the scan: a part of "
+        "it may be missing"
     ]
-    sentence = f"{found.region.name} touches the {' and '.join(touched)} border of the scan: a part of it may be missing"
-    return [sentence] if touched else []
 
 
 def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
-    """Warn where the left and the right region of one organ are exchanged, mixed up or very different in volume."""
+    """Warn where the two sides of an organ are exchanged, mixed up or very different in volume."""
     names = f"{left.region.name} and {right.region.name}"
     small, large = sorted((left.volume_ml, right.volume_ml))
     warnings = []
     # World x points to the patient's left.
     if left.centre_x_mm <= right.centre_x_mm:
         warnings.append(
-            f"{names} lie on the wrong sides: the left one's centre is at x = {left.centre_x_mm:.0f} mm, "
-            f"the right one's at x = {right.centre_x_mm:.0f} mm, and x points to the patient's left"
+            f"{names} lie on the wrong sides: the left one's centre is at x = "
+            f"{left.centre_x_mm:.0f} mm, the right one's at x = {right.centre_x_mm:.0f} mm, and x "
+            "points to the patient's left"
         )
     elif left.x_range_mm[0] < right.centre_x_mm or right.x_range_mm[1] > left.centre_x_mm:
         warnings.append(
-            f"one of {names} extends beyond the centre of the other: the coarse stage may have mixed up the sides"
+            f"one of {names} extends beyond the centre of the other: the coarse stage may have "
+            "mixed up the sides"
         )
+    # The sides of an organ differ, but not by as much as where one is cut or collapsed.
     if large > MAX_VOLUME_RATIO * small:
         warnings.append(
-            f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: one of them may be incomplete"
+            f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "
+            "one of them may be incomplete"
         )
     return warnings
 
 
 def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str]:
-    """Warn of regions in which the coarse stage also finds the other side of the organ, as where a scan ends between the sides.
+    """Warn of regions in which the coarse stage also finds the other side of the organ.
+
+    It does where a scan ends between the sides.
 
     Args:
         probs: Probabilities of the background and all labels, (1 + L, D, H, W).
@@ -84,25 +99,31 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
     for pair in side_pairs(task):
         for region, partner in (pair, pair[::-1]):
             mask = np.isin(labels, task.region_values(region))
-            if (box := VoxelBox.from_mask(mask)) is None:
+            box = VoxelBox.from_mask(mask)
+            if box is None:
                 continue
-            own, other = (
-                sum(
-                    float(
-                        np.sum(
-                            probs[value][box.slices()], where=mask[box.slices()], dtype=np.float64
-                        )
-                    )
-                    for value in task.region_values(side)
-                )
-                for side in (region, partner)
-            )
-            if other > MAX_OTHER_SIDE * (own + other):
+            region_total = _probability_in(mask, box, probs, task.region_values(region))
+            partner_total = _probability_in(mask, box, probs, task.region_values(partner))
+            total = region_total + partner_total
+            if partner_total > MAX_OTHER_SIDE * total:
                 warnings.append(
-                    f"the side of {region.name} is doubtful: the coarse stage gives {other / (own + other):.1%} of it to {partner.name}, as on "
-                    "partial scans; check the sides"
+                    f"the side of {region.name} is doubtful: the coarse stage gives "
+                    f"{partner_total / total:.1%} of it to {partner.name}, as on partial scans; "
+                    "check the sides"
                 )
     return warnings
+
+
+def _probability_in(
+    mask: np.ndarray, box: VoxelBox, probs: np.ndarray, values: Sequence[int]
+) -> float:
+    """Sum the probabilities (K, D, H, W) of labels over a mask (D, H, W) with its tight box."""
+    part = box.slices()
+    total = 0.0
+    for value in values:
+        # Probabilities may be float16, whose sums end at 65,504.
+        total += float(np.sum(probs[value][part], where=mask[part], dtype=np.float64))
+    return total
 
 
 def position_warnings(
@@ -112,7 +133,9 @@ def position_warnings(
     grid: VoxelGrid,
     task: Task,
 ) -> list[str]:
-    """Warn if the position of the patient seems to contradict the header, which exchanges left and right.
+    """Warn if the position of the patient seems to contradict the header.
+
+    Left and right are exchanged then.
 
     Args:
         image_hu: Image (D, H, W) in HU on the coarse grid.
@@ -122,41 +145,49 @@ def position_warnings(
         task: Labels and regions.
     """
     warnings = [
-        f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if the position of the "
-        "patient contradicts the header, left and right are exchanged"
+        f"between {left.name} and {right.name} most voxels as dense as bone are at the front: if "
+        "the position of the patient contradicts the header, left and right are exchanged"
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
-            f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and right are exchanged"
+            f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and "
+            "right are exchanged"
         )
     return warnings
 
 
 def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: Task) -> list[str]:
-    """Warn of labels and regions with a volume outside `volume_ml`; a part that the border of the scan cuts may be smaller.
+    """Warn of labels and regions with a volume outside `volume_ml`.
+
+    A part that the border of the scan cuts may be smaller.
 
     Args:
         volumes_ml: Volume of each label.
         labels: Final label map (D, H, W), any orientation.
         task: Labels, regions and `volume_ml`.
     """
-    members = {name: (name,) for name in task.labels} | {
-        region.name: region.labels for region in task.regions
-    }
+    # A range may be given for a label or for a region.
+    members: dict[str, tuple[str, ...]] = {name: (name,) for name in task.labels}
+    members.update({region.name: region.labels for region in task.regions})
     warnings = []
     for name, (low_ml, high_ml) in task.volume_ml.items():
-        volume_ml, values = (
-            sum(volumes_ml[one] for one in members[name]),
-            [task.labels[one] for one in members[name]],
-        )
-        faces = (
-            face for axis in range(3) for face in (labels.take(0, axis), labels.take(-1, axis))
-        )
-        is_small = 0 < volume_ml < low_ml and not any(np.isin(face, values).any() for face in faces)
+        volume_ml = sum(volumes_ml[label] for label in members[name])
+        values = [task.labels[label] for label in members[name]]
+        # A missing organ has no volume to judge.
+        is_small = 0 < volume_ml < low_ml and not _touches_border(labels, values)
         if is_small or volume_ml > high_ml:
             warnings.append(
-                f"{name} has {volume_ml:.0f} ml, but {low_ml:g} to {high_ml:g} ml are plausible: check the spacing of the scan "
-                "and the result"
+                f"{name} has {volume_ml:.0f} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
+                "check the spacing of the scan and the result"
             )
     return warnings
+
+
+def _touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
+    """Whether label values lie in a face of a map (D, H, W)."""
+    for axis in range(3):
+        for end in (0, -1):
+            if np.isin(labels.take(end, axis), values).any():
+                return True
+    return False

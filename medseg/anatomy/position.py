@@ -20,21 +20,25 @@ UPSIDE_DOWN_SIGN = "the lower ends of the lungs look like their apices"
 
 def side_pairs(task: Task) -> list[tuple[Region, Region]]:
     """List the (left, right) regions of each organ that has two sides."""
-    return [
-        (one, other) if one.side == "left" else (other, one)
-        for one, other in combinations(task.regions, 2)
-        if is_side_pair(one, other)
-    ]
+    pairs = []
+    for first, second in combinations(task.regions, 2):
+        if not is_side_pair(first, second):
+            continue
+        if first.side == "left":
+            pairs.append((first, second))
+        else:
+            pairs.append((second, first))
+    return pairs
 
 
 def turned_pairs(
     image_hu: np.ndarray, boxes: Mapping[str, VoxelBox], grid: VoxelGrid, task: Task
 ) -> list[tuple[Region, Region]]:
-    """List the (left, right) regions between which the spine seems to be at the front: the body is turned about its long axis.
+    """List the (left, right) regions between which the spine seems to be at the front.
 
-    Between the two sides of an organ the spine is in the back half of nearly every slice. A heart
-    with contrast agent is as dense and in the front half of some slices. A pair is reported if few
-    slices are denser at the back.
+    The body is turned about its long axis then. Between the two sides of an organ the spine is in
+    the back half of nearly every slice. A heart with contrast agent is as dense and in the front
+    half of some slices. A pair is reported if few slices are denser at the back.
 
     Args:
         image_hu: Image (D, H, W) in HU, best at about 2 mm.
@@ -42,24 +46,28 @@ def turned_pairs(
         grid: Grid of both.
         task: Labels and regions.
     """
-    found = []
+    turned = []
     for left, right in side_pairs(task):
-        if not {left.name, right.name} <= boxes.keys():
+        if left.name not in boxes or right.name not in boxes:
             continue
-        pair = boxes[left.name], boxes[right.name]
-        # Box that holds both.
-        low_z, low_y, _ = (min(ends) for ends in zip(*(box.start for box in pair), strict=True))
-        high_z, high_y, _ = (max(ends) for ends in zip(*(box.stop for box in pair), strict=True))
-        middle_x = sum(box.start[2] + box.stop[2] for box in pair) / 4
+        left_box, right_box = boxes[left.name], boxes[right.name]
+        # Of the box that holds both.
+        low_z, low_y, _ = map(min, left_box.start, right_box.start)
+        high_z, high_y, _ = map(max, left_box.stop, right_box.stop)
+        # Half way between the centres of both.
+        ends_x = (left_box.start[2], left_box.stop[2], right_box.start[2], right_box.stop[2])
+        middle_x = sum(ends_x) / 4
         reach = SPINE_REACH_MM / grid.spacing_mm[2]
         columns = slice(max(0, round(middle_x - reach)), round(middle_x + reach))
         dense = image_hu[low_z:high_z, low_y:high_y, columns] > SPINE_HU
         half = (high_y - low_y) // 2
-        front, back = dense[:, :half].sum((1, 2)), dense[:, half:].sum((1, 2))
+        # Dense voxels of each slice; y runs to the back of a body that is not turned.
+        front = dense[:, :half].sum((1, 2))
+        back = dense[:, half:].sum((1, 2))
         num_slices = int(np.count_nonzero(front + back))
         if num_slices and np.count_nonzero(back > front) < SPINE_SHARE * num_slices:
-            found.append((left, right))
-    return found
+            turned.append((left, right))
+    return turned
 
 
 def apex_excess(
@@ -69,7 +77,9 @@ def apex_excess(
     grid: VoxelGrid,
     task: Task,
 ) -> float:
-    """Measure by how much the upper ends of the lungs look more like apices than the lower ends; negative where they are upside down.
+    """Measure by how much the upper ends of the lungs look more like apices than the lower ends.
+
+    The number is negative where they are upside down.
 
     At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim
     around the dome of the diaphragm and leaves the rectangle nearly empty. The two ends fill 0.60
@@ -89,20 +99,31 @@ def apex_excess(
     excess = []
     for region in task.regions:
         box = boxes.get(region.name)
-        if region.side is None or box is None or box.start[0] == 0 or box.stop[0] == grid.shape[0]:
+        if region.side is None or box is None:
+            continue
+        is_cut = box.start[0] == 0 or box.stop[0] == grid.shape[0]
+        if is_cut:
             continue
         mask = np.isin(labels[box.slices()], task.region_values(region))
+        # Other organs with two sides have no apex.
         if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
             continue
+        # z runs upwards.
         low, high = np.quantile(np.nonzero(mask)[0], [END_SHARE, 1.0 - END_SHARE]).astype(int)
         excess.append(_filled_share(mask[high:]) - _filled_share(mask[: low + 1]))
-    return float(np.mean(excess)) if excess else 1.0
+    if not excess:
+        return 1.0
+    return float(np.mean(excess))
 
 
 def _filled_share(mask: np.ndarray) -> float:
-    """Share of the bounding rectangles of its slices that a mask (D, H, W) fills; 0 for an empty mask."""
-    boxes = (VoxelBox.from_mask(plane[None]) for plane in mask)
-    return float(
-        np.count_nonzero(mask)
-        / max(1, sum(math.prod(box.shape) for box in boxes if box is not None))
-    )
+    """Share of the bounding rectangles of its slices that a mask (D, H, W) fills.
+
+    0 for an empty mask.
+    """
+    num_voxels = 0
+    for plane in mask:
+        box = VoxelBox.from_mask(plane[None])
+        if box is not None:
+            num_voxels += math.prod(box.shape)
+    return float(np.count_nonzero(mask) / max(1, num_voxels))

@@ -1,4 +1,4 @@
-"""Rules: one table of all thresholds about patients and organs, from which the table of the documentation is made.
+"""Rules: one table of all thresholds about patients and organs.
 
 The modules of this package import the values by name; `RULES` lists them with their units and
 sources. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
@@ -81,106 +81,252 @@ _COHORT = "33 scans and their parts, three folds"
 RULES = (
     Rule("soft_tissue_hu", SOFT_TISSUE_HU, "HU", "denser voxels may be the patient", _CHOSEN),
     Rule(
-        "erosion_mm", EROSION_MM, "mm", "what is thinner than twice this is no piece of the patient",
+        "erosion_mm",
+        EROSION_MM,
+        "mm",
+        "what is thinner than twice this is no piece of the patient",
         "shells of tables and folds of blankets are thinner",
     ),
     Rule(
-        "least_piece_share", LEAST_PIECE_SHARE, "share", "a piece of the patient has this share of the largest",
+        "least_piece_share",
+        LEAST_PIECE_SHARE,
+        "share",
+        "a piece of the patient has this share of the largest",
         "both thighs, or an arm beside the trunk, are pieces",
     ),
-    Rule("read_spacing_mm", READ_SPACING_MM, "mm", "the outline reads finer volumes at about this spacing", "time"),
     Rule(
-        "max_beyond_share", MAX_BEYOND_SHARE, "share", "a component with more beyond the outline is no organ",
-        "of 59 lungs at most 10 % of one lies beyond", 33,
+        "read_spacing_mm",
+        READ_SPACING_MM,
+        "mm",
+        "the outline reads finer volumes at about this spacing",
+        "time",
     ),
     Rule(
-        "max_added_beyond_share", MAX_ADDED_BEYOND_SHARE, "share", "a part with more beyond the outline is not added",
-        "foam under the back may lie a quarter within; of 30 parts that were lung, no voxel lay beyond",
+        "max_beyond_share",
+        MAX_BEYOND_SHARE,
+        "share",
+        "a component with more beyond the outline is no organ",
+        "of 59 lungs at most 10 % of one lies beyond",
+        33,
     ),
     Rule(
-        "min_part_fraction", MIN_PART_FRACTION, "share", "a label keeps components of this share of its largest", _CHOSEN
+        "max_added_beyond_share",
+        MAX_ADDED_BEYOND_SHARE,
+        "share",
+        "a part with more beyond the outline is not added",
+        "foam under the back may lie a quarter within; of 30 parts that were lung, no voxel lay "
+        "beyond",
     ),
-    Rule("min_region_ml", MIN_REGION_ML, "ml", "a smaller region on the coarse grid is absent", _CHOSEN),
     Rule(
-        "min_region_share", MIN_REGION_SHARE, "share", "a region below this share of the other side is absent", _CHOSEN
+        "min_part_fraction",
+        MIN_PART_FRACTION,
+        "share",
+        "a label keeps components of this share of its largest",
+        _CHOSEN,
     ),
-    Rule("min_reported_ml", MIN_REPORTED_ML, "ml", "a smaller volume that is removed or added is not told", _CHOSEN),
     Rule(
-        "max_gas_share", MAX_GAS_SHARE, "share", "a component with more below `task.least_hu` is gas",
+        "min_region_ml",
+        MIN_REGION_ML,
+        "ml",
+        "a smaller region on the coarse grid is absent",
+        _CHOSEN,
+    ),
+    Rule(
+        "min_region_share",
+        MIN_REGION_SHARE,
+        "share",
+        "a region below this share of the other side is absent",
+        _CHOSEN,
+    ),
+    Rule(
+        "min_reported_ml",
+        MIN_REPORTED_ML,
+        "ml",
+        "a smaller volume that is removed or added is not told",
+        _CHOSEN,
+    ),
+    Rule(
+        "max_gas_share",
+        MAX_GAS_SHARE,
+        "share",
+        "a component with more below `task.least_hu` is gas",
         "half: its median lies below",
     ),
     Rule(
-        "max_unseen_share", MAX_UNSEEN_SHARE, "share", "a fine component of which the coarse stage sees less is removed",
-        "held-out scanner with foam beside the patient", 2,
+        "max_unseen_share",
+        MAX_UNSEEN_SHARE,
+        "share",
+        "a fine component of which the coarse stage sees less is removed",
+        "held-out scanner with foam beside the patient",
+        2,
     ),
     Rule(
-        "usual_agreement", USUAL_AGREEMENT, "Dice", "less agreement of two stages is told",
+        "usual_agreement",
+        USUAL_AGREEMENT,
+        "Dice",
+        "less agreement of two stages is told",
         "61 regions of scans and their parts, three folds",
     ),
     Rule(
-        "min_agreement", MIN_AGREEMENT, "Dice", "a region with less agreement is absent",
+        "min_agreement",
+        MIN_AGREEMENT,
+        "Dice",
+        "a region with less agreement is absent",
         "61 regions: the three below were no lung",
     ),
     Rule(
-        "min_doubtful_share", MIN_DOUBTFUL_SHARE, "share",
-        "with less than usual agreement, a region below this share of its least plausible volume is absent", _COHORT, 33,
+        "min_doubtful_share",
+        MIN_DOUBTFUL_SHARE,
+        "share",
+        "with less than usual agreement, a region below this share of its least plausible volume "
+        "is absent",
+        _COHORT,
+        33,
     ),
     Rule(
-        "max_doubtful_gas_share", MAX_DOUBTFUL_GAS_SHARE, "share",
+        "max_doubtful_gas_share",
+        MAX_DOUBTFUL_GAS_SHARE,
+        "share",
         "with less than usual agreement, a region with more gas is absent",
-        "emphysema 24 %, the next lung 5 %, air below a blanket 46 %", 33,
+        "emphysema 24 %, the next lung 5 %, air below a blanket 46 %",
+        33,
     ),
     Rule(
-        "mixed_share", MIXED_SHARE, "share", "a component with less of the other side is not mixed",
+        "mixed_share",
+        MIXED_SHARE,
+        "share",
+        "a component with less of the other side is not mixed",
         "a few voxels beyond the middle cast no doubt",
     ),
     Rule(
-        "max_other_side", MAX_OTHER_SIDE, "share", "more probability of the other side makes a side doubtful",
-        "whole scans reach 0.3 %", 30,
-    ),
-    Rule("max_volume_ratio", MAX_VOLUME_RATIO, "ratio", "a larger ratio of left and right is told", _CHOSEN),
-    Rule("cut_share", CUT_SHARE, "share", "a lateral face that is denser than air by more cuts the patient", _COHORT, 33),
-    Rule("open_share", OPEN_SHARE, "share", "a plane that is denser than air by no more is beyond the skin", _COHORT, 33),
-    Rule("max_wall_mm", MAX_WALL_MM, "mm", "from skin to region, with a breast or an arm", _COHORT, 33),
-    Rule(
-        "side_share", SIDE_SHARE, "share",
-        "a lone labelled region lies on the other side if it is off by this share of the body's width", _CHOSEN,
+        "max_other_side",
+        MAX_OTHER_SIDE,
+        "share",
+        "more probability of the other side makes a side doubtful",
+        "whole scans reach 0.3 %",
+        30,
     ),
     Rule(
-        "touching_cm2", TOUCHING_CM2, "cm²", "two regions that touch over more are told",
+        "max_volume_ratio",
+        MAX_VOLUME_RATIO,
+        "ratio",
+        "a larger ratio of left and right is told",
+        _CHOSEN,
+    ),
+    Rule(
+        "cut_share",
+        CUT_SHARE,
+        "share",
+        "a lateral face that is denser than air by more cuts the patient",
+        _COHORT,
+        33,
+    ),
+    Rule(
+        "open_share",
+        OPEN_SHARE,
+        "share",
+        "a plane that is denser than air by no more is beyond the skin",
+        _COHORT,
+        33,
+    ),
+    Rule(
+        "max_wall_mm",
+        MAX_WALL_MM,
+        "mm",
+        "from skin to region, with a breast or an arm",
+        _COHORT,
+        33,
+    ),
+    Rule(
+        "side_share",
+        SIDE_SHARE,
+        "share",
+        "a lone labelled region lies on the other side if it is off by this share of the body's "
+        "width",
+        _CHOSEN,
+    ),
+    Rule(
+        "touching_cm2",
+        TOUCHING_CM2,
+        "cm²",
+        "two regions that touch over more are told",
         "separately drawn lungs share up to 1.1 cm² in front of the heart",
     ),
     Rule("airy_hu", AIRY_HU, "HU", "an organ with a lower median is full of air", _CHOSEN),
     Rule("end_share", END_SHARE, "share", "of a lung's voxels that count as its end", _CHOSEN),
     Rule("spine_hu", SPINE_HU, "HU", "denser voxels are bone at 2 mm", _CHOSEN),
-    Rule("spine_reach_mm", SPINE_REACH_MM, "mm", "from the middle in which the spine is expected", _CHOSEN),
     Rule(
-        "spine_share", SPINE_SHARE, "share", "with fewer slices that are denser at the back the body is turned",
-        "1.0, with contrast agent in the heart 0.48 to 0.70", 11,
+        "spine_reach_mm",
+        SPINE_REACH_MM,
+        "mm",
+        "from the middle in which the spine is expected",
+        _CHOSEN,
     ),
     Rule(
-        "upside_down_excess", UPSIDE_DOWN_EXCESS, "share", "labelled lungs with a lower excess of the apex are upside down",
+        "spine_share",
+        SPINE_SHARE,
+        "share",
+        "with fewer slices that are denser at the back the body is turned",
+        "1.0, with contrast agent in the heart 0.48 to 0.70",
+        11,
+    ),
+    Rule(
+        "upside_down_excess",
+        UPSIDE_DOWN_EXCESS,
+        "share",
+        "labelled lungs with a lower excess of the apex are upside down",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51 of their rectangle",
     ),
     Rule(
-        "far_factor", FAR_FACTOR, "ratio", "a volume above its range by more is an error of the header", _CHOSEN
+        "far_factor",
+        FAR_FACTOR,
+        "ratio",
+        "a volume above its range by more is an error of the header",
+        _CHOSEN,
     ),
     Rule(
-        "tiny_factor", TINY_FACTOR, "ratio", "a volume below its range by more is an error of the header",
+        "tiny_factor",
+        TINY_FACTOR,
+        "ratio",
+        "a volume below its range by more is an error of the header",
         "a newborn's lung, some 45 ml, is a tenth of the least of an adult",
     ),
     Rule(
-        "extent_mm", EXTENT_MM, "mm", "no scan of a patient is smaller or larger",
+        "extent_mm",
+        EXTENT_MM,
+        "mm",
+        "no scan of a patient is smaller or larger",
         "an inner ear of 50 mm, a body of 2 m on its table",
     ),
     Rule(
-        "max_region_mm", MAX_REGION_MM, "mm", "no organ or bone of one side is longer",
+        "max_region_mm",
+        MAX_REGION_MM,
+        "mm",
+        "no organ or bone of one side is longer",
         "femur, 27 % of the stature (Feldesman 1990), at 2.2 m; lungs reach 0.35 m",
     ),
-    Rule("region_mm", REGION_MM, "mm", "box of a region with its margin in the forecast of memory", "a lung"),
-    Rule("rim_mm", RIM_MM, "mm", "disease is painted beyond the outline, which is half way to soft tissue", _CHOSEN),
-    Rule("max_lung_hu", MAX_LUNG_HU, "HU", "disease is painted into no organ with a larger median", _CHOSEN),
-)  # fmt: skip
+    Rule(
+        "region_mm",
+        REGION_MM,
+        "mm",
+        "box of a region with its margin in the forecast of memory",
+        "a lung",
+    ),
+    Rule(
+        "rim_mm",
+        RIM_MM,
+        "mm",
+        "disease is painted beyond the outline, which is half way to soft tissue",
+        _CHOSEN,
+    ),
+    Rule(
+        "max_lung_hu",
+        MAX_LUNG_HU,
+        "HU",
+        "disease is painted into no organ with a larger median",
+        _CHOSEN,
+    ),
+)
 """All thresholds, in the order of the table."""
 
 
@@ -193,12 +339,13 @@ def markdown_table() -> str:
     for rule in RULES:
         scans = "–" if rule.num_scans is None else str(rule.num_scans)
         rows.append(
-            f"| `{rule.code}` | {_shown(rule.value)} | {rule.unit} | {rule.meaning} | {rule.source} | {scans} |"
+            f"| `{rule.code}` | {_as_text(rule.value)} | {rule.unit} | {rule.meaning} | "
+            f"{rule.source} | {scans} |"
         )
     return "\n".join(rows) + "\n"
 
 
-def _shown(value: float | tuple[float, ...]) -> str:
+def _as_text(value: float | tuple[float, ...]) -> str:
     """Write a value with three digits."""
     if isinstance(value, tuple):
         return ", ".join(f"{number:g}" for number in value)

@@ -37,7 +37,7 @@ def agreement(
             grid: the fine stage did not find it.
 
     Returns:
-        Region name to a number in [0, 1].
+        Region name to a number in [0, 1]; 0 for a region that neither has any more.
     """
     fine_labels = _at_centres(labels, grid, coarse_grid)
     agreements = {}
@@ -47,7 +47,10 @@ def agreement(
         if name in added:
             # These voxels come from the coarse stage: it would agree with itself.
             fine &= ~added[name]
-        agreements[name] = 2 * int((coarse & fine).sum()) / int(coarse.sum() + fine.sum())
+        num_both = int((coarse & fine).sum())
+        num_voxels = int(coarse.sum() + fine.sum())
+        # Neither has a voxel where all of the coarse region lay beside the patient.
+        agreements[name] = 2 * num_both / num_voxels if num_voxels else 0.0
     return agreements
 
 
@@ -143,6 +146,7 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
         name: Content of the crop.
         grid: Its grid.
     """
+    # The spacing of a crop of fixed size differs by axis where its shape was not kept.
     ratio = distortion(grid.spacing_mm)
     if ratio <= MAX_DISTORTION:
         return []

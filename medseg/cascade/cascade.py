@@ -197,6 +197,7 @@ class Cascade:
             apart: list[str] = []
             labels = join(parts, grid, task, first, localisation, apart)
             result.findings += warnings_of("apart", apart)
+            # Before contradictions are removed, which brings the volumes up to date.
             result.volumes_ml = _label_volumes_ml(labels, grid, task)
             if localisation is not None:
                 values = {region.name: task.region_values(region) for region, _, _ in parts}
@@ -222,6 +223,7 @@ class Cascade:
     ) -> Localisation:
         """Run the coarse stage; `result` receives its tiling plan and findings."""
         with timed("localise"):
+            # As large as several volumes: the probabilities are kept for a stage that sees them.
             localisation = localise(
                 images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
             )
@@ -357,6 +359,7 @@ class Cascade:
 
         For the other processes of torchrun.
         """
+        # A job names its stage: no network is sent, each process has loaded them.
         stages = {stage.name: stage for stage in self.stages}
 
         def run_job(job: tuple[str, int, float | None], images: Tensor) -> Tensor:
@@ -464,6 +467,7 @@ def _refine_regions(
             prediction = refine(
                 images, grid, crop, region, fine, options, intensities, localisation
             )
+        # Not the tight box: the fine stage looks for the region in all of its crop.
         result.boxes[region.name] = RegionBox(crop.box, crop.grid)
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):

@@ -95,6 +95,7 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
         Label map (D, H, W), uint8, not cleaned.
     """
     labels = new_array(grid.shape, np.uint8)
+    # All regions in one slab, then the next slab: `best` is no second volume.
     for slab in _slabs(grid.shape):
         # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)

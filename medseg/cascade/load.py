@@ -106,10 +106,11 @@ def load_stage(
         use_channels_last(network)
     if options.half_weights:
         _store_half(trained)
+    # After the rounding: half of the bytes are moved.
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
-    # OpenVINO may compute in the half precision of the training, which torch lacks on this CPU.
+    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch.
     lost_half = metadata["precision"] in HALF and trained.precision not in HALF
     if backend is None and precision is None and lost_half and device.type == "cpu":
         backend = _quickest_backend(trained, backend_room_bytes)
@@ -308,6 +309,7 @@ def load_stages(
     checkpoints: dict[str, str] = {}
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
+    # The settings are those of the first: they are equal.
     return replace(
         first,
         others=tuple(trained.network for trained in loaded[1:]),

@@ -1,1 +1,1 @@
-"""Model folders of nnU-Net: read as inert data and run in bounded memory with the labels of nnU-Net."""
+"""Model folders of nnU-Net: read as inert data and run in bounded memory with its labels."""

@@ -45,32 +45,34 @@ class Checkpoint:
     trainer: str
 
 
-def read_checkpoint(path: Path, given: str) -> Checkpoint:
+def read_checkpoint(path: Path, source: str) -> Checkpoint:
     """Read a checkpoint; nothing in it is executed.
 
     Args:
         path: The file.
-        given: Key and value of the user, for messages.
+        source: Key and value of the user, for messages.
 
     Raises:
         UserError: If it is missing, damaged, holds other Python objects, or is none of nnU-Net.
     """
-    content = load_checkpoint(path, given, NUMPY_TYPES, "nnU-Net")
+    content = load_checkpoint(path, source, NUMPY_TYPES, "nnU-Net")
     weights = content.get(WEIGHTS)
     if not isinstance(weights, dict):
+        keys = ", ".join(str(key)[:40] for key in list(content)[:5]) or "nothing"
         raise UserError(
-            f"{given}: expected a checkpoint of nnU-Net with {WEIGHTS}, but it holds "
-            f"{', '.join(str(key)[:40] for key in list(content)[:5]) or 'nothing'}; give the "
-            "folder as nnU-Net wrote it"
+            f"{source}: expected a checkpoint of nnU-Net with {WEIGHTS}, but it holds {keys}; give "
+            "the folder as nnU-Net wrote it"
         )
-    check_tensors(given, _distinct(weights), path.stat().st_size)
-    return Checkpoint(weights, _mirror_axes(content, given), str(content.get("trainer_name"))[:200])
+    check_tensors(source, _distinct(weights), path.stat().st_size)
+    trainer = str(content.get("trainer_name"))[:200]
+    return Checkpoint(weights, _mirror_axes(content, source), trainer)
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out further names of one tensor: nnU-Net's encoder is listed four times."""
     distinct: dict[Any, tuple[str, Any]] = {}
     for name, value in weights.items():
+        # One place in memory, read in one way, is one tensor.
         key: Any = name
         if isinstance(value, Tensor) and value.layout is torch.strided:
             key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
@@ -78,7 +80,7 @@ def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
     return dict(distinct.values())
 
 
-def _mirror_axes(content: Mapping[str, Any], given: str) -> tuple[int, ...]:
+def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
     """Axes of `inference_allowed_mirroring_axes`, which older checkpoints lack.
 
     Raises:
@@ -90,7 +92,7 @@ def _mirror_axes(content: Mapping[str, Any], given: str) -> tuple[int, ...]:
     are_axes = isinstance(axes, (list, tuple)) and all(axis in (0, 1, 2) for axis in axes)
     if not are_axes or len(set(axes)) != len(axes):
         raise UserError(
-            f"{given}: expected inference_allowed_mirroring_axes among 0, 1 and 2, got "
+            f"{source}: expected inference_allowed_mirroring_axes among 0, 1 and 2, got "
             f"{str(axes)[:60]}; take another copy"
         )
     return tuple(int(axis) for axis in axes)

@@ -58,17 +58,17 @@ def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFo
     Raises:
         UserError: If something is missing, damaged, not supported, or there is a choice.
     """
-    given = f"weights={path}"
+    source = f"weights={path}"
     unpacked = None
     top = path
     if path.is_file():
-        unpacked = _unpack(path, given)
+        unpacked = _unpack(path, source)
         top = Path(unpacked.name)
     elif not path.is_dir():
-        raise UserError(f"{given}: there is no such folder or zip file; check the path")
-    folder = _pick_folder(top, path, given)
-    plan = _read_plan(folder, given)
-    checkpoints = _find_checkpoints(folder, folds, given)
+        raise UserError(f"{source}: there is no such folder or zip file; check the path")
+    folder = _pick_folder(top, path, source)
+    plan = _read_plan(folder, source)
+    checkpoints = _find_checkpoints(folder, folds, source)
     notes: list[str] = []
     if any(folder.parent.rglob(POSTPROCESSING)):
         notes.append(
@@ -83,27 +83,33 @@ def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFo
 
 def is_model_folder(path: Path) -> bool:
     """Whether a path is a model folder of nnU-Net, or is above one."""
-    return any(True for _ in _folders_with(path, PLANS))
+    return bool(_folders_with(path, PLANS))
 
 
 def _folders_with(top: Path, file: str) -> list[Path]:
     """List the folders that hold a file, from the top down to `MAX_DEPTH` folders below it."""
-    level, holders = [top], []
+    holders: list[Path] = []
+    level = [top]
     for _ in range(MAX_DEPTH + 1):
-        holders += [folder for folder in level if (folder / file).is_file()]
-        below = [child for folder in level for child in _children(folder)]
-        level = sorted(child for child in below if child.is_dir())
+        next_level: list[Path] = []
+        for folder in level:
+            if (folder / file).is_file():
+                holders.append(folder)
+            next_level += filter(Path.is_dir, _children(folder))
+        # The order of the file system is any.
+        level = sorted(next_level)
     return holders
 
 
 def _children(folder: Path) -> list[Path]:
+    """List what a folder holds; nothing where it cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError:  # without permission to read it
         return []
 
 
-def _pick_folder(top: Path, path: Path, given: str) -> Path:
+def _pick_folder(top: Path, path: Path, source: str) -> Path:
     """Choose the folder of a configuration that is supported; refuse where several are.
 
     Raises:
@@ -113,13 +119,14 @@ def _pick_folder(top: Path, path: Path, given: str) -> Path:
     if not folders:
         if _folders_with(top, VERSION_1):
             raise UserError(
-                f"{given}: a model of nnU-Net version 1 ({VERSION_1}), whose plan is a pickle that "
-                "could execute code; train it again with version 2, or predict with nnU-Net 1"
+                f"{source}: a model of nnU-Net version 1 ({VERSION_1}), whose plan is a pickle "
+                "that could execute code; train it again with version 2, or predict with nnU-Net 1"
             )
         raise UserError(
-            f"{given}: expected a model folder, but neither the SHA256SUMS of medseg is there, nor "
+            f"{source}: expected a model folder, but neither the SHA256SUMS of medseg is there, nor "
             f"the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; give the folder that holds it"
         )
+    # What is not supported is refused with its reason only where there is nothing else.
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
     candidates = supported or folders
     if len(candidates) > 1:
@@ -127,7 +134,7 @@ def _pick_folder(top: Path, path: Path, given: str) -> Path:
         cure = f"give one, such as weights={path / candidates[0].relative_to(top)}"
         if path.is_file():
             cure = "unpack it, and give one of them as a folder"
-        raise UserError(f"{given}: holds several models ({listed}); {cure}")
+        raise UserError(f"{source}: holds several models ({listed}); {cure}")
     return candidates[0]
 
 
@@ -136,27 +143,28 @@ def _configuration_of(folder: Path) -> str:
     return folder.name.rsplit("__", 1)[-1]
 
 
-def _read_plan(folder: Path, given: str) -> NnunetPlan:
+def _read_plan(folder: Path, source: str) -> NnunetPlan:
     """Read the plan of the configuration that the folder is named after.
 
     Raises:
         UserError: If it is damaged, not supported, or the name of the folder names none.
     """
     if not (folder / DATASET).is_file():
-        raise UserError(f"{given}: {DATASET} is missing in {folder.name}; copy the folder again")
-    plans, dataset = read_json(folder / PLANS), read_json(folder / DATASET)
+        raise UserError(f"{source}: {DATASET} is missing in {folder.name}; copy the folder again")
+    plans = read_json(folder / PLANS)
+    dataset = read_json(folder / DATASET)
     try:
         name = _configuration_of(folder)
-        listed = [known for known in configurations_of(plans) if known in SUPPORTED]
+        supported = [listed for listed in configurations_of(plans) if listed in SUPPORTED]
         # A folder that was renamed still tells its configuration where there is no choice.
-        if "__" not in folder.name and len(listed) == 1:
-            name = listed[0]
+        if "__" not in folder.name and len(supported) == 1:
+            name = supported[0]
         return read_plan(plans, dataset, name)
     except PlanError as error:
-        raise UserError(f"{given}: {PLANS} {error}") from error
+        raise UserError(f"{source}: {PLANS} {error}") from error
 
 
-def _find_checkpoints(folder: Path, folds: Sequence[str] | None, given: str) -> dict[str, Path]:
+def _find_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) -> dict[str, Path]:
     """Find the checkpoint of each fold.
 
     Raises:
@@ -168,31 +176,35 @@ def _find_checkpoints(folder: Path, folds: Sequence[str] | None, given: str) -> 
         files = [child / name for name in CHECKPOINTS if (child / name).is_file()]
         if match and files:
             present[match[1]] = files[0]
-    listed = ", ".join(present) or "none"
     if folds is None:
-        # A network of all data is no part of a cross-validation: nnU-Net takes the folds alone.
-        chosen = [name for name in present if name != "all"] or list(present)
-        if not chosen:
+        if not present:
             raise UserError(
-                f"{given}: expected {CHECKPOINTS[0]} in fold_0, fold_1, … of {folder.name}, but "
+                f"{source}: expected {CHECKPOINTS[0]} in fold_0, fold_1, … of {folder.name}, but "
                 "no fold has one; copy the folder again"
             )
-        return {name: present[name] for name in chosen}
+        # A network of all data is no part of a cross-validation: nnU-Net takes the folds alone.
+        if len(present) > 1:
+            present.pop("all", None)
+        return present
     for name in folds:
         if name not in present:
+            listed = ", ".join(present) or "none"
             raise UserError(
-                f"folds={','.join(folds)}: fold {name} of {given} has no {CHECKPOINTS[0]}; the "
+                f"folds={','.join(folds)}: fold {name} of {source} has no {CHECKPOINTS[0]}; the "
                 f"folds with a checkpoint are {listed}"
             )
     return {name: present[name] for name in folds}
 
 
 def _fold_order(child: Path) -> tuple[int, str]:
+    """Sort key of a fold: by its number, and `fold_all` last."""
     number = child.name.removeprefix("fold_")
-    return (int(number) if number.isdecimal() else 10**6, child.name)
+    if number.isdecimal():
+        return int(number), child.name
+    return 10**6, child.name
 
 
-def _unpack(path: Path, given: str) -> tempfile.TemporaryDirectory[str]:
+def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
     """Unpack plans, data sets and checkpoints of a zip file into a temporary folder.
 
     The folder is removed with the object. Checksums are compared on the way; other files stay
@@ -205,23 +217,24 @@ def _unpack(path: Path, given: str) -> tempfile.TemporaryDirectory[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             for member in archive.infolist():
+                # A zip file has forward slashes on every system.
                 name = PurePosixPath(member.filename)
                 if name.name not in UNPACKED:
                     continue
                 if name.is_absolute() or ".." in name.parts:
                     raise UserError(
-                        f"{given}: its part {member.filename[:100]!r} leads out of the zip file; "
+                        f"{source}: its part {member.filename[:100]!r} leads out of the zip file; "
                         "take another copy"
                     )
                 archive.extract(member, folder.name)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(
-            f"{given}: expected the zip file of nnU-Net's export, but it is not a whole one "
+            f"{source}: expected the zip file of nnU-Net's export, but it is not a whole one "
             f"({error}); copy it again"
         ) from error
     except OSError as error:
         raise UserError(
-            f"{given}: cannot be unpacked to {scratch_folder()} ({error.strerror or error}); free "
+            f"{source}: cannot be unpacked to {scratch_folder()} ({error.strerror or error}); free "
             "some room, or set TMPDIR to a folder on a larger disk"
         ) from error
     return folder

@@ -32,21 +32,23 @@ def mean_planes(
     Yields:
         The mean of each plane.
     """
-    kept: Tensor | None = None
+    sums: Tensor | None = None
     for number, planes in enumerate(folds):
         for index, plane in enumerate(planes):
             if num_folds == 1:
                 yield plane
                 continue
-            if kept is None:
+            # The first plane tells the precision.
+            if sums is None:
                 with scratch_at_most(MAX_FOLDS_BYTES):
-                    kept = new_tensor(shape, plane.dtype)
+                    sums = new_tensor(shape, plane.dtype)
             if number == 0:
-                kept[index] = plane
+                sums[index] = plane
                 continue
-            kept[index] += plane
+            # In the precision of the planes, and in the order of the folds, as nnU-Net adds them.
+            sums[index] += plane
             if number == num_folds - 1:
-                yield kept[index].div_(num_folds)
+                yield sums[index].div_(num_folds)
 
 
 def reduce_planes(
@@ -63,18 +65,21 @@ def reduce_planes(
         region_values: Value of each head for regions; None for classes.
         labels: Receives the labels of the crop, (D, H, W); may be a view.
     """
-    held: dict[int, Tensor] = {}
-    received = 0
+    # Source planes by their number: those that the present plane, or a later one, needs.
+    window: dict[int, Tensor] = {}
+    num_received = 0
     for number in range(planes.num_planes):
         sources = planes.sources(number)
-        while received <= max(sources):
+        first, last = min(sources), max(sources)
+        while num_received <= last:
             values = next(logits)
-            if received >= min(sources):
-                held[received] = values.clone()
-            received += 1
+            if num_received >= first:
+                # A copy: the iterator may write the next plane in its place.
+                window[num_received] = values.clone()
+            num_received += 1
         # Later planes need no earlier sources.
-        held = {index: values for index, values in held.items() if index >= min(sources)}
-        inputs = [held[index] for index in sources]
+        window = {index: values for index, values in window.items() if index >= first}
+        inputs = [window[index] for index in sources]
         if region_values is None:
             labels[number] = _largest(planes, number, inputs)
         else:

@@ -1,4 +1,4 @@
-"""Model of nnU-Net: segments a scan with the networks of a model folder, as nnU-Net's predictor does."""
+"""Model of nnU-Net: segments a scan with the networks of a folder, as its predictor does."""
 
 from __future__ import annotations
 
@@ -430,7 +430,7 @@ def _refuse_options(options: InferenceOptions, precision: str | None) -> None:
 def _timed(
     result: Segmentation, step: str, on_step: Callable[[str], None] | None
 ) -> Iterator[None]:
-    """Announce a step and record its seconds; it begins without the free memory of the step before."""
+    """Announce a step and record its seconds; it begins without free memory of the one before."""
     release_free_memory()
     if on_step is not None:
         on_step(step)

@@ -140,13 +140,20 @@ def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
 
 
 def _resolved(listed: Mapping[str, Any], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    """Keys of a configuration with those that it inherits.
+
+    Args:
+        listed: All configurations as the plans list them.
+        name: The configuration.
+        heirs: Configurations that inherit from it, to find a circle.
+    """
     if name in heirs or name not in listed:
         raise PlanError(f"configurations.{name}: inherits from itself, or is missing")
-    own = dict(_mapping(listed[name], f"configurations.{name}"))
-    parent = own.pop("inherits_from", None)
+    configuration = dict(_mapping(listed[name], f"configurations.{name}"))
+    parent = configuration.pop("inherits_from", None)
     if parent is None:
-        return own
-    return {**_resolved(listed, str(parent), (*heirs, name)), **own}
+        return configuration
+    return {**_resolved(listed, str(parent), (*heirs, name)), **configuration}
 
 
 def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
@@ -160,7 +167,8 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     Raises:
         PlanError: If the plan is damaged, or asks for something that is not supported.
     """
-    plans, dataset = _mapping(plans, "the plans"), _mapping(dataset, "dataset.json")
+    plans = _mapping(plans, "the plans")
+    dataset = _mapping(dataset, "dataset.json")
     configurations = configurations_of(plans)
     if name not in configurations:
         raise PlanError(
@@ -280,25 +288,28 @@ def _read_channels(
         plans.get("foreground_intensity_properties_by_modality", {}),
     )
     channels = []
-    for number, name in enumerate(names):
-        scheme = schemes[number]
+    for number, (name, scheme) in enumerate(zip(names, schemes, strict=True)):
         if scheme not in SCHEMES:
             raise PlanError(
                 f"normalization_schemes: expected {', '.join(SCHEMES)}, got {str(scheme)[:60]}, "
                 "which is not supported"
             )
-        known: dict[str, float] = {}
+        # Other schemes take their statistics from the scan.
+        statistics: dict[str, float] = {}
         if scheme == "CTNormalization":
-            section = _mapping(
-                _mapping(intensities, "foreground_intensity_properties_per_channel").get(
-                    str(number)
-                ),
-                f"foreground_intensity_properties_per_channel.{number}",
-            )
-            for key in ("mean", "std", "percentile_00_5", "percentile_99_5"):
-                known[key] = _number(section.get(key), key, -math.inf, math.inf)
-        channels.append(ChannelPlan(name, scheme, masked[number] is True, known))
+            statistics = _read_intensities(intensities, number)
+        channels.append(ChannelPlan(name, scheme, masked[number] is True, statistics))
     return tuple(channels)
+
+
+def _read_intensities(intensities: Any, channel: int) -> dict[str, float]:
+    """Read the statistics of the training for one channel."""
+    key = "foreground_intensity_properties_per_channel"
+    section = _mapping(_mapping(intensities, key).get(str(channel)), f"{key}.{channel}")
+    statistics = {}
+    for name in ("mean", "std", "percentile_00_5", "percentile_99_5"):
+        statistics[name] = _number(section.get(name), name, -math.inf, math.inf)
+    return statistics
 
 
 def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPlan:
@@ -310,11 +321,12 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     function = configuration.get(key)
     if function not in (SPLINE, TORCH, NONE):
         raise PlanError(
-            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {str(function)[:60]}, which is not supported "
-            "yet"
+            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {str(function)[:60]}, which is not "
+            "supported yet"
         )
     arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
     separate_z = arguments.get("force_separate_z")
+    # A missing key has another meaning in each function of nnU-Net.
     if function == SPLINE and "force_separate_z" not in arguments:
         separate_z = False
     if separate_z not in (None, True, False):
@@ -324,12 +336,12 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
         order_z = _integer(arguments.get("order_z", 0), f"{key}_kwargs.order_z", 0, 5)
     else:
         order, order_z = 1, 0
-    is_default = arguments.get("separate_z_anisotropy_threshold", 3) == 3
-    if not is_default:
+    if arguments.get("separate_z_anisotropy_threshold", 3) != 3:
         raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
         raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
+    # A cubic spline filters the whole volume first, but logits come plane by plane.
     orders = (0, 1, 3) if key == "resampling_fn_data" else (0, 1)
     if order not in orders or order_z != 0:
         raise PlanError(
@@ -372,7 +384,10 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     blocks_key = NETWORKS[name]
     for key in (blocks_key, "n_conv_per_stage_decoder"):
         blocks = arguments.get(key)
-        for number in blocks if isinstance(blocks, list) else [blocks]:
+        # One number counts for all levels.
+        if not isinstance(blocks, list):
+            blocks = [blocks]
+        for number in blocks:
             _integer(number, key, 1, MAX_BLOCKS)
     for number in _flat(arguments.get("features_per_stage")):
         _integer(number, "features_per_stage", 1, MAX_COUNT)
@@ -387,6 +402,7 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
     encoder = configuration.get("n_conv_per_stage_encoder")
     if not isinstance(encoder, list):
         raise PlanError("has neither `architecture` nor the keys of a U-Net")
+    # Features of the first level, which double with each level up to a limit.
     base = _integer(
         configuration.get("UNet_base_num_features"), "UNet_base_num_features", 1, MAX_COUNT
     )
@@ -413,15 +429,22 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _stride(stride: Any, axis: int) -> int:
-    value = stride[axis] if isinstance(stride, list) and len(stride) == 3 else stride
-    return _integer(value, "strides", 1, 16)
+    """Stride of a level along an axis; a single number is that of all axes."""
+    if isinstance(stride, list) and len(stride) == 3:
+        stride = stride[axis]
+    return _integer(stride, "strides", 1, 16)
 
 
 def _flat(value: Any) -> list[Any]:
     """List the numbers of nested lists of two levels."""
+    if not isinstance(value, list):
+        return [value]
     flat: list[Any] = []
-    for item in value if isinstance(value, list) else [value]:
-        flat += item if isinstance(item, list) else [item]
+    for item in value:
+        if isinstance(item, list):
+            flat += item
+        else:
+            flat.append(item)
     return flat
 
 
@@ -432,18 +455,22 @@ def _read_orientation(dataset: Mapping[str, Any], of_reader: str) -> str:
         return of_reader
     if stated not in ("stored", "RAS", "LPS"):
         raise PlanError(
-            f"image_orientation in dataset.json: expected stored, RAS or LPS, got {str(stated)[:60]}"
+            "image_orientation in dataset.json: expected stored, RAS or LPS, got "
+            f"{str(stated)[:60]}"
         )
     return str(stated)
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """Return a value that must be a mapping; `name` is for the message, as in those below."""
     if not isinstance(value, dict):
         raise PlanError(f"{name}: expected a mapping, got {type(value).__name__}")
     return value
 
 
 def _number(value: Any, name: str, low: float, high: float) -> float:
+    """Return a value that must be a finite number in a range, bounds included."""
+    # To Python, true is the number 1.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value <= high:
         raise PlanError(
@@ -453,6 +480,7 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
 
 
 def _integer(value: Any, name: str, low: int, high: int) -> int:
+    """Return a value that must be a whole number in a range; 2.0 is one."""
     number = _number(value, name, low, high)
     if number != int(number):
         raise PlanError(f"{name}: expected a whole number, got {value}")
@@ -462,6 +490,7 @@ def _integer(value: Any, name: str, low: int, high: int) -> int:
 def _numbers(
     section: Mapping[str, Any], key: str, count: int, low: float, high: float
 ) -> list[float]:
+    """Return a key that must be a list of so many numbers in a range."""
     values = section.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise PlanError(f"{key}: expected {count} numbers, got {str(values)[:60]}")
@@ -469,4 +498,5 @@ def _numbers(
 
 
 def _integers(section: Mapping[str, Any], key: str, count: int, low: int, high: int) -> list[int]:
+    """Return a key that must be a list of so many whole numbers in a range."""
     return [_integer(value, key, low, high) for value in _numbers(section, key, count, low, high)]

@@ -1,4 +1,4 @@
-"""Choice of the resampling of a plan: by splines, by torch's interpolation, or none; plane by plane."""
+"""Resampling that a plan asks for: by splines, by torch or none; plane by plane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preprocessing of nnU-Net: transposition, crop to the non-zero voxels, normalisation, resampling."""
+"""Preprocessing of nnU-Net: transposition, crop to non-zero voxels, normalisation, resampling."""
 
 from __future__ import annotations
 
@@ -90,9 +90,10 @@ def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
 
 
 def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:
-    """Shape at the spacing of the plan; `round` takes the even number at a half, as nnU-Net does."""
+    """Shape at the spacing of the plan."""
     if plan.image_resampling.function == NONE:
         return shape
+    # At a half, `round` takes the even number, as nnU-Net does.
     depth, height, width = (
         max(1, round(native_mm / target_mm * size))
         for native_mm, target_mm, size in zip(spacing_mm, plan.spacing_mm, shape, strict=True)
@@ -185,7 +186,9 @@ def _resample(
     spacing_mm: SpacingMm,
     plan: NnunetPlan,
 ) -> None:
-    """Resample one channel to the spacing of the plan, plane by plane; a spline is clipped to its range.
+    """Resample one channel to the spacing of the plan, plane by plane.
+
+    The result of a spline is clipped to the range of the source.
 
     Args:
         source: Its planes.

@@ -136,7 +136,7 @@ def finished_planes(
 
 
 def _add(sums: Tensor, values: Tensor, start: int, at: tuple[slice, ...]) -> None:
-    """Add planes to the window from plane `start` on; they may pass its end and go on at its start."""
+    """Add planes to the window from plane `start` on; beyond its end they go on at its start."""
     first = start % len(sums)
     num_before_end = len(sums) - first
     sums[(slice(first, None), *at)] += values[:num_before_end]

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
+from medseg.anatomy.additions import add_coarse_parts
 from medseg.anatomy.plausibility import position_warnings, side_warnings, volume_warnings
 from medseg.cascade.agreement import added_volumes, agreement, most_disputed_xyz_mm
 from medseg.cascade.cascade import Cascade
@@ -182,3 +184,20 @@ def test_additions_count_where_they_are_left_and_not_in_the_agreement() -> None:
     assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}, added)[
         "left_lung"
     ] == pytest.approx(expected)
+
+
+def test_a_region_that_neither_stage_is_left_with_does_not_agree() -> None:
+    """All of it lies mostly beside the patient, and the fine stage does not find it."""
+    grid = VoxelGrid((8, 12, 12), (4.0, 4.0, 4.0))
+    coarse = np.zeros(grid.shape, dtype=np.uint8)
+    coarse[1:7, 2:10, 2:10] = 1
+    beyond = coarse == 1
+    beyond[:, :5] = False
+    probs = torch.zeros((1, *grid.shape), dtype=torch.float16)
+    warnings: list[str] = []
+    fine = [(TASK.regions[0], probs, grid)]
+    add_coarse_parts(coarse, grid, beyond, fine, TASK, 8.0, warnings)
+    assert len(warnings) == 1
+    assert not coarse.any()
+    final = np.zeros(grid.shape, dtype=np.uint8)
+    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}) == {"left_lung": 0.0}
