@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from layouts import make_luna16, make_nnunet
 
 from medseg.conf_folder import conf_dir
@@ -109,6 +110,8 @@ def test_a_command_of_a_study_finds_the_task_from_another_folder(
     make_nnunet(tmp_path / "D", labels={"background": 0, "liver": 1})
     monkeypatch.chdir(tmp_path)
     with_task(["data.cases=D"], TrainConfig)
+    # A command has a process and, perhaps, a folder of its own.
+    monkeypatch.delitem(ConfigStore.instance().repo["task"], f"{IMPORTED}.yaml")
     (tmp_path / "study").mkdir()
     monkeypatch.chdir(tmp_path / "study")
     arguments = ["ref=held_out.csv", "pred=x", "output=y", f"task={IMPORTED}"]
