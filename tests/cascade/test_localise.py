@@ -12,7 +12,7 @@ from medseg.anatomy.impossible import remove_impossible
 from medseg.anatomy.sides import lone_side_warnings
 from medseg.cascade.localise import Localisation, localise, locate_regions
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.geometry.grid_rule import region_crop
+from medseg.geometry.grid_rule import GridRule, region_crop
 from medseg.task import Channel, Region, is_side_pair
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
@@ -34,6 +34,18 @@ def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
         "left_lung": VoxelBox((10, 20, 55), (30, 40, 75)),
         "right_lung": VoxelBox((10, 20, 15), (30, 40, 35)),
     }
+
+
+def test_a_resampled_scan_is_seen_at_the_spacing_that_it_had() -> None:
+    """Training localises on the cache, and prediction on the scan itself: both see one spacing."""
+    grid = VoxelGrid((40, 40, 40), (2.0, 2.0, 2.0), (0.0, 0.0, 0.0))
+    image_hu = np.full(grid.shape, -1000, dtype=np.int16)
+    image_hu[10:30, 10:30, 25:35] = 0
+    coarse = stage(CoarseOracle(), "coarse", rule=GridRule(range_mm=(1.0, 4.0)))
+    for scan_mm, seen_mm in ((None, (2.0, 2.0, 2.0)), ((5.0, 3.0, 3.0), (4.0, 3.0, 3.0))):
+        found = localise([image_hu], grid, coarse, scan_spacing_mm=scan_mm)
+        assert found.crop_grid is not None
+        assert found.crop_grid.spacing_mm == pytest.approx(seen_mm)
 
 
 @pytest.mark.parametrize("modality", ["ct", "mr"])

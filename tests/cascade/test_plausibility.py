@@ -118,13 +118,17 @@ def test_a_volume_that_the_task_calls_implausible_is_told(scale: float, is_told:
     )
 
 
-def test_a_region_that_the_scan_cuts_may_be_small() -> None:
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("end", [0, -1])
+def test_a_region_that_the_scan_cuts_may_be_small(axis: int, end: int) -> None:
     labels = np.zeros((4, 5, 6), dtype=np.uint8)
-    labels[0, 2, 2] = 1
+    np.moveaxis(labels, axis, 0)[end, 2, 2] = 1
+    inside = np.zeros_like(labels)
+    inside[2, 2, 2] = 1
     task = replace(TASK, volume_ml={"left_lung": (10.0, 20.0)})
     volumes_ml = {"left_lung": 5.0, "right_lung": 0.0}
     assert volume_warnings(volumes_ml, labels, task) == []
-    assert len(volume_warnings(volumes_ml, np.roll(labels, 1, 0), task)) == 1
+    assert len(volume_warnings(volumes_ml, inside, task)) == 1
     assert len(volume_warnings({**volumes_ml, "left_lung": 25.0}, labels, task)) == 1
 
 

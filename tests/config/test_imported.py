@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 from layouts import make_luna16, make_nnunet
 
 from medseg.conf_folder import conf_dir
@@ -103,6 +104,20 @@ def test_a_study_gives_the_name_to_the_commands_that_it_starts(tmp_path: Path) -
     assert scored.task.labels == {"liver": 1}
     chosen = with_task([*arguments, "task=lungs"], TrainConfig)
     assert with_task(chosen, TrainConfig) == chosen
+
+
+def test_a_command_of_a_study_finds_the_task_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_nnunet(tmp_path / "D", labels={"background": 0, "liver": 1})
+    monkeypatch.chdir(tmp_path)
+    with_task(["data.cases=D"], TrainConfig)
+    # A command has a process and, perhaps, a folder of its own.
+    monkeypatch.delitem(ConfigStore.instance().repo["task"], f"{IMPORTED}.yaml")
+    (tmp_path / "study").mkdir()
+    monkeypatch.chdir(tmp_path / "study")
+    arguments = ["ref=held_out.csv", "pred=x", "output=y", f"task={IMPORTED}"]
+    assert compose(arguments, "evaluate", EvaluateConfig).task.labels == {"liver": 1}
 
 
 def test_a_file_of_a_task_is_chosen_by_its_path(tmp_path: Path) -> None:

@@ -313,6 +313,19 @@ def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(
     assert reaches[f"encoder.{3 - (stem == 'conv')}.down.0"] == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("stem", "kernel"),
+    [("conv", (1, 3, 3)), ("strided", (1, 3, 3)), ("space_to_depth", (3, 3, 3))],
+)
+def test_the_first_convolution_has_the_kernel_of_the_resolution_that_it_reads(
+    stem: str, kernel: tuple[int, int, int]
+) -> None:
+    """Slices are coarse in the image alone, which cells of voxels have left already."""
+    strides = ((1, 2, 2), *((2, 2, 2),) * (2 + (stem != "conv")))
+    network = make(stem=stem, strides=strides)
+    assert network.stem.unit[0].kernel_size == kernel
+
+
 def test_strides_of_two_everywhere_are_the_plain_network() -> None:
     for stem in STEMS:
         same = make(stem=stem, strides=((2, 2, 2),) * (3 + (stem != "conv")))

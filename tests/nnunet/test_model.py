@@ -59,6 +59,24 @@ def volume_of(array: np.ndarray, spacing_mm: tuple[float, float, float]) -> Volu
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tta", [None, False])
+def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
+    name: str, tta: bool | None
+) -> None:
+    """A scan without zeros, of which nothing is cropped; each fold and each mirrored pass counts."""
+    model = load(name, tta=tta)
+    volume, others, _ = scan_of(name)
+    first, *more = (np.where(array == 0, 1, array) for array in (volume.array, *others))
+    num_voxels: list[int] = []
+    model.network.register_forward_hook(
+        lambda _, inputs, __: num_voxels.append(inputs[0][0, 0].numel())
+    )
+    model.segment(replace(volume, array=first), more)
+    _, expected = model.expected(volume.grid)
+    assert expected == sum(num_voxels)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_labels_are_those_of_nnunets_own_predictor(name: str) -> None:
     volume, others, expected = scan_of(name)
     result = load(name).segment(volume, others)

@@ -95,6 +95,18 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("coarse")
+def test_cases_of_another_version_are_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_phantoms(tmp_path, 1, 3)
+    image = tmp_path / "phantom_000" / "ct.nii.gz"
+    written_ns = image.stat().st_mtime_ns
+    monkeypatch.setattr(dataset, "VERSION", dataset.VERSION + 1)
+    write_phantoms(tmp_path, 1, 3)
+    assert image.stat().st_mtime_ns > written_ns
+
+
+@pytest.mark.usefixtures("coarse")
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same(tmp_path: Path) -> None:
     tables = [write_phantoms(tmp_path / str(count), 3, 3, num_workers=count) for count in (1, 2)]

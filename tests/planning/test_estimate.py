@@ -12,8 +12,10 @@ import torch
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
 from medseg.planning import estimate
-from medseg.planning.estimate import kept_between_steps, kept_bytes, loader_bytes
+from medseg.planning.estimate import Machine, kept_between_steps, kept_bytes, loader_bytes
 from medseg.planning.process import ProcessCost, SampleCost
+
+from .test_choose import compose
 
 MIB = 2**20
 
@@ -81,3 +83,32 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     own = 10 + 5 + unstacked_mib + 2 * 12
     assert loader_bytes(config, 3, process, sample, memory) == (100 + 20 + 3 * own) * MIB
     assert loader_bytes(config, 0, process, sample, memory) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "model.width=8",
+        "inference.tile_size=[32,32,32]",
+        "memory.precision=bf16",
+        "memory.channels_last=true",
+    ],
+)
+def test_an_evaluation_is_counted_once_and_anew_for_all_that_changes_it(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counted: list[Any] = []
+
+    def count_evaluation(config: Any, shape: Any) -> tuple[int, Timeline]:
+        counted.append((config, shape))
+        return len(counted) * MIB, Timeline()
+
+    monkeypatch.setattr(estimate, "count_evaluation", count_evaluation)
+    config, other = compose(), compose(changed)
+    machine = Machine(config)
+    shape = (64, 64, 64)
+    assert [machine.evaluation(config, shape).allocated for _ in range(2)] == [MIB, MIB]
+    assert machine.evaluation(other, shape).allocated == 2 * MIB
+    assert machine.evaluation(config, (64, 64, 32)).allocated == 3 * MIB
+    assert counted == [(config, shape), (other, shape), (config, (64, 64, 32))]

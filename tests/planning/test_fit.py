@@ -38,10 +38,17 @@ def resident(samples: int, shape: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("budget", [10**8, 3 * 10**8, 10**9])
+@pytest.mark.parametrize("num_shares", [1, 4])
 def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
-    budget: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    budget: int,
+    num_shares: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = compose(f"data.prefetch={PREFETCH}")
+    overrides = [f"data.prefetch={PREFETCH}"]
+    if num_shares == 4:
+        overrides += ["trainer=ddp", "memory.accumulate=2", "stage.batch_size=4"]
+    config = compose(*overrides)
     monkeypatch.setattr(fit, "count_memory", lambda _, shape, samples: memory(samples, shape))
     own = memory(1, SHAPE)
     checked: Any = SimpleNamespace(
@@ -59,7 +66,9 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
         [int(length) for length in found.split(",")]
         for found in re.findall(r"stage\.patch_size=\[([\d,]+)\]", said)
     )
-    assert resident(batch, SHAPE) <= budget < resident(batch + 1, SHAPE)
+    samples, rest = divmod(batch, num_shares)
+    assert rest == 0, "two ranks of two micro-batches share it"
+    assert resident(samples, SHAPE) <= budget < resident(samples + 1, SHAPE)
     assert resident(1, tuple(patch)) <= budget
     grown = [fit.grown(SHAPE, 1 + eighths / 8, (16, 16, 16)) for eighths in range(65)]
     assert budget < min(

@@ -326,9 +326,17 @@ def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int)
     assert peak(found) <= budget < peak(found + 1)
 
 
-def test_micro_batches_are_what_one_rank_holds() -> None:
-    overrides = ["stage.batch_size=8", "trainer=ddp", "memory.accumulate=2"]
-    assert step.samples_per_rank(compose(*overrides)) == 2
+@pytest.mark.parametrize(
+    ("overrides", "samples"),
+    [
+        ([], 8),
+        (["memory.accumulate=2"], 4),
+        (["trainer=ddp", "memory.accumulate=2"], 2),
+        (["trainer=ddp", "trainer.num_nodes=4"], 1),
+    ],
+)
+def test_micro_batches_are_what_one_rank_holds(overrides: list[str], samples: int) -> None:
+    assert step.samples_per_rank(compose("stage.batch_size=8", *overrides)) == samples
 
 
 def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:

@@ -29,6 +29,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
 from medseg.io.inputs import input_format
 from medseg.io.write import write_image
+from medseg.memory.options import Accelerator, Precision
 from medseg.prediction import batch
 from medseg.prediction import predict as predict_module
 from medseg.prediction.case import CaseData, is_small
@@ -405,6 +406,36 @@ def test_tf32_is_off_in_other_precisions_and_put_back(
     stage.predict_probs(torch.zeros(1, 2, 3, 4), InferenceOptions())
     assert seen == [False, False]
     assert [flag.allow_tf32 for flag in tf32_flags] == [before, before]
+
+
+def test_every_key_of_the_weights_reaches_the_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def load_stage(*arguments: Any) -> TrainedStage:
+        calls.append(arguments)
+        return stage(CoarseOracle(), arguments[1])
+
+    monkeypatch.setattr("medseg.cascade.load.load_stage", load_stage)
+    config = PredictConfig(
+        input=str(tmp_path),
+        output=str(tmp_path),
+        coarse=["a.ckpt"],
+        fine=["b.ckpt"],
+        accelerator=Accelerator.cpu,
+        precision=Precision.bf16,
+        inference=InferenceOptions(max_ram_gib=9.0),
+        trusted_targets=["mine."],
+    )
+    batch.load_cascades(config)
+    assert [arguments[:2] for arguments in calls] == [
+        (Path("a.ckpt"), "coarse"),
+        (Path("b.ckpt"), "fine"),
+    ]
+    for _, _, device, precision, trusted, options, _ in calls:
+        assert (device.type, precision, list(trusted)) == ("cpu", "bf16", ["mine."])
+        assert options is config.inference
 
 
 def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from oracle import GRID, CoarseOracle, FineOracle, stage
@@ -17,6 +19,7 @@ from medseg.prediction.forecast import (
     Forecast,
     forecast,
     forecast_text,
+    machine_key,
     note_duration,
     seconds_per_voxel,
 )
@@ -124,6 +127,25 @@ def test_the_median_of_finished_cases_gives_the_seconds(
     assert math.isclose(seconds_per_voxel("weights") or 0, 0.001)
     (tmp_path / "medseg" / "predictions.json").write_text('{"weights": [', encoding="utf-8")
     assert seconds_per_voxel("weights") is None
+
+
+@pytest.mark.parametrize("changed", ["weights", "precision", "device", "threads", "torch"])
+def test_cases_of_other_circumstances_say_nothing_about_the_seconds(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = SimpleNamespace(
+        checkpoints={"coarse": {"a.ckpt": "0" * 64}}, precision="fp32", device="cpu"
+    )
+    before = machine_key(model)
+    if changed == "weights":
+        model.checkpoints = {"coarse": {"a.ckpt": "1" * 64}}
+    elif changed == "threads":
+        monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    elif changed == "torch":
+        monkeypatch.setattr("torch.__version__", "1.0")
+    else:
+        setattr(model, changed, "another")
+    assert machine_key(model) != before
 
 
 def test_a_batch_names_its_largest_case_and_its_time() -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from medseg.geometry.grid import VoxelBox
-from medseg.preprocess.crop import body_box, crop_padded, pad_at_end
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid_rule import Crop
+from medseg.preprocess.crop import body_box, crop_padded, pad_at_end, resample_crop
 
 
 def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
@@ -52,3 +53,19 @@ def test_the_body_box_holds_all_that_is_denser_than_air_and_a_margin() -> None:
     assert body_box(rounded, (9.0, 9.0, 9.9)) == body_box(
         np.rint(rounded).astype(np.int16), (9.0, 9.0, 9.9)
     )
+
+
+@pytest.mark.parametrize("lattice_mm", [(2.0, 2.0, 2.0), (2.0, 1.0, 1.0)])
+@pytest.mark.parametrize("crop_mm", [(2.0, 2.0, 2.0), (1.5, 1.5, 1.5)])
+def test_values_beyond_the_limits_never_reach_the_filter(
+    lattice_mm: tuple[float, float, float], crop_mm: tuple[float, float, float]
+) -> None:
+    """On the way to a crop on the lattice, and to one of another spacing over the lattice."""
+    source = VoxelGrid((12, 20, 20), (2.0, 1.0, 1.0))
+    values = np.random.default_rng(4).integers(-4000, 8000, source.shape).astype(np.int16)
+    lattice = source.resampled(lattice_mm)
+    crop = Crop(lattice.resampled(crop_mm), VoxelBox((1, 1, 1), (6, 7, 8)))
+    clipped = np.clip(values, -1024, 3071)
+    expected = resample_crop(clipped, source, lattice, crop, -1024.0)
+    found = resample_crop(values, source, lattice, crop, -1024.0, limits=(-1024.0, 3071.0))
+    assert torch.equal(found, expected)

@@ -60,6 +60,18 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     assert share_in_crop(case, [1], None) == 1.0
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_crop_reaches_half_of_its_own_voxel_beyond_their_centres(
+    size: int, tmp_path: Path
+) -> None:
+    """Few large voxels over the whole volume, all of which is the region."""
+    write_labels(tmp_path / "l.nii.gz", np.ones(GRID.shape, dtype=np.uint8), GRID, None)
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
+    crop = GRID.reoriented((0, 1, 2), (False, True, True)).resized((size, size, size))
+    box = RegionBox(VoxelBox.full(crop.shape), crop)
+    assert share_in_crop(case, [1], json.loads(json.dumps(box.to_dict()))) == 1.0
+
+
 def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     given = [
         Case("Doe, John", Path("a b/ü.nii.gz"), Path("l.nrrd"), "p", trust={"left_lung": "absent"}),

@@ -70,6 +70,19 @@ def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Pa
     assert go_on(tmp_path / "halved", sweep(8)) == []
 
 
+def test_the_first_trials_are_random_and_the_later_ones_follow_the_results(tmp_path: Path) -> None:
+    tried = []
+    for number, sign in enumerate((1, -1)):
+        (tmp_path / str(number)).mkdir()
+        config = replace(sweep(9), num_random=5)
+        tried.append(
+            go_on(tmp_path / str(number), config, lambda one, sign=sign: sign * dice_of(one))
+        )
+    first, second = tried
+    assert first[:5] == second[:5]
+    assert first[5:] != second[5:]
+
+
 def test_values_are_arguments_of_the_command_line(tmp_path: Path) -> None:
     for overrides in go_on(tmp_path, sweep(6)):
         assert 1e-3 <= float(overrides["optimizer.lr"]) <= 1e-1

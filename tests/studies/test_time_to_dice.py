@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import forked
 import hydra
@@ -112,6 +115,39 @@ def test_a_training_that_ends_by_itself_says_how(
     points, found = app.train_row(row, study, 100.0)
     assert found == outcome
     assert points[-1] == {"cpu_minutes": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("first_minutes", "outcome", "limits"),
+    [(2.0, "reached", [10.0, 6.0]), (9.0, "reached", [10.0, 10.0]), (2.0, "ended", [10.0, 10.0])],
+)
+def test_a_row_has_the_smaller_of_the_two_limits(
+    first_minutes: float,
+    outcome: str,
+    limits: list[float],
+    study: TimeToDiceConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A multiple of the minutes of the first row counts where that row has reached the target."""
+    asked: list[float] = []
+
+    def train_row(_: Any, __: Any, limit_minutes: float) -> Any:
+        asked.append(limit_minutes)
+        points = [{"step": 10.0, "val_dice": 0.9, "cpu_minutes": first_minutes}]
+        return points, outcome
+
+    hydra_config = SimpleNamespace(overrides=SimpleNamespace(task=[]))
+    monkeypatch.setattr(app, "HydraConfig", SimpleNamespace(get=lambda: hydra_config))
+    monkeypatch.setattr(app, "compose_train", lambda *_: None)
+    data = SimpleNamespace(prepare_data=lambda: None)
+    monkeypatch.setattr(app, "make_data_module", lambda _: data)
+    monkeypatch.setattr(app, "train_row", train_row)
+    rows: Any = {"first": [], "second": []}
+    app.time_to_dice(
+        replace(study, output=str(tmp_path), rows=rows, max_minutes=10.0, max_ratio=3.0)
+    )
+    assert asked == limits
 
 
 def test_processes_that_have_ended_count() -> None:

@@ -225,6 +225,19 @@ def test_a_line_has_the_mean_of_the_micro_batches_since_the_last_one(
         steps.step(1.0, float("nan"))
 
 
+def test_a_resumed_history_counts_the_time_of_all_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, resumed = (History(tmp_path / "history.csv", 2, 5) for _ in range(2))
+    steps = Steps(first, monkeypatch)
+    first.start_s = 90.0
+    saved = first.state_dict()
+    steps.now_s = 1000.0  # the machine was off in between
+    resumed.load_state_dict(saved)
+    steps.now_s += 5.0
+    assert resumed.train_s() == 15.0
+
+
 def test_lines_of_other_ranks_are_counted_and_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
