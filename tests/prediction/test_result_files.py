@@ -232,7 +232,10 @@ def test_the_bound_on_dice_is_one_sentence_in_all_results(
             "level": 0.9,
             "patients": 26,
         }
-        sentence = f"at least {math.floor(100 * stated['value']) / 100:.2f} in 9 of 10 patients (26 patients)"
+        sentence = (
+            f"at least {math.floor(100 * stated['value']) / 100:.2f} in 9 of 10 patients (26 "
+            "patients)"
+        )
         assert rows[name]["dice_at_least"] == sentence
         assert f"<dd>{sentence}</dd>" in viewer
         assert f"{name.replace('_', ' ')}: Dice {sentence}" in written

@@ -163,7 +163,10 @@ def test_runs_of_other_experiments_are_not_reused(tmp_path: Path) -> None:
     assert plan("a") == plan("a")
     with pytest.raises(
         UserError,
-        match=r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": \["c"\],',
+        match=(
+            r'fold_0: its runs come from the experiments \{"coarse": \["a"\],.*not \{"coarse": '
+            r'\["c"\],'
+        ),
     ):
         plan("c")
 
