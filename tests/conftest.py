@@ -30,6 +30,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_compositions() -> None:
+    """Hydra composes each choice of files once."""
+    import hydra
+    import quick_compose
+
+    hydra.compose = quick_compose.compose
+
+
 @pytest.fixture(scope="session")
 def shared_ct() -> Path:
     """Folder of real chest CTs beside the checkout (`table.csv`, a folder per case), or skip."""
