@@ -30,9 +30,18 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_compositions() -> None:
+    """Hydra composes each choice of files once."""
+    import hydra
+    import quick_compose
+
+    hydra.compose = quick_compose.compose
+
+
 @pytest.fixture(scope="session")
 def shared_ct() -> Path:
-    """Folder of real chest CTs beside the checkout (`table.csv`, one folder per case); skips where it is absent."""
+    """Folder of real chest CTs beside the checkout (`table.csv`, a folder per case), or skip."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "ct"
     if not (folder / "table.csv").is_file():
         pytest.skip("no real CTs beside the checkout")
@@ -95,7 +104,7 @@ def tiny_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Chromium without a window, with the driver of its own version, WebGL by software, and no way out: every name resolves to a closed port."""
+    """Headless Chromium with its own driver and software WebGL; every name is a closed port."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
     program = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -106,9 +115,12 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options = webdriver.ChromeOptions()
     options.binary_location = program
     for argument in (
-        "--headless=new", "--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
-        "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path_factory.mktemp('browser')}",
+        "--headless=new", "--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader",
+        "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        "--window-size=1280,900",
+        "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND",
+        f"--user-data-dir={tmp_path_factory.mktemp('browser')}",
     ):  # fmt: skip
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

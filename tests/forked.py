@@ -1,4 +1,4 @@
-"""Processes of commands that start in a moment: forked from a server that has imported everything and computed nothing.
+"""Commands that start at once: forked from a server that has imported everything.
 
 A new Python takes up to six seconds of processor time for the imports of a training. Tests of the
 start itself, of signals to a training and its process group, of memory, and of modules in the
@@ -48,7 +48,7 @@ def served() -> Any:
 def _run(
     arguments: Sequence[str], cwd: str, environment: Mapping[str, str], files: Sequence[str]
 ) -> None:
-    """Become the command `[python, -m, module, …]`, `[python, -c, code, …]` or `[python, script, …]`."""
+    """Become the command `[python, -m, module, …]` or `[python, -c, code or script, …]`."""
     import torch
 
     os.chdir(cwd)
@@ -63,7 +63,7 @@ def _run(
     for module in (spawning, torch.multiprocessing):
         module.start_processes = lambda *given, start_method, **named: start(
             *given, start_method="fork", **named
-        )  # type: ignore[attr-defined]
+        )
     _, first, *rest = arguments
     try:
         if first == "-m":
@@ -82,7 +82,7 @@ def _run(
 
 
 class Popen:
-    """A started command, with the parts of `subprocess.Popen` that tests use; what it prints is kept in files.
+    """A started command, with the parts of `subprocess.Popen` that tests use; output goes to files.
 
     Args:
         arguments: Command that begins with `sys.executable`.

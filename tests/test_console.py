@@ -22,9 +22,9 @@ def test_control_characters_are_written_as_codes(capsys: pytest.CaptureFixture[s
 
 def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run code after `prepare_streams` in a process of its own."""
-    environment = {**os.environ, **options.pop("env", {})}  # type: ignore[dict-item]
+    environment = {**os.environ, **options.pop("env", {})}
     command = [sys.executable, "-c", PRINT + code]
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(
         command, capture_output=True, encoding="utf-8", check=False, env=environment, **options
     )
 
@@ -35,7 +35,10 @@ def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]
 )
 def test_letters_that_the_terminal_lacks_are_written_as_codes(env: dict[str, str]) -> None:
     """Also in a Python process that the command starts."""
-    child = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(chr(0x1f601), chr(0xdcfc))'], check=True)\n"
+    child = (
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(chr(0x1f601), "
+        "chr(0xdcfc))'], check=True)\n"
+    )
     done = run_python(f"print(chr(0x1f601), chr(0xdcfc), flush=True)\n{child}", env=env)
     assert done.returncode == 0, done.stderr
     smile = (

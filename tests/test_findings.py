@@ -1,4 +1,4 @@
-"""Findings: information is no warning, and a report has the code, the severity and the whole sentence of each."""
+"""Findings: information is no warning; a report has code, severity and sentence of each."""
 
 from __future__ import annotations
 

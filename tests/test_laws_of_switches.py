@@ -1,4 +1,4 @@
-"""Laws of the switches: what each may change in a result, one section per row of the guarantees, over several networks and norms."""
+"""Laws of the switches: what each may change in a result, over several networks and norms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ every_network = pytest.mark.parametrize("name", NETWORKS)
 
 
 def make(node: dict[str, Any]) -> StageNetwork:
-    """A network for both sides, whose norms scale and shift: the zero scale at the end of a branch would hide the branch."""
+    """A two-sided network whose norms are affine: a zero scale at its end would hide a branch."""
     torch.manual_seed(0)
     network = make_described_network(node, TASK, "fine").train()
     for name, weight in network.named_parameters():
@@ -230,13 +230,15 @@ def samples(kind: str) -> list[Sample]:
 def weights_after_a_step(
     network: StageNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int
 ) -> Tensor:
-    """One step of SGD; ranks take consecutive parts of a micro-batch, and their gradients are averaged."""
+    """One step of SGD; ranks take consecutive parts of micro-batches and average gradients."""
     network = copy.deepcopy(network)
     module = SegmentationModule(
-        network, DiceCrossEntropyLoss(), lambda parameters: torch.optim.SGD(parameters, lr=0.5), lambda optimizer: None,
-        seed=0, accumulate=num_micro_batches, tile_size=None, overlap=0.5, ema_decay=None, metadata={},
+        network, DiceCrossEntropyLoss(), lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        lambda optimizer: None,
+        seed=0, accumulate=num_micro_batches, tile_size=None, overlap=0.5, ema_decay=None,
+        metadata={},
     )  # fmt: skip
-    module.log = lambda *_, **__: None  # type: ignore[method-assign]
+    module.log = lambda *_, **__: None
     is_stacked = len({sample["target"].shape for sample in given}) == 1
     size = len(given) // num_micro_batches // num_ranks
     for first in range(0, len(given), size):
@@ -268,7 +270,8 @@ def test_a_step_does_not_depend_on_how_its_samples_are_batched(name: str, kind: 
 
 def stage_of(network: nn.Module, **changes: Any) -> TrainedStage:
     values = {
-        "spacing_mm": (1.0, 1.0, 1.0), "tile_size": None, "region_margin_mm": 5.0, "precision": "fp32",
+        "spacing_mm": (1.0, 1.0, 1.0), "tile_size": None, "region_margin_mm": 5.0,
+        "precision": "fp32",
         "device": torch.device("cpu"),
     }  # fmt: skip
     return TrainedStage(network.eval(), "fine", TASK, **(values | changes))
@@ -341,7 +344,7 @@ def test_half_precision_costs_no_dice(case: str, shared_ct: Path) -> None:
 
 
 def assert_near(plain: nn.Module, other: nn.Module, of_logits: float, of_grads: float) -> None:
-    """Whether logits and gradients differ by these parts of their largest value at most; names stay."""
+    """Whether logits and gradients differ by these parts of their maximum at most; same names."""
     assert list(plain.state_dict()) == list(other.state_dict())
     (logits, grads), (other_logits, other_grads) = step(plain), step(other)
     torch.testing.assert_close(

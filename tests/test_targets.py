@@ -96,11 +96,20 @@ def test_a_file_that_a_command_reads_can_trust_nothing(
 @pytest.mark.parametrize(
     ("point", "node", "said"),
     [
-        ("model", {"_target_": "torch.nn.Conv4d"}, r"torch\.nn\.Conv4d does not exist in the installed version; did you mean torch\.nn\.Conv"),
+        (
+            "model",
+            {"_target_": "torch.nn.Conv4d"},
+            (r"torch\.nn\.Conv4d does not exist in the installed version; did you mean "
+             r"torch\.nn\.Conv"),
+        ),
         ("model", {"_target_": "torch.nn.functional"}, "is not a class"),
         ("model", {"_target_": "torch.nn.Parameter"}, r"is no torch\.nn\.Module"),
         ("model", {"_target_": "torch.nn.nothing.Net"}, "cannot be imported"),
-        ("optimizer", {"_target_": "torch.optim.lr_scheduler.StepLR"}, r"is no torch\.optim\.Optimizer"),
+        (
+            "optimizer",
+            {"_target_": "torch.optim.lr_scheduler.StepLR"},
+            r"is no torch\.optim\.Optimizer",
+        ),
         ("optimizer", {"_target_": "torch.optim.SGD", "momentun": 1}, "did you mean momentum"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Parts that only the coarse stage finds: thick ones are added whole, outlines are not, and no other region loses a voxel."""
+"""Parts that only the coarse stage finds: thick ones are added, others lose no voxel."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_border_of_the_scan_makes_no_part_thin() -> None:
 
 @pytest.mark.parametrize("offset", [0.0, 0.7, 1.5, 2.3, 3.1])
 def test_an_added_half_joins_the_fine_half_without_a_gap(offset: float) -> None:
-    """Half of the organ is consolidated, and the border of what the fine stage finds lies anywhere within a coarse voxel."""
+    """Half of the organ is consolidated; the fine border lies anywhere within a coarse voxel."""
     labels = np.zeros(GRID.shape, dtype=np.uint8)
     labels[ORGAN] = 1
     labels[12:16][labels[12:16] == 1] = 2
@@ -98,7 +98,10 @@ def test_a_part_is_not_added_if_most_of_it_lies_beside_the_patient() -> None:
     assert not probs[0].numpy()[foam].any()
     assert not labels[foam].any(), "it is no part of what the stages agree on"
     assert warnings == [
-        "organ: 46 ml that the coarse stage alone found were not added: they lie beside the patient, as foam of the table and blankets do"
+        (
+            "organ: 46 ml that the coarse stage alone found were not added: they lie beside the "
+            "patient, as foam of the table and blankets do"
+        )
     ]
 
 
@@ -124,7 +127,7 @@ def test_what_the_fine_stage_gives_to_another_region_stays_there() -> None:
 
 @pytest.mark.parametrize(("num_planes", "is_thick"), [(3, False), (5, True)])
 def test_a_layer_is_thick_if_a_ball_of_the_diameter_fits(num_planes: int, is_thick: bool) -> None:
-    """Distances count to centres of voxels outside: three planes of 1 mm have room for less than 4 mm."""
+    """Distances count to centres of voxels outside: three planes of 1 mm hold less than 4 mm."""
     mask = np.zeros((15, 30, 30), dtype=bool)
     mask[5 : 5 + num_planes, 3:27, 3:27] = True
     assert thick_parts(mask, (1.0, 1.0, 1.0), 4.0).any() == is_thick

@@ -19,7 +19,7 @@ def ellipse(
 def chest(
     spacing_mm: tuple[float, float, float], size_mm: float = 480.0
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """A trunk with two lungs on a table of foam between thin shells, and masks of the parts in its slices."""
+    """A trunk with two lungs on a table of foam between thin shells, and masks of its parts."""
     z, y, x = (
         mm * np.arange(round(extent / mm))
         for mm, extent in zip(spacing_mm, (64.0, size_mm, size_mm), strict=True)

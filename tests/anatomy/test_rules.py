@@ -1,4 +1,4 @@
-"""The table of rules lists each threshold of the module once, and the documentation has the same table."""
+"""The table of rules lists each threshold of the module once, as the documentation does."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ def test_import_contracts_hold() -> None:
 
 
 def loaded_modules(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    code = (
+        f"{statement}\nimport sys\nprint(' '.join(sorted({{name.split('.')[0] for name in "
+        f"sys.modules}})))"
+    )
     return set(
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
@@ -35,7 +38,10 @@ def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None
     imports = (
         "import medseg.commands.predict, medseg.cascade.cascade, medseg.io.read, medseg.io.write"
     )
-    imports += "; from medseg.cascade.load import load_stage; from medseg.weights.files import shipped_weights"
+    imports += (
+        "; from medseg.cascade.load import load_stage; from medseg.weights.files import "
+        "shipped_weights"
+    )
     loaded = loaded_modules(
         f"{imports}; from medseg.cascade.stage import InferenceOptions; {network}"
     )
@@ -52,7 +58,10 @@ def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None
 
 
 def test_the_command_line_is_checked_without_torch() -> None:
-    refused = "import contextlib, sys\nsys.argv = ['predict', 'inputs=x']\nfrom medseg.commands.entry import run_command"
+    refused = (
+        "import contextlib, sys\nsys.argv = ['predict', 'inputs=x']\n"
+        "from medseg.commands.entry import run_command"
+    )
     run = f"{refused}\nwith contextlib.suppress(SystemExit):\n    run_command('predict')"
     for statement in ("import medseg.commands.train, medseg.config.check", run):
         assert "torch" not in loaded_modules(statement)

@@ -1,4 +1,4 @@
-"""Files are written whole: by the atomic writer, or into a folder that gets its name when it is complete."""
+"""Files are written whole: by the atomic writer, or in a folder that is renamed at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITES = re.compile(
-    r"write_text\(|write_bytes\(|open\([^)]*[\"'][wax]|np\.save|json\.dump\(|os\.replace|to_csv|torch\.save\("
+    r"write_text\(|write_bytes\(|open\([^)]*[\"'][wax]|np\.save|json\.dump\(|os\.replace|"
+    r"to_csv|torch\.save\("
 )
 ALLOWED = {
     "io/atomic.py": "the writer",

@@ -1,4 +1,4 @@
-"""Harness of the attacks: one input is read in a process of its own, with a limit of memory and of time."""
+"""Harness of the attacks: each input is read in a process with limits of memory and time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def _read(attack: Attack, answers: Connection) -> None:
         answers.send(
             (
                 fault,
-                f"read {volume.array.shape} {volume.array.dtype}, {'; '.join(finding_texts(volume))}",
+                (
+                    f"read {volume.array.shape} {volume.array.dtype}, "
+                    f"{'; '.join(finding_texts(volume))}"
+                ),
             )
         )
 
@@ -98,7 +101,7 @@ def run(attack: Attack) -> tuple[str, str]:
     try:
         if not answers.poll(MAX_SECONDS):
             return "hang: ", f"no answer in {MAX_SECONDS:g} s"
-        return answers.recv()  # type: ignore[no-any-return]
+        return answers.recv()
     except EOFError:
         process.join()
         return "crash: ", f"the process ended with {process.exitcode}"

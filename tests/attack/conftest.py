@@ -1,4 +1,4 @@
-"""Marker of the attacks; their tools, and the makers of files of the io tests, on the path (tests are imported by path)."""
+"""Marker of the attacks; their tools and the file makers of the io tests are put on the path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malformed scans given to the commands: exit code 2 (prepare: 1, as one case of a table failed) and one sentence, no traceback."""
+"""Malformed scans given to the commands: the stated exit code and one sentence, no traceback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("command", ["predict", "prepare"])
 def test_a_malformed_scan_ends_a_command_with_one_line(
     attacks, command: str, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+) -> None:
     (tmp_path / "scans").mkdir()
     refused = [
         attack

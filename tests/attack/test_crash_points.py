@@ -1,4 +1,4 @@
-"""Attack on every moment at which a file changes: kills and full disks there, and processes that use one folder."""
+"""Kills and full disks at every change of a file, and processes that share a folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ CONTEXT.set_forkserver_preload(
     [__name__, "medseg.training.callbacks", "medseg.training.history", "medseg.training.loggers"]
 )
 SETTINGS = [
-    "spacing=isotropic_4mm", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]", "stage.validate_every=3",
+    "spacing=isotropic_4mm", "model.width=4", "model.depth=2", "model.blocks_per_level=[1,1,1]",
+    "stage.validate_every=3",
     "checkpoint_every=1", "schedule=constant", "logger=csv", "steps=6",
 ]  # fmt: skip
 
@@ -113,7 +114,7 @@ def begin(
     number: int = 0,
     act: Callable[[str], None] = die,
 ) -> tuple[Any, Path, Any]:
-    """Start something in a process of its own; returns the process, its log, and the counter, which must live as long."""
+    """Start a call in its own process; returns process, log and counter (keep a reference)."""
     counted = CONTEXT.Value("i", 0)
     process = CONTEXT.Process(target=child, args=(work, arguments, number, act, counted, log))
     process.start()
@@ -121,7 +122,7 @@ def begin(
 
 
 def end(process: Any, log: Path, counted: Any) -> tuple[int, str, int]:
-    """Wait for a process; returns its exit code, what it said, and how often it called one of the `CALLS`."""
+    """Wait for a process; returns its exit code, its output, and how often it made a call."""
     process.join(120)
     assert not process.is_alive(), "it hangs"
     said = log.read_text(encoding="utf-8")
@@ -252,7 +253,8 @@ def trained(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 def predict_folder(scans: Path, output: Path, checkpoints: tuple[Path, Path]) -> int:
     coarse, fine = ([str(path)] for path in checkpoints)
     config = PredictConfig(
-        input=str(scans), output=str(output), coarse=coarse, fine=fine, accelerator=Accelerator.cpu, threads=1,
+        input=str(scans), output=str(output), coarse=coarse, fine=fine, accelerator=Accelerator.cpu,
+        threads=1,
         inference=InferenceOptions(budget_gib=2.0),
     )  # fmt: skip
     cases = predict_scans(config)
@@ -284,13 +286,13 @@ def test_a_batch_survives_a_kill_or_a_full_disk_at_any_change_of_a_file(
 
 
 def at_once(*works: tuple[Any, ...], log: Path) -> list[tuple[int, str]]:
-    """Do several things, each given with its arguments, at the same moment; returns exit codes and what was said."""
+    """Run several calls with their arguments at the same moment; returns exit codes and output."""
     begun = [begin(*work, log=log.with_name(f"log {index}")) for index, work in enumerate(works)]
     return [end(*one)[:2] for one in begun]
 
 
 def use_case(table: Path, cache: Path, offset: float, results: Path) -> None:
-    """Prepare a case and read it many times, while another process does the same with another scale."""
+    """Prepare a case and read it many times, while another process does so with another scale."""
     case = replace(read_case_table(table)[0], hu=HuScale(offset=offset))
     entry = prepare_case(case, cache, SPACING_MM, TASK, NAMES)
     found = {float(np.median(entry.image_hu)) for _ in range(200)}

@@ -1,4 +1,4 @@
-"""Attack by malformed DICOM series: values of impossible size, sequences without end, streams that swell, folders that are none."""
+"""Malformed DICOM series: impossible sizes, endless sequences, streams that swell."""
 
 from __future__ import annotations
 
@@ -40,20 +40,67 @@ LONG = "9" * 300
 FIELDS: list[tuple[str, bytes, bool]] = [
     *[("Rows", struct.pack("<H", value), False) for value in (0, 1, 8, 65535)],
     *[("Columns", struct.pack("<H", value), False) for value in (0, 8, 10, 65535)],
-    *[("BitsAllocated", struct.pack("<H", value), False) for value in (0, 1, 8, 12, 24, 32, 64, 65535)],
+    *[
+        ("BitsAllocated", struct.pack("<H", value), False)
+        for value in (0, 1, 8, 12, 24, 32, 64, 65535)
+    ],
     *[("BitsStored", struct.pack("<H", value), False) for value in (0, 17, 65535)],
     *[("HighBit", struct.pack("<H", value), False) for value in (0, 16, 65535)],
     *[("PixelRepresentation", struct.pack("<H", value), value != 1) for value in (2, 7, 65535)],
     *[("SamplesPerPixel", struct.pack("<H", value), False) for value in (0, 3, 65535)],
-    *[("PixelSpacing", value, False) for value in (b"0\\0", b"-1\\1", b"nan\\1", b"1e-30\\1e-30", b"1e30\\1e30", b"1", b"1\\1\\1", b"", b"\\", b"1_0\\1", b"0x1\\1")],
-    *[("ImagePositionPatient", value, False) for value in (b"0\\0", b"nan\\0\\0", b"0\\0\\1e300", b"1e300\\1e300\\1e300", b"", b"0\\0\\0\\0")],
-    *[("ImageOrientationPatient", value, b"e" in value) for value in (b"0\\0\\0\\0\\0\\0", b"1\\0\\0\\1\\0\\0", b"nan\\0\\0\\0\\1\\0", b"1\\0\\0", b"1e300\\0\\0\\0\\1e300\\0", b"1e-300\\0\\0\\0\\1e-300\\0")],
-    *[("RescaleSlope", value, False) for value in (b"0", b"1e308", b"nan", b"inf", b"1\\2", LONG.encode()[:16])],
+    *[
+        ("PixelSpacing", value, False)
+        for value in (
+            b"0\\0",
+            b"-1\\1",
+            b"nan\\1",
+            b"1e-30\\1e-30",
+            b"1e30\\1e30",
+            b"1",
+            b"1\\1\\1",
+            b"",
+            b"\\",
+            b"1_0\\1",
+            b"0x1\\1",
+        )
+    ],
+    *[
+        ("ImagePositionPatient", value, False)
+        for value in (
+            b"0\\0",
+            b"nan\\0\\0",
+            b"0\\0\\1e300",
+            b"1e300\\1e300\\1e300",
+            b"",
+            b"0\\0\\0\\0",
+        )
+    ],
+    *[
+        ("ImageOrientationPatient", value, b"e" in value)
+        for value in (
+            b"0\\0\\0\\0\\0\\0",
+            b"1\\0\\0\\1\\0\\0",
+            b"nan\\0\\0\\0\\1\\0",
+            b"1\\0\\0",
+            b"1e300\\0\\0\\0\\1e300\\0",
+            b"1e-300\\0\\0\\0\\1e-300\\0",
+        )
+    ],
+    *[
+        ("RescaleSlope", value, False)
+        for value in (b"0", b"1e308", b"nan", b"inf", b"1\\2", LONG.encode()[:16])
+    ],
     *[("RescaleIntercept", value, False) for value in (b"1e308", b"nan", b"-inf", b"a")],
-    *[("NumberOfFrames", value, value in (b"1 ", b"1.5")) for value in (b"0", b"-1", b"2", b"2147483647", b"99999999999", b"1.5", b"x", b"1 ")],
+    *[
+        ("NumberOfFrames", value, value in (b"1 ", b"1.5"))
+        for value in (b"0", b"-1", b"2", b"2147483647", b"99999999999", b"1.5", b"x", b"1 ")
+    ],
     *[("SeriesInstanceUID", value, True) for value in (b"\0\0", b"9" * 4000, b"x\x1b[2J")],
     *[("Modality", value, False) for value in (b"ct", b"CT\0MR", b"\xff\xfe", b"C" * 4000)],
-    *[("PhotometricInterpretation", value, value != b"PALETTE COLOR") for value in (b"RGB", b"YBR_FULL", b"PALETTE COLOR", b"\xff" * 16)],
+    *[
+        ("PhotometricInterpretation", value, value != b"PALETTE COLOR")
+        for value in (b"RGB", b"YBR_FULL", b"PALETTE COLOR", b"\xff" * 16)
+    ],
     ("PixelPaddingValue", b"", True),
     ("PixelPaddingValue", b"\x01", True),
     ("PixelPaddingValue", b"\xff" * 64, True),
@@ -214,18 +261,36 @@ def _bomb_attacks(folder: Path) -> Iterator[Attack]:
         np.zeros((8000, 8000), np.uint16), lossless=True, bitspersample=16
     )
     codes: dict[str, tuple[bytes, str]] = {
-        "a JPEG of another size": (imagecodecs.jpeg_encode(np.zeros((7, 10), np.uint16), lossless=True, bitspersample=16), JPEGLosslessSV1),
+        "a JPEG of another size": (
+            imagecodecs.jpeg_encode(np.zeros((7, 10), np.uint16), lossless=True, bitspersample=16),
+            JPEGLosslessSV1,
+        ),
         "a JPEG of 64 million pixels": (huge, JPEGLosslessSV1),
         "a JPEG that is JPEG 2000": (imagecodecs.jpeg2k_encode(pixels), JPEGLosslessSV1),
         "a JPEG 2000 that is JPEG-LS": (imagecodecs.jpegls_encode(pixels), JPEG2000Lossless),
-        "a JPEG-LS that is JPEG": (imagecodecs.jpeg_encode(pixels, lossless=True, bitspersample=16), JPEGLSLossless),
-        "a JPEG 2000 of three colours": (imagecodecs.jpeg2k_encode(np.zeros((7, 9, 3), np.uint8)), JPEG2000Lossless),
-        "a JPEG 2000 of 60000 x 60000": (_resized_j2k(imagecodecs.jpeg2k_encode(pixels, codecformat="j2k"), 60000), JPEG2000Lossless),
+        "a JPEG-LS that is JPEG": (
+            imagecodecs.jpeg_encode(pixels, lossless=True, bitspersample=16),
+            JPEGLSLossless,
+        ),
+        "a JPEG 2000 of three colours": (
+            imagecodecs.jpeg2k_encode(np.zeros((7, 9, 3), np.uint8)),
+            JPEG2000Lossless,
+        ),
+        "a JPEG 2000 of 60000 x 60000": (
+            _resized_j2k(imagecodecs.jpeg2k_encode(pixels, codecformat="j2k"), 60000),
+            JPEG2000Lossless,
+        ),
         "an empty code": (b"\0\0", JPEG2000Lossless),
         "RLE of no segment": (bytes(64), RLELossless),
         "RLE of many segments": (struct.pack("<16I", 2**32 - 1, *[64] * 15), RLELossless),
-        "RLE with offsets beyond the end": (struct.pack("<16I", 2, 64, 2**31, *[0] * 13) + bytes(40), RLELossless),
-        "RLE that swells": (struct.pack("<16I", 2, 64, 128, *[0] * 13) + b"\x81\0" * 5000, RLELossless),
+        "RLE with offsets beyond the end": (
+            struct.pack("<16I", 2, 64, 2**31, *[0] * 13) + bytes(40),
+            RLELossless,
+        ),
+        "RLE that swells": (
+            struct.pack("<16I", 2, 64, 128, *[0] * 13) + b"\x81\0" * 5000,
+            RLELossless,
+        ),
     }  # fmt: skip
     for name, (code, syntax) in codes.items():
         _scan(folder / name)
@@ -258,13 +323,40 @@ def _enhanced_attacks(folder: Path) -> Iterator[Attack]:
         "more frames than groups": (lambda one: setattr(one, "NumberOfFrames", 6), False),
         "fewer frames than groups": (lambda one: setattr(one, "NumberOfFrames", 4), False),
         "no group": (lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", []), False),
-        "empty groups": (lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", [Dataset()] * 5), False),
+        "empty groups": (
+            lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", [Dataset()] * 5),
+            False,
+        ),
         "no shared group": (lambda one: setattr(one, "SharedFunctionalGroupsSequence", []), False),
         "no positions": (drop_positions, False),
-        "one position for all": (lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", [one.PerFrameFunctionalGroupsSequence[0]] * 5), False),
-        "groups within groups": (lambda one: setattr(one.PerFrameFunctionalGroupsSequence[2], "PlanePositionSequence", [copy.deepcopy(one)]), False),
-        "50,000 groups": (lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", [one.PerFrameFunctionalGroupsSequence[0]] * 50_000), False),
-        "pixels of four frames": (lambda one: setattr(one, "PixelData", one.PixelData[: 4 * 7 * 9 * 2]), False),
+        "one position for all": (
+            lambda one: setattr(
+                one,
+                "PerFrameFunctionalGroupsSequence",
+                [one.PerFrameFunctionalGroupsSequence[0]] * 5,
+            ),
+            False,
+        ),
+        "groups within groups": (
+            lambda one: setattr(
+                one.PerFrameFunctionalGroupsSequence[2],
+                "PlanePositionSequence",
+                [copy.deepcopy(one)],
+            ),
+            False,
+        ),
+        "50,000 groups": (
+            lambda one: setattr(
+                one,
+                "PerFrameFunctionalGroupsSequence",
+                [one.PerFrameFunctionalGroupsSequence[0]] * 50_000,
+            ),
+            False,
+        ),
+        "pixels of four frames": (
+            lambda one: setattr(one, "PixelData", one.PixelData[: 4 * 7 * 9 * 2]),
+            False,
+        ),
     }  # fmt: skip
     for name, (change, is_readable) in changes.items():
         yield Attack(

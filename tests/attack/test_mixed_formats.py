@@ -1,4 +1,4 @@
-"""Attack by files of one format under the name of another, by other spellings of one header, and by series whose slices disagree."""
+"""Files under another format's name, other spellings of a header, slices that disagree."""
 
 from __future__ import annotations
 
@@ -33,16 +33,22 @@ def nifti(
     one = version == 1
     block = bytearray(348 if one else 540)
     values: dict[str, Any] = {
-        "sizeof_hdr": 348 if one else 540, "magic": b"n+1\0" if one else b"n+2\0\r\n\x1a\n", "datatype": 4, "bitpix": 16,
-        "dim": (3, 8, 6, 4, 1, 1, 1, 1), "pixdim": (1.0, 1.25, 1.5, 3.0, 0, 0, 0, 0), "vox_offset": len(block) + len(extension),
+        "sizeof_hdr": 348 if one else 540, "magic": b"n+1\0" if one else b"n+2\0\r\n\x1a\n",
+        "datatype": 4, "bitpix": 16,
+        "dim": (3, 8, 6, 4, 1, 1, 1, 1), "pixdim": (1.0, 1.25, 1.5, 3.0, 0, 0, 0, 0),
+        "vox_offset": len(block) + len(extension),
         "slope": 1.0, "inter": 0.0, "qform": 0, "sform": 1, "units": 2,
         "srow": (-1.25, 0, 0, -10, 0, -1.5, 0, -20, 0, 0, 3.0, 30), **fields,
     }  # fmt: skip
     places = {
-        "sizeof_hdr": ("i", 0, 0), "magic": ("4s" if one else "8s", 344, 4), "datatype": ("h", 70, 12), "bitpix": ("h", 72, 14),
-        "dim": ("8h" if one else "8q", 40, 16), "pixdim": ("8f" if one else "8d", 76, 104), "vox_offset": ("f" if one else "q", 108, 168),
-        "slope": ("f" if one else "d", 112, 176), "inter": ("f" if one else "d", 116, 184), "qform": ("h" if one else "i", 252, 344),
-        "sform": ("h" if one else "i", 254, 348), "units": ("B" if one else "i", 123, 500), "srow": ("12f" if one else "12d", 280, 400),
+        "sizeof_hdr": ("i", 0, 0), "magic": ("4s" if one else "8s", 344, 4),
+        "datatype": ("h", 70, 12), "bitpix": ("h", 72, 14),
+        "dim": ("8h" if one else "8q", 40, 16), "pixdim": ("8f" if one else "8d", 76, 104),
+        "vox_offset": ("f" if one else "q", 108, 168),
+        "slope": ("f" if one else "d", 112, 176), "inter": ("f" if one else "d", 116, 184),
+        "qform": ("h" if one else "i", 252, 344),
+        "sform": ("h" if one else "i", 254, 348), "units": ("B" if one else "i", 123, 500),
+        "srow": ("12f" if one else "12d", 280, 400),
         "quatern": ("6f" if one else "6d", 256, 352),
     }  # fmt: skip
     for name, value in values.items():
@@ -83,10 +89,14 @@ def _disguises(folder: Path) -> Iterator[Attack]:
     dataset = header((HU[0] + 1024).astype(np.uint16))
     place(dataset, (10, 20, 30))
     contents = {
-        "NIfTI-1": nifti(), "NIfTI-1, big endian": nifti(1, ">"), "NIfTI-2": nifti(2), "NIfTI-2, big endian": nifti(2, ">"),
-        "packed NIfTI-2": gzip.compress(nifti(2)), "NRRD": nrrd({}), "packed NRRD": gzip.compress(nrrd({})),
-        "MetaImage": meta({}), "packed MetaImage": gzip.compress(meta({})), "DICOM": save(dataset, folder / "one.dcm").read_bytes(),
-        "zip": zipped("a.nii", nifti()), "tar": tarred("a.nii", nifti()), "bzip2": bz2.compress(nifti()), "PNG": png(),
+        "NIfTI-1": nifti(), "NIfTI-1, big endian": nifti(1, ">"), "NIfTI-2": nifti(2),
+        "NIfTI-2, big endian": nifti(2, ">"),
+        "packed NIfTI-2": gzip.compress(nifti(2)), "NRRD": nrrd({}),
+        "packed NRRD": gzip.compress(nrrd({})),
+        "MetaImage": meta({}), "packed MetaImage": gzip.compress(meta({})),
+        "DICOM": save(dataset, folder / "one.dcm").read_bytes(),
+        "zip": zipped("a.nii", nifti()), "tar": tarred("a.nii", nifti()),
+        "bzip2": bz2.compress(nifti()), "PNG": png(),
         "ANALYZE": nifti(magic=b"\0\0\0\0"), "header of a pair": nifti(magic=b"ni1\0"),
     }  # fmt: skip
     for content, data in contents.items():
@@ -108,11 +118,14 @@ def _disguises(folder: Path) -> Iterator[Attack]:
 
 
 def _versions(folder: Path) -> Iterator[Attack]:
-    """NIfTI-2, whose numbers have 64 bits, extensions, and fields that only look right in one byte order."""
+    """NIfTI-2 (64 bit fields), extensions, and fields that are plausible in one byte order only."""
     extensions = {
-        "no size": struct.pack("<4sii", b"\1\0\0\0", 0, 0), "a negative size": struct.pack("<4sii", b"\1\0\0\0", -16, 6),
-        "a size without end": struct.pack("<4sii", b"\1\0\0\0", 2**31 - 16, 6), "an odd size": struct.pack("<4sii", b"\1\0\0\0", 9, 6),
-        "a comment": struct.pack("<4sii", b"\1\0\0\0", 16, 6) + b"comment\0", "DICOM": struct.pack("<4sii", b"\1\0\0\0", 32, 2) + b"DICM" * 6,
+        "no size": struct.pack("<4sii", b"\1\0\0\0", 0, 0),
+        "a negative size": struct.pack("<4sii", b"\1\0\0\0", -16, 6),
+        "a size without end": struct.pack("<4sii", b"\1\0\0\0", 2**31 - 16, 6),
+        "an odd size": struct.pack("<4sii", b"\1\0\0\0", 9, 6),
+        "a comment": struct.pack("<4sii", b"\1\0\0\0", 16, 6) + b"comment\0",
+        "DICOM": struct.pack("<4sii", b"\1\0\0\0", 32, 2) + b"DICM" * 6,
         "a second header": b"\1\0\0\0" + nifti()[:348],
     }  # fmt: skip
     given: list[tuple[str, bytes, bool]] = [
@@ -204,10 +217,47 @@ PACKED = zlib.compress(RAW)
 TEXTS: dict[str, tuple[str, bytes]] = {
     "NRRD in RAS": ("nrrd", nrrd(RAS)),
     "NRRD in RAS by its long name": ("nrrd", nrrd(RAS | {"space": "right-anterior-superior"})),
-    "NRRD in LAS": ("nrrd", nrrd({"space": "LAS", "space directions": "(1.25,0,0) (0,-1.5,0) (0,0,3)", "space origin": "(10,-20,30)"})),
-    "NRRD in capitals": ("nrrd", nrrd({"space": "Left-Posterior-Superior", "type": "Int16", "encoding": "RAW", "endian": "Little"})),
-    "NRRD, fourth axis of one": ("nrrd", nrrd({"dimension": "4", "sizes": "8 6 4 1", "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3) none"})),
-    "NRRD, first axis of one": ("nrrd", nrrd({"dimension": "4", "sizes": "1 8 6 4", "space directions": "none (1.25,0,0) (0,1.5,0) (0,0,3)"})),
+    "NRRD in LAS": (
+        "nrrd",
+        nrrd(
+            {
+                "space": "LAS",
+                "space directions": "(1.25,0,0) (0,-1.5,0) (0,0,3)",
+                "space origin": "(10,-20,30)",
+            }
+        ),
+    ),
+    "NRRD in capitals": (
+        "nrrd",
+        nrrd(
+            {
+                "space": "Left-Posterior-Superior",
+                "type": "Int16",
+                "encoding": "RAW",
+                "endian": "Little",
+            }
+        ),
+    ),
+    "NRRD, fourth axis of one": (
+        "nrrd",
+        nrrd(
+            {
+                "dimension": "4",
+                "sizes": "8 6 4 1",
+                "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3) none",
+            }
+        ),
+    ),
+    "NRRD, first axis of one": (
+        "nrrd",
+        nrrd(
+            {
+                "dimension": "4",
+                "sizes": "1 8 6 4",
+                "space directions": "none (1.25,0,0) (0,1.5,0) (0,0,3)",
+            }
+        ),
+    ),
     "NRRD, kinds that contradict": ("nrrd", nrrd({"kinds": "RGB-color domain domain"})),
     "NRRD, kinds of vectors": ("nrrd", nrrd({"kinds": "domain domain vector"})),
     "NRRD, kinds of space": ("nrrd", nrrd({"kinds": "space space space"})),
@@ -224,15 +274,27 @@ TEXTS: dict[str, tuple[str, bytes]] = {
     "NRRD, unsigned voxels": ("nrrd", nrrd({"type": "uint16"})),
     "NRRD, packed twice": ("nrrd", nrrd({"encoding": "gzip"}, gzip.compress(gzip.compress(RAW)))),
     "NRRD, packed with zlib": ("nrrd", nrrd({"encoding": "gzip"}, PACKED)),
-    "NRRD, packed in two members": ("nrrd", nrrd({"encoding": "gz"}, gzip.compress(RAW[:100]) + gzip.compress(RAW[100:]))),
+    "NRRD, packed in two members": (
+        "nrrd",
+        nrrd({"encoding": "gz"}, gzip.compress(RAW[:100]) + gzip.compress(RAW[100:])),
+    ),
     "NRRD, skipped lines": ("nrrd", nrrd({"line skip": "2"}, b"one\ntwo\n" + RAW)),
-    "NRRD, skipped lines and bytes": ("nrrd", nrrd({"line skip": "1", "byte skip": "3"}, b"one\nabc" + RAW)),
+    "NRRD, skipped lines and bytes": (
+        "nrrd",
+        nrrd({"line skip": "1", "byte skip": "3"}, b"one\nabc" + RAW),
+    ),
     "NRRD, skipped to the end": ("nrrd", nrrd({"byte skip": "-1"}, b"abc" + RAW)),
     "NRRD, text of real numbers": ("nrrd", nrrd({"encoding": "text"}, TEXT.replace(b" ", b".0 "))),
     "NRRD, text with commas": ("nrrd", nrrd({"encoding": "text"}, TEXT.replace(b" ", b", "))),
     "NRRD, hexadecimal": ("nrrd", nrrd({"encoding": "hex"}, RAW.hex().encode())),
-    "NRRD, a pair of the name of a field": ("nrrd", nrrd({}).replace(b"encoding:", b"sizes:=4 6 8\nencoding:")),
-    "NRRD, a comment of the name of a field": ("nrrd", nrrd({}).replace(b"encoding:", b"# sizes: 4 6 8\nencoding:")),
+    "NRRD, a pair of the name of a field": (
+        "nrrd",
+        nrrd({}).replace(b"encoding:", b"sizes:=4 6 8\nencoding:"),
+    ),
+    "NRRD, a comment of the name of a field": (
+        "nrrd",
+        nrrd({}).replace(b"encoding:", b"# sizes: 4 6 8\nencoding:"),
+    ),
     "NRRD, a field without a blank": ("nrrd", nrrd({}).replace(b"sizes: ", b"sizes:")),
     "NRRD, no byte order": ("nrrd", nrrd({"endian": None})),
     "MetaImage, centre of rotation": ("mha", meta({"CenterOfRotation": "5 5 5"})),
@@ -244,22 +306,59 @@ TEXTS: dict[str, tuple[str, bytes]] = {
     "MetaImage, another matrix": ("mha", meta({"Rotation": "0 1 0 1 0 0 0 0 1"})),
     "MetaImage, a third matrix": ("mha", meta({"Orientation": "0 0 1 0 1 0 1 0 0"})),
     "MetaImage, another size of elements": ("mha", meta({"ElementSize": "9 9 9"})),
-    "MetaImage, size of elements alone": ("mha", meta({"ElementSpacing": None, "ElementSize": "1.25 1.5 3"})),
+    "MetaImage, size of elements alone": (
+        "mha",
+        meta({"ElementSpacing": None, "ElementSize": "1.25 1.5 3"}),
+    ),
     "MetaImage, both orders of bytes": ("mha", meta({"ElementByteOrderMSB": "False"})),
     "MetaImage, orders that contradict": ("mha", meta({"ElementByteOrderMSB": "True"})),
     "MetaImage, a window": ("mha", meta({"ElementMin": "0", "ElementMax": "1"})),
-    "MetaImage, a slope": ("mha", meta({"ElementToIntensityFunctionSlope": "2", "ElementToIntensityFunctionOffset": "5"})),
+    "MetaImage, a slope": (
+        "mha",
+        meta({"ElementToIntensityFunctionSlope": "2", "ElementToIntensityFunctionOffset": "5"}),
+    ),
     "MetaImage, names in small letters": ("mha", meta({}).replace(b"DimSize", b"dimsize")),
-    "MetaImage, a value without an equals sign": ("mha", meta({}).replace(b"DimSize =", b"DimSize")),
+    "MetaImage, a value without an equals sign": (
+        "mha",
+        meta({}).replace(b"DimSize =", b"DimSize"),
+    ),
     "MetaImage, a colon": ("mha", meta({}).replace(b" = ", b": ")),
-    "MetaImage, a fourth axis of one": ("mha", meta({"NDims": "4", "DimSize": "8 6 4 1", "ElementSpacing": "1.25 1.5 3 1", "Offset": "10 20 30 0", "TransformMatrix": "1 0 0 0 0 1 0 0 0 0 1 0 0 0 0 1"})),
-    "MetaImage, two axes": ("mha", meta({"NDims": "2", "DimSize": "8 24", "ElementSpacing": "1.25 1.5", "Offset": "10 20", "TransformMatrix": "1 0 0 1"})),
-    "MetaImage, packed and in the other order": ("mha", meta({"CompressedData": "True", "BinaryDataByteOrderMSB": "True"}, zlib.compress(BIG))),
+    "MetaImage, a fourth axis of one": (
+        "mha",
+        meta(
+            {
+                "NDims": "4",
+                "DimSize": "8 6 4 1",
+                "ElementSpacing": "1.25 1.5 3 1",
+                "Offset": "10 20 30 0",
+                "TransformMatrix": "1 0 0 0 0 1 0 0 0 0 1 0 0 0 0 1",
+            }
+        ),
+    ),
+    "MetaImage, two axes": (
+        "mha",
+        meta(
+            {
+                "NDims": "2",
+                "DimSize": "8 24",
+                "ElementSpacing": "1.25 1.5",
+                "Offset": "10 20",
+                "TransformMatrix": "1 0 0 1",
+            }
+        ),
+    ),
+    "MetaImage, packed and in the other order": (
+        "mha",
+        meta({"CompressedData": "True", "BinaryDataByteOrderMSB": "True"}, zlib.compress(BIG)),
+    ),
     "MetaImage, packed and cut": ("mha", meta({"CompressedData": "True"}, PACKED[:-1])),
     "MetaImage, packed and followed": ("mha", meta({"CompressedData": "True"}, PACKED + b"x")),
     "MetaImage, units of metres": ("mha", meta({"DistanceUnits": "m"})),
     "MetaImage, units of millimetres": ("mha", meta({"DistanceUnits": "mm"})),
-    "MetaImage, a header of -1 with voxels to spare": ("mha", meta({"HeaderSize": "-1"}, RAW + RAW)),
+    "MetaImage, a header of -1 with voxels to spare": (
+        "mha",
+        meta({"HeaderSize": "-1"}, RAW + RAW),
+    ),
 }  # fmt: skip
 
 
@@ -274,8 +373,13 @@ def _texts(folder: Path) -> Iterator[Attack]:
     for suffix, fields, make in (("nrrd", NRRD, nrrd), ("mha", META, meta)):
         for key in fields:
             for way, data in {
-                "missing": make({key: None}), "empty": make({key: ""}), "in quotes": make({key: f'"{fields[key]}"'}),
-                "twice": make({}).replace(key.encode(), key.encode() + (b": x\n" if suffix == "nrrd" else b" = x\n") + key.encode(), 1),
+                "missing": make({key: None}), "empty": make({key: ""}),
+                "in quotes": make({key: f'"{fields[key]}"'}),
+                "twice": make({}).replace(
+                    key.encode(),
+                    key.encode() + (b": x\n" if suffix == "nrrd" else b" = x\n") + key.encode(),
+                    1,
+                ),
             }.items():  # fmt: skip
                 path = folder / f"{key} {way}.{suffix}"
                 path.write_bytes(data)

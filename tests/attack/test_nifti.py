@@ -1,4 +1,4 @@
-"""Attack by malformed NIfTI files: fields that contradict each other, streams within streams, files that are no files."""
+"""Malformed NIfTI files: contradicting fields, nested streams, things that are no files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,22 @@ def block(**fields: object) -> bytearray:
     """A NIfTI-1 header without sform and qform; `fields` are set by name."""
     header = bytearray(352)
     values: dict[str, object] = {
-        "sizeof_hdr": 348, "dim": (3, 8, 6, 4, 1, 1, 1, 1), "datatype": 4, "bitpix": 16, "pixdim": (1.0, 1.25, 1.5, 3.0, 0, 0, 0, 0),
-        "vox_offset": 352.0, "scl_slope": 1.0, "scl_inter": 0.0, "xyzt_units": 2, "qform_code": 0, "sform_code": 1,
-        "quatern": (0.0,) * 6, "srow": (1.25, 0, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0), "magic": b"n+1\0", "extension": b"\0\0\0\0", **fields,
+        "sizeof_hdr": 348, "dim": (3, 8, 6, 4, 1, 1, 1, 1), "datatype": 4, "bitpix": 16,
+        "pixdim": (1.0, 1.25, 1.5, 3.0, 0, 0, 0, 0),
+        "vox_offset": 352.0, "scl_slope": 1.0, "scl_inter": 0.0, "xyzt_units": 2, "qform_code": 0,
+        "sform_code": 1,
+        "quatern": (0.0,) * 6, "srow": (1.25, 0, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0),
+        "magic": b"n+1\0", "extension": b"\0\0\0\0", **fields,
     }  # fmt: skip
     places = {
-        "sizeof_hdr": ("i", 0), "dim": ("8h", 40), "datatype": ("h", 70), "bitpix": ("h", 72), "pixdim": ("8f", 76), "vox_offset": ("f", 108),
-        "scl_slope": ("f", 112), "scl_inter": ("f", 116), "xyzt_units": ("B", 123), "qform_code": ("h", 252), "sform_code": ("h", 254),
-        "quatern": ("6f", 256), "srow": ("12f", 280), "magic": ("4s", 344), "extension": ("4s", 348),
-        "slice": ("hhB", 74), "cal": ("2f", 124), "dim_info": ("B", 39), "intent": ("3f", 56), "descrip": ("80s", 148),
+        "sizeof_hdr": ("i", 0), "dim": ("8h", 40), "datatype": ("h", 70), "bitpix": ("h", 72),
+        "pixdim": ("8f", 76), "vox_offset": ("f", 108),
+        "scl_slope": ("f", 112), "scl_inter": ("f", 116), "xyzt_units": ("B", 123),
+        "qform_code": ("h", 252), "sform_code": ("h", 254),
+        "quatern": ("6f", 256), "srow": ("12f", 280), "magic": ("4s", 344),
+        "extension": ("4s", 348),
+        "slice": ("hhB", 74), "cal": ("2f", 124), "dim_info": ("B", 39), "intent": ("3f", 56),
+        "descrip": ("80s", 148),
     }  # fmt: skip
     for name, value in values.items():
         kind, offset = places[name]
@@ -49,23 +56,124 @@ NAN, INF = float("nan"), float("inf")
 # Fields and whether the voxels that were written may come out (a reader may ignore the field, or
 # refuse it).
 FIELDS: list[tuple[dict[str, object], bool]] = [
-    *[({"dim": (3, *dims, 1, 1, 1, 1)}, False) for dims in [(32767, 32767, 32767), (-8, 6, 4), (8, 6, 5), (8, 6, 3), (0, 6, 4), (4, 6, 8000), (1, 1, 1)]],
-    *[({"dim": (count, 8, 6, 4, 1, 1, 1, 1)}, count in (4, 5, 6, 7)) for count in (-1, 0, 1, 2, 4, 5, 6, 7, 8, 300)],
+    *[
+        ({"dim": (3, *dims, 1, 1, 1, 1)}, False)
+        for dims in [
+            (32767, 32767, 32767),
+            (-8, 6, 4),
+            (8, 6, 5),
+            (8, 6, 3),
+            (0, 6, 4),
+            (4, 6, 8000),
+            (1, 1, 1),
+        ]
+    ],
+    *[
+        ({"dim": (count, 8, 6, 4, 1, 1, 1, 1)}, count in (4, 5, 6, 7))
+        for count in (-1, 0, 1, 2, 4, 5, 6, 7, 8, 300)
+    ],
     ({"dim": (4, 8, 6, 2, 2, 1, 1, 1)}, False),
     ({"dim": (5, 8, 6, 2, 1, 2, 1, 1)}, False),
     ({"dim": (7, 8, 6, 4, 1, 1, 1, 32767)}, False),
     ({"dim": (3, 8, 6, 4, -5, -5, -5, -5)}, True),
-    *[({"datatype": code}, False) for code in (0, 1, 2, 8, 16, 32, 64, 128, 255, 256, 768, 1024, 1280, 1536, 1792, 2048, 2304, -4, 32767)],
+    *[
+        ({"datatype": code}, False)
+        for code in (
+            0,
+            1,
+            2,
+            8,
+            16,
+            32,
+            64,
+            128,
+            255,
+            256,
+            768,
+            1024,
+            1280,
+            1536,
+            1792,
+            2048,
+            2304,
+            -4,
+            32767,
+        )
+    ],
     *[({"bitpix": bits}, True) for bits in (0, 1, 8, 32, -16, 32767)],
-    *[({"vox_offset": offset}, offset == 0) for offset in (0.0, -352.0, 351.0, 352.5, 353.0, 354.0, 400.0, 1e9, 1e38, NAN, INF, -INF, 348.0, 1e-30)],
-    *[({"scl_slope": slope}, slope in (0.0, 1.0) or slope != slope or slope in (INF, -INF)) for slope in (0.0, NAN, INF, -INF)],
-    *[({"scl_slope": slope, "scl_inter": inter}, False) for slope, inter in [(1e38, 0.0), (-1e38, 1e38), (1.0, NAN), (1.0, INF)]],
-    *[({"xyzt_units": units}, units & 7 in (0, 2, 4, 5, 6, 7)) for units in (0, 7, 4, 5, 6, 248, 255)],
-    *[({"pixdim": (qfac, 1.25, 1.5, 3.0, 0, 0, 0, 0)}, True) for qfac in (0.0, 2.0, -1.0, -0.0, NAN, 1e30)],
-    *[({"sform_code": 0, "pixdim": (1.0, *steps, 0, 0, 0, 0)}, False) for steps in [(0.0, 1.5, 3.0), (-1.25, 1.5, 3.0), (NAN, 1.5, 3.0), (1e-30, 1.5, 3.0), (1e-38, 1e-38, 1e-38), (1e30, 1.5, 3.0), (INF, 1.5, 3.0), (1e-45, 1.5, 3.0)]],
-    *[({"srow": row}, False) for row in [(0.0,) * 12, (NAN,) * 12, (1.25, 0, 0, NAN, 0, 1.5, 0, 0, 0, 0, 3.0, 0), (1.25, 0, 0, 3e38, 0, 1.5, 0, 0, 0, 0, 3.0, 0), (1e-44, 0, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0), (1.25, 1.25, 0, 0, 0, 0, 0, 0, 0, 0, 3.0, 0), (1.25, 0, 0, 0, 0, 1.5, 0, 0, 0, 1.5, 0, 0), (3e38,) * 12, (1.25, 0.5, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0)]],
+    *[
+        ({"vox_offset": offset}, offset == 0)
+        for offset in (
+            0.0,
+            -352.0,
+            351.0,
+            352.5,
+            353.0,
+            354.0,
+            400.0,
+            1e9,
+            1e38,
+            NAN,
+            INF,
+            -INF,
+            348.0,
+            1e-30,
+        )
+    ],
+    *[
+        ({"scl_slope": slope}, slope in (0.0, 1.0) or slope != slope or slope in (INF, -INF))
+        for slope in (0.0, NAN, INF, -INF)
+    ],
+    *[
+        ({"scl_slope": slope, "scl_inter": inter}, False)
+        for slope, inter in [(1e38, 0.0), (-1e38, 1e38), (1.0, NAN), (1.0, INF)]
+    ],
+    *[
+        ({"xyzt_units": units}, units & 7 in (0, 2, 4, 5, 6, 7))
+        for units in (0, 7, 4, 5, 6, 248, 255)
+    ],
+    *[
+        ({"pixdim": (qfac, 1.25, 1.5, 3.0, 0, 0, 0, 0)}, True)
+        for qfac in (0.0, 2.0, -1.0, -0.0, NAN, 1e30)
+    ],
+    *[
+        ({"sform_code": 0, "pixdim": (1.0, *steps, 0, 0, 0, 0)}, False)
+        for steps in [
+            (0.0, 1.5, 3.0),
+            (-1.25, 1.5, 3.0),
+            (NAN, 1.5, 3.0),
+            (1e-30, 1.5, 3.0),
+            (1e-38, 1e-38, 1e-38),
+            (1e30, 1.5, 3.0),
+            (INF, 1.5, 3.0),
+            (1e-45, 1.5, 3.0),
+        ]
+    ],
+    *[
+        ({"srow": row}, False)
+        for row in [
+            (0.0,) * 12,
+            (NAN,) * 12,
+            (1.25, 0, 0, NAN, 0, 1.5, 0, 0, 0, 0, 3.0, 0),
+            (1.25, 0, 0, 3e38, 0, 1.5, 0, 0, 0, 0, 3.0, 0),
+            (1e-44, 0, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0),
+            (1.25, 1.25, 0, 0, 0, 0, 0, 0, 0, 0, 3.0, 0),
+            (1.25, 0, 0, 0, 0, 1.5, 0, 0, 0, 1.5, 0, 0),
+            (3e38,) * 12,
+            (1.25, 0.5, 0, 0, 0, 1.5, 0, 0, 0, 0, 3.0, 0),
+        ]
+    ],
     *[({"sform_code": code}, True) for code in (2, 3, 4, 5, 99, 32767)],
-    *[({"sform_code": 0, "qform_code": 1, "quatern": quatern}, False) for quatern in [(1.0, 1.0, 1.0, 0.0, 0.0, 0.0), (NAN, 0.0, 0.0, 0.0, 0.0, 0.0), (INF, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, NAN, 0.0, 0.0), (1e30, 0.0, 0.0, 0.0, 0.0, 0.0)]],
+    *[
+        ({"sform_code": 0, "qform_code": 1, "quatern": quatern}, False)
+        for quatern in [
+            (1.0, 1.0, 1.0, 0.0, 0.0, 0.0),
+            (NAN, 0.0, 0.0, 0.0, 0.0, 0.0),
+            (INF, 0.0, 0.0, 0.0, 0.0, 0.0),
+            (0.0, 0.0, 0.0, NAN, 0.0, 0.0),
+            (1e30, 0.0, 0.0, 0.0, 0.0, 0.0),
+        ]
+    ],
     *[({"magic": magic}, False) for magic in (b"ni1\0", b"n+2\0", b"\0\0\0\0", b"n+3\0", b"N+1\0")],
     ({"magic": b"n+1X"}, False),
     *[({"sizeof_hdr": size}, False) for size in (0, 349, 540, 1543569408, -348)],
@@ -240,5 +348,5 @@ def _file_attacks(folder: Path) -> Iterator[Attack]:
     ("attacks", "at_least"),
     [(_field_attacks, 100), (_stream_attacks, 25), (_value_attacks, 10), (_file_attacks, 35)],
 )
-def test_malformed_nifti_files(attacks, at_least: int, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_malformed_nifti_files(attacks, at_least: int, tmp_path: Path) -> None:
     survive(attacks(tmp_path), at_least)

@@ -1,4 +1,4 @@
-"""Damaged run folders and case tables: each is one sentence, or is left out and named; nothing hangs, nothing raises."""
+"""Damaged run folders and case tables: one sentence each, or left out and named; none hangs."""
 
 from __future__ import annotations
 
@@ -299,14 +299,15 @@ def test_a_part_of_a_run_that_is_something_else_is_one_sentence(
 
 
 WRONG: list[Any] = [
-    None, "", "x", -1, 0, 1e400, float("nan"), True, [], {}, [1, 2], {"a": {"b": 1}}, 2**70, "${seed}", "${oc.env:HOME}", "???"
+    None, "", "x", -1, 0, 1e400, float("nan"), True, [], {}, [1, 2], {"a": {"b": 1}}, 2**70,
+    "${seed}", "${oc.env:HOME}", "???"
 ]  # fmt: skip
 
 
 def test_a_value_of_the_wrong_kind_in_a_configuration_is_one_sentence_or_the_run(
     whole: Path, tmp_path: Path
 ) -> None:
-    """Every key of `config.yaml` in turn, with a value that belongs to another: resumed, watched and reported."""
+    """Each key of `config.yaml` gets a value of another key: resumed, watched and reported."""
     run_dir = Path(shutil.copytree(whole, tmp_path / "run"))
     plain = read_config(whole)
     faults: list[str] = []

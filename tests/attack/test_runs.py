@@ -1,4 +1,4 @@
-"""Runs under attack: kills, signals to the process group, and commands that start at the same moment."""
+"""Runs under attack: kills, signals to the process group, and simultaneous commands."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 def test_twenty_kills_leave_a_fine_stage_as_it_would_be(tiny_table: Path, tmp_path: Path) -> None:
     settings = [
-        "stage=fine", "spacing=isotropic_3mm", "stage.patch_size=[16,16,16]", "stage.batch_size=2", "stage.validate_every=9", "model.width=4",
-        "model.depth=2", "model.blocks_per_level=[1,1,1]", "steps=120", "checkpoint_every=3", "data.num_workers=1", "optimizer=sgd",
+        "stage=fine", "spacing=isotropic_3mm", "stage.patch_size=[16,16,16]", "stage.batch_size=2",
+        "stage.validate_every=9", "model.width=4",
+        "model.depth=2", "model.blocks_per_level=[1,1,1]", "steps=120", "checkpoint_every=3",
+        "data.num_workers=1", "optimizer=sgd",
         "schedule=cosine", "warmup_steps=5",
     ]  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -188,14 +190,15 @@ def test_commands_that_start_in_the_same_second_train_their_own_runs(
 def predict_in_races(
     scan: Path, outputs: list[Path], checkpoints: tuple[Path, Path], barrier: Any, results: Any
 ) -> None:
-    """Predict a scan to each output, at the same moment as another process predicts another scan."""
+    """Predict a scan to each output, while another process predicts another scan."""
     torch.set_num_threads(1)
     coarse, fine = ([str(path)] for path in checkpoints)
     options = InferenceOptions(budget_gib=2.0)
     for output in outputs:
         barrier.wait(300)
         config = PredictConfig(
-            input=str(scan), output=str(output), coarse=coarse, fine=fine, accelerator=Accelerator.cpu, threads=1,
+            input=str(scan), output=str(output), coarse=coarse, fine=fine,
+            accelerator=Accelerator.cpu, threads=1,
             overwrite=True, inference=options,
         )  # fmt: skip
         (case,) = predict_scans(config)

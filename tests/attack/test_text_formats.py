@@ -1,4 +1,4 @@
-"""Attack by malformed NRRD and MetaImage files: headers without end, data files that are none, words that are no numbers."""
+"""Malformed NRRD and MetaImage files: endless headers, missing data files, words for numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ CORNERS = np.array(
 )
 TEXT = " ".join(map(str, HU.ravel())).encode()
 NRRD = {
-    "type": "int16", "dimension": "3", "space": "LPS", "sizes": "8 6 4", "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3)",
+    "type": "int16", "dimension": "3", "space": "LPS", "sizes": "8 6 4",
+    "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3)",
     "space origin": "(10,20,30)", "endian": "little", "encoding": "raw",
 }  # fmt: skip
 META = {
-    "NDims": "3", "BinaryData": "True", "BinaryDataByteOrderMSB": "False", "CompressedData": "False", "TransformMatrix": "1 0 0 0 1 0 0 0 1",
-    "Offset": "10 20 30", "ElementSpacing": "1.25 1.5 3", "DimSize": "8 6 4", "ElementType": "MET_SHORT", "ElementDataFile": "LOCAL",
+    "NDims": "3", "BinaryData": "True", "BinaryDataByteOrderMSB": "False",
+    "CompressedData": "False", "TransformMatrix": "1 0 0 0 1 0 0 0 1",
+    "Offset": "10 20 30", "ElementSpacing": "1.25 1.5 3", "DimSize": "8 6 4",
+    "ElementType": "MET_SHORT", "ElementDataFile": "LOCAL",
 }  # fmt: skip
 Change = dict[str, "str | None"]
 
@@ -54,7 +57,10 @@ BOMB = gzip.compress(bytes(2**27))
 # Name to the file and whether the voxels that were written may come out.
 NRRD_FILES: dict[str, tuple[bytes, bool]] = {
     "digits of another script in the sizes": (nrrd({"sizes": "\u0668 \u0666 \u0664"}), False),
-    "digits of another script in the origin": (nrrd({"space origin": "(\u0661\u0660,\uff12\uff10,30)"}), False),
+    "digits of another script in the origin": (
+        nrrd({"space origin": "(\u0661\u0660,\uff12\uff10,30)"}),
+        False,
+    ),
     "a superscript": (nrrd({"sizes": "8 6 2\u00b2"}), False),
     "a line without end": (nrrd({"content": "x" * 2**21}), False),
     "a header without end": (b"NRRD0005\n" + b"# comment\n" * 300_000, False),
@@ -74,32 +80,59 @@ NRRD_FILES: dict[str, tuple[bytes, bool]] = {
     "sizes of zero": (nrrd({"sizes": "0 6 4"}), False),
     "signs": (nrrd({"sizes": "+8 +6 +4"}), False),
     "sixteen axes": (nrrd({"dimension": "16", "sizes": "8 6 4" + " 1" * 13}), False),
-    "other frames": (nrrd({"dimension": "5", "sizes": "8 6 2 2 1", "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3) none none"}), False),
+    "other frames": (
+        nrrd(
+            {
+                "dimension": "5",
+                "sizes": "8 6 2 2 1",
+                "space directions": "(1.25,0,0) (0,1.5,0) (0,0,3) none none",
+            }
+        ),
+        False,
+    ),
     "a space of another order": (nrrd({"space": "scanner-xyz"}), True),
     "a space and its dimension": (nrrd({"space dimension": "3"}), False),
-    "directions of denormals": (nrrd({"space directions": "(1e-99,0,0) (0,1e-99,0) (0,0,1e-99)"}), False),
+    "directions of denormals": (
+        nrrd({"space directions": "(1e-99,0,0) (0,1e-99,0) (0,0,1e-99)"}),
+        False,
+    ),
     "directions of infinity": (nrrd({"space directions": "(inf,0,0) (0,inf,0) (0,0,inf)"}), False),
-    "directions of large numbers": (nrrd({"space directions": "(1e99,0,0) (0,1e99,0) (0,0,1e99)"}), False),
+    "directions of large numbers": (
+        nrrd({"space directions": "(1e99,0,0) (0,1e99,0) (0,0,1e99)"}),
+        False,
+    ),
     "directions that are parallel": (nrrd({"space directions": "(1,0,0) (1,0,0) (0,0,3)"}), False),
     "no direction at all": (nrrd({"space directions": "none none none"}), False),
     "a frame of directions": (nrrd({"measurement frame": "(1,0,0) (0,1,0) (0,0,nan)"}), True),
     "many skipped lines": (nrrd({"line skip": "999999999"}), False),
     "many skipped bytes": (nrrd({"byte skip": "999999999"}), False),
     "skipped bytes below -1": (nrrd({"byte skip": "-2"}), False),
-    "many skipped packed bytes": (nrrd({"byte skip": "999999999", "encoding": "gzip"}, gzip.compress(RAW)), False),
+    "many skipped packed bytes": (
+        nrrd({"byte skip": "999999999", "encoding": "gzip"}, gzip.compress(RAW)),
+        False,
+    ),
     "bzip2 under the name of gzip": (nrrd({"encoding": "gzip"}, bz2.compress(RAW)), False),
     "gzip under the name of bzip2": (nrrd({"encoding": "bz2"}, gzip.compress(RAW)), False),
     "a bomb of gzip": (nrrd({"encoding": "gzip"}, BOMB), False),
-    "a bomb that is promised": (nrrd({"encoding": "gzip", "sizes": "2000 2000 400"}, BOMB * 8), False),
+    "a bomb that is promised": (
+        nrrd({"encoding": "gzip", "sizes": "2000 2000 400"}, BOMB * 8),
+        False,
+    ),
     "a bomb of bzip2": (nrrd({"encoding": "bz2"}, bz2.compress(bytes(2**27))), False),
-    "a bomb of bzip2 that is promised": (nrrd({"encoding": "bz2", "sizes": "4000 4000 4000"}, bz2.compress(bytes(2**24))), False),
+    "a bomb of bzip2 that is promised": (
+        nrrd({"encoding": "bz2", "sizes": "4000 4000 4000"}, bz2.compress(bytes(2**24))),
+        False,
+    ),
     "a word without end": (nrrd({"encoding": "text"}, b"1" * 2**22), False),
     "words of hexadecimal": (nrrd({"encoding": "text"}, TEXT.replace(b" ", b" 0x", 1)), False),
     "words of NaN": (nrrd({"encoding": "text"}, b"nan " * HU.size), False),
     "words that overflow": (nrrd({"encoding": "text"}, b"99999 " * HU.size), False),
     "words of fractions": (nrrd({"encoding": "text"}, b"1.5 " * HU.size), False),
     "words on one line": (nrrd({"encoding": "text"}, TEXT), True),
-    "words of which each has a line": (nrrd({"encoding": "text"}, TEXT.replace(b" ", b"\n\n\t\r\n")), True),
+    "words of which each has a line": (
+        nrrd({"encoding": "text"}, TEXT.replace(b" ", b"\n\n\t\r\n")),
+        True,
+    ),
     "too many words": (nrrd({"encoding": "text"}, TEXT + b" 7"), False),
     "too few words": (nrrd({"encoding": "text"}, TEXT[:-5]), False),
     "words of another script": (nrrd({"encoding": "text"}, TEXT + "\u0661".encode()), False),
@@ -109,20 +142,29 @@ NRRD_FILES: dict[str, tuple[bytes, bool]] = {
     "the other byte order": (nrrd({"endian": "big"}, HU.astype(">i2").tobytes()), True),
     "units of a metre": (nrrd({"space units": '"m" "m" "m"'}), False),
     "a quote without end": (nrrd({"space units": '"mm "mm'}), False),
-    "spaces everywhere": (nrrd({"sizes": "   8   6\t4   ", "space origin": " ( 10 , 20 , 30 ) "}), True),
+    "spaces everywhere": (
+        nrrd({"sizes": "   8   6\t4   ", "space origin": " ( 10 , 20 , 30 ) "}),
+        True,
+    ),
 }  # fmt: skip
 META_FILES: dict[str, tuple[bytes, bool]] = {
     "digits of another script": (meta({"DimSize": "\u0668 \u0666 \u0664"}), False),
     "digits of another script in HeaderSize": (meta({"HeaderSize": "\u0660"}), False),
     "a line without end": (meta({"Comment": "x" * 2**21}), False),
-    "a header without end": (b"Comment = x\n" + b"".join(b"K%d = x\n" % i for i in range(200_000)), False),
+    "a header without end": (
+        b"Comment = x\n" + b"".join(b"K%d = x\n" % i for i in range(200_000)),
+        False,
+    ),
     "zero bytes": (meta({"Comm\0ent": "\0"}), True),
     "zero bytes between numbers": (meta({"DimSize": "8\x006\x004"}), False),
     "lines that end as on Windows": (meta({}, newline="\r\n"), True),
     "UTF-16": (meta({}).decode("latin-1").encode("utf-16"), False),
     "a byte order mark": (b"\xef\xbb\xbf" + meta({"NDims": "3"}), False),
     "another object": (b"ObjectType = Tube\n" + meta({}), True),
-    "the data file not last": (b"ElementDataFile = LOCAL\n" + meta({"ElementDataFile": None}), False),
+    "the data file not last": (
+        b"ElementDataFile = LOCAL\n" + meta({"ElementDataFile": None}),
+        False,
+    ),
     "sizes whose product overflows": (meta({"DimSize": "999999999 999999999 999999999"}), False),
     "a size that is real": (meta({"DimSize": "8.0 6 4"}), False),
     "many channels": (meta({"ElementNumberOfChannels": "192", "DimSize": "1 1 1"}), False),
@@ -130,16 +172,34 @@ META_FILES: dict[str, tuple[bytes, bool]] = {
     "an array type": (meta({"ElementType": "MET_SHORT_ARRAY"}), False),
     "a long type": (meta({"ElementType": "MET_LONG"}), False),
     "both byte orders": (meta({"ElementByteOrderMSB": "True"}, HU.astype(">i2").tobytes()), True),
-    "a length of the packed voxels that lies": (meta({"CompressedData": "True", "CompressedDataSize": "5"}, zlib.compress(RAW)), True),
-    "packed voxels that are text": (meta({"CompressedData": "True", "BinaryData": "False"}, zlib.compress(RAW)), True),
+    "a length of the packed voxels that lies": (
+        meta({"CompressedData": "True", "CompressedDataSize": "5"}, zlib.compress(RAW)),
+        True,
+    ),
+    "packed voxels that are text": (
+        meta({"CompressedData": "True", "BinaryData": "False"}, zlib.compress(RAW)),
+        True,
+    ),
     "packed voxels that are plain": (meta({"CompressedData": "True"}), False),
     "raw deflate": (meta({"CompressedData": "True"}, zlib.compress(RAW)[2:-4]), False),
     "gzip in place of zlib": (meta({"CompressedData": "True"}, gzip.compress(RAW)), True),
-    "zlib with a dictionary": (meta({"CompressedData": "True"}, b"\x78\x20" + bytes(4) + zlib.compress(RAW)[2:]), False),
+    "zlib with a dictionary": (
+        meta({"CompressedData": "True"}, b"\x78\x20" + bytes(4) + zlib.compress(RAW)[2:]),
+        False,
+    ),
     "two streams": (meta({"CompressedData": "True"}, zlib.compress(RAW) * 2), False),
     "a bomb": (meta({"CompressedData": "True"}, zlib.compress(bytes(2**27))), False),
-    "a bomb that is promised": (meta({"CompressedData": "True", "DimSize": "2000 2000 400"}, zlib.compress(bytes(2**20)) + bytes(2**22)), False),
-    "a header size of -1 with packed voxels": (meta({"CompressedData": "True", "HeaderSize": "-1"}, zlib.compress(RAW)), False),
+    "a bomb that is promised": (
+        meta(
+            {"CompressedData": "True", "DimSize": "2000 2000 400"},
+            zlib.compress(bytes(2**20)) + bytes(2**22),
+        ),
+        False,
+    ),
+    "a header size of -1 with packed voxels": (
+        meta({"CompressedData": "True", "HeaderSize": "-1"}, zlib.compress(RAW)),
+        False,
+    ),
     "a header size of -2": (meta({"HeaderSize": "-2"}), False),
     "a header size beyond the file": (meta({"HeaderSize": "999999999"}), False),
     "a header size of -1": (meta({"HeaderSize": "-1"}, b"junk" + RAW), True),
@@ -152,17 +212,32 @@ META_FILES: dict[str, tuple[bytes, bool]] = {
     "a spacing of kilometres": (meta({"ElementSpacing": "1e6 1e6 1e6"}), False),
     "numbers of C": (meta({"ElementSpacing": "1.25f 1.5f 3f"}), False),
     "numbers of commas": (meta({"ElementSpacing": "1,25 1,5 3"}), False),
-    "time as an axis": (meta({"NDims": "4", "DimSize": "8 6 2 2", "TransformMatrix": "1 0 0 0 0 1 0 0 0 0 1 0 0 0 0 1", "Offset": "0 0 0 0", "ElementSpacing": "1 1 1 1"}), False),
+    "time as an axis": (
+        meta(
+            {
+                "NDims": "4",
+                "DimSize": "8 6 2 2",
+                "TransformMatrix": "1 0 0 0 0 1 0 0 0 0 1 0 0 0 0 1",
+                "Offset": "0 0 0 0",
+                "ElementSpacing": "1 1 1 1",
+            }
+        ),
+        False,
+    ),
     "text without end": (meta({"BinaryData": "False"}, b"-" * 2**22), False),
     "text of signs": (meta({"BinaryData": "False"}, TEXT.replace(b" ", b" +-", 1)), False),
     "text": (meta({"BinaryData": "False"}, TEXT), True),
 }  # fmt: skip
 # Values of the field that names the voxels, in a folder with `v.raw`; whether they may be read.
 DATA_FILES = {
-    ".": False, "..": False, "/": False, "": False, "sub": False, "sub/v.raw": True, "v.raw": True, "./v.raw": True, "sub/../v.raw": False,
-    "link.raw": True, "pipe.raw": False, "zero.raw": False, "a.nhdr": False, "a.mhd": False, "V.RAW": False, "v.raw ": True, "v.raw\0": False,
-    "v\u00fc.raw": True, "%d.raw 1 4": False, "%d.raw 1 4 0": False, "%d.raw 1 99999999 1": False, "%n%n%n%n 1 4 1": False, "%99999999d 1 4 1": False,
-    "%d.raw 4 1 1": False, "%d.raw 1 4 1": True, "%d.raw 1 4 1 2": True, "~/v.raw": False, "file:///etc/passwd": False, "C:\\v.raw": False, "x" * 5000: False,
+    ".": False, "..": False, "/": False, "": False, "sub": False, "sub/v.raw": True, "v.raw": True,
+    "./v.raw": True, "sub/../v.raw": False,
+    "link.raw": True, "pipe.raw": False, "zero.raw": False, "a.nhdr": False, "a.mhd": False,
+    "V.RAW": False, "v.raw ": True, "v.raw\0": False,
+    "v\u00fc.raw": True, "%d.raw 1 4": False, "%d.raw 1 4 0": False, "%d.raw 1 99999999 1": False,
+    "%n%n%n%n 1 4 1": False, "%99999999d 1 4 1": False,
+    "%d.raw 4 1 1": False, "%d.raw 1 4 1": True, "%d.raw 1 4 1 2": True, "~/v.raw": False,
+    "file:///etc/passwd": False, "C:\\v.raw": False, "x" * 5000: False,
 }  # fmt: skip
 
 

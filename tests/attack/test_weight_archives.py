@@ -1,4 +1,4 @@
-"""Attack by weight files that are whole archives of something else: other pickles, other parts, metadata of the wrong types."""
+"""Weight files that are archives of something else: pickles, other parts, wrong metadata types."""
 
 from __future__ import annotations
 
@@ -98,12 +98,20 @@ def test_archives_with_other_parts(whole: Checkpoint, tmp_path: Path) -> None:
     tensors = [name for name in names if "/data/" in name]
     largest = max(tensors, key=lambda name: len(parts[name]))
     archives: dict[str, bytes] = {
-        "no pickle": archived({name: part for name, part in parts.items() if not name.endswith("data.pkl")}),
-        "no version": archived({name: part for name, part in parts.items() if not name.endswith("version")}),
-        "a tensor that is missing": archived({name: part for name, part in parts.items() if name != largest}),
+        "no pickle": archived(
+            {name: part for name, part in parts.items() if not name.endswith("data.pkl")}
+        ),
+        "no version": archived(
+            {name: part for name, part in parts.items() if not name.endswith("version")}
+        ),
+        "a tensor that is missing": archived(
+            {name: part for name, part in parts.items() if name != largest}
+        ),
         "a tensor that is short": archived({**parts, largest: parts[largest][:-4]}),
         "a tensor that is empty": archived({**parts, largest: b""}),
-        "tensors in another folder": archived({name.replace("/data/", "/other/"): part for name, part in parts.items()}),
+        "tensors in another folder": archived(
+            {name.replace("/data/", "/other/"): part for name, part in parts.items()}
+        ),
         "parts outside": archived({f"../{name}": part for name, part in parts.items()}),
         "absolute parts": archived({f"/{name}": part for name, part in parts.items()}),
         "parts of two roots": archived({**parts, "other/data.pkl": b"\x80\x02}."}),
@@ -111,20 +119,42 @@ def test_archives_with_other_parts(whole: Checkpoint, tmp_path: Path) -> None:
         "packed parts": archived(parts, zipfile.ZIP_DEFLATED),
         "packed twice": archived({"a.ckpt": data}),
         "a pickle of nothing": archived({**parts, f"{root}/data.pkl": b"\x80\x02N."}),
-        "a pickle that is cut": archived({**parts, f"{root}/data.pkl": parts[f"{root}/data.pkl"][:50]}),
-        "a pickle that nests": archived({**parts, f"{root}/data.pkl": b"\x80\x02" + b"]" * 10**6 + b"a" * (10**6 - 1) + b"."}),
+        "a pickle that is cut": archived(
+            {**parts, f"{root}/data.pkl": parts[f"{root}/data.pkl"][:50]}
+        ),
+        "a pickle that nests": archived(
+            {**parts, f"{root}/data.pkl": b"\x80\x02" + b"]" * 10**6 + b"a" * (10**6 - 1) + b"."}
+        ),
         "a pickle of marks": archived({**parts, f"{root}/data.pkl": b"\x80\x02" + b"(" * 10**7}),
-        "a long integer": archived({**parts, f"{root}/data.pkl": b"\x80\x02\x8b" + struct.pack("<i", 10**7) + b"\x7f" * 10**7 + b"."}),
-        "a negative length": archived({**parts, f"{root}/data.pkl": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"."}),
+        "a long integer": archived(
+            {
+                **parts,
+                f"{root}/data.pkl": b"\x80\x02\x8b"
+                + struct.pack("<i", 10**7)
+                + b"\x7f" * 10**7
+                + b".",
+            }
+        ),
+        "a negative length": archived(
+            {**parts, f"{root}/data.pkl": b"\x80\x02\x8b" + struct.pack("<i", -5) + b"."}
+        ),
         "another order of bytes": archived({**parts, f"{root}/byteorder": b"big"}),
         "no order of bytes": archived({**parts, f"{root}/byteorder": b"middle"}),
-        "a version of the future": archived({**parts, f"{root}/version": b"99999999999999999999\n"}),
+        "a version of the future": archived(
+            {**parts, f"{root}/version": b"99999999999999999999\n"}
+        ),
         "a version of words": archived({**parts, f"{root}/version": b"three\n"}),
         "a comment behind": data + b"behind",
         "an old pickle": pickle.dumps({"state_dict": {}, "medseg": {"format": 1}}),
         "a text": b"state_dict: {}\n",
-        **{f"the first {share} %": data[: len(data) * share // 100] for share in (1, 25, 50, 75, 99)},
-        **{f"without byte {at}": data[:at] + data[at + 1 :] for at in (0, 10, 30, len(data) // 2, len(data) - 10)},
+        **{
+            f"the first {share} %": data[: len(data) * share // 100]
+            for share in (1, 25, 50, 75, 99)
+        },
+        **{
+            f"without byte {at}": data[:at] + data[at + 1 :]
+            for at in (0, 10, 30, len(data) // 2, len(data) - 10)
+        },
     }  # fmt: skip
     accepted = []
     for number, (name, content) in enumerate(archives.items()):
@@ -165,7 +195,7 @@ WRONG: list[Any] = [
 
 
 def test_metadata_of_wrong_types(whole: Checkpoint, tmp_path: Path) -> None:
-    """Every value of the metadata, and of the parts of it, is replaced: a sentence, or a stage that labels a scan."""
+    """Each value of the metadata is replaced: one sentence, or a stage that labels a scan."""
     faults, path = [], tmp_path / "a.ckpt"
     volume = torch.linspace(-1000, 300, 24 * 26 * 28).view(24, 26, 28).numpy()
     grid = VoxelGrid(volume.shape, (4.0, 4.0, 4.0))
@@ -216,14 +246,24 @@ def hostile_headers(plain: str) -> dict[str, Callable[[], bytes]]:
         "metadata of numbers": lambda: raw({"__metadata__": {"medseg": 5}}),
         "offsets in reverse": lambda: raw({**meta, "a": {**one, "data_offsets": [4, 0]}}, bytes(4)),
         "negative offsets": lambda: raw({**meta, "a": {**one, "data_offsets": [-4, 0]}}, bytes(4)),
-        "offsets behind the end": lambda: raw({**meta, "a": {**one, "data_offsets": [2**62, 2**62 + 4]}}, bytes(4)),
+        "offsets behind the end": lambda: raw(
+            {**meta, "a": {**one, "data_offsets": [2**62, 2**62 + 4]}}, bytes(4)
+        ),
         "a hole": lambda: raw({**meta, "a": {**one, "data_offsets": [4, 8]}}, bytes(8)),
-        "a shape that overflows": lambda: raw({**meta, "a": {**one, "shape": [2**62, 2**62]}}, bytes(4)),
+        "a shape that overflows": lambda: raw(
+            {**meta, "a": {**one, "shape": [2**62, 2**62]}}, bytes(4)
+        ),
         "a negative shape": lambda: raw({**meta, "a": {**one, "shape": [-1]}}, bytes(4)),
         "many axes": lambda: raw({**meta, "a": {**one, "shape": [1] * 10_000}}, bytes(4)),
         "an unknown type": lambda: raw({**meta, "a": {**one, "dtype": "F128"}}, bytes(4)),
-        "a type of 4 bits": lambda: raw({**meta, "a": {**one, "dtype": "F4", "shape": [8]}}, bytes(4)),
-        "a name twice": lambda: raw(b'{"__metadata__": {"medseg": "{}"}, "a": %s, "a": %s}' % ((json.dumps(one).encode(),) * 2), bytes(4)),
+        "a type of 4 bits": lambda: raw(
+            {**meta, "a": {**one, "dtype": "F4", "shape": [8]}}, bytes(4)
+        ),
+        "a name twice": lambda: raw(
+            b'{"__metadata__": {"medseg": "{}"}, "a": %s, "a": %s}'
+            % ((json.dumps(one).encode(),) * 2),
+            bytes(4),
+        ),
         "a header that is a list": lambda: raw(b"[]"),
         "a header of zeros": lambda: raw(bytes(100)),
         "a header that is cut": lambda: raw(b'{"a":'),

@@ -1,4 +1,4 @@
-"""Hostile weights: each file is refused in one sentence, within seconds and without filling the memory."""
+"""Hostile weights: each file is refused in one sentence, within seconds and little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU report: one sentence without a GPU; with one, every part runs and the tables are in one file."""
+"""GPU report: one sentence without a GPU; with one, every part runs into one file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from benchmarks import gpu as app
 from medseg.conf_folder import conf_dir
 from medseg.studies.recipes import compose_train
 
-CSV = """row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,peak_allocated_mib,dice,train_s
+CSV = """\
+row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,\
+seconds_per_step,device,peak_allocated_mib,dice,train_s
 fp32,memory.precision=fp32,fp32,none,288.8,1000.0,5.0,0.5,a GPU,1010.0,,
 """
 
@@ -25,7 +27,10 @@ def test_without_a_gpu_it_is_said_in_one_sentence(tmp_path: Path) -> None:
     done = forked.run([sys.executable, app.__file__], cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "medseg: make gpu: torch sees no NVIDIA GPU on this machine; run it on a machine with one, with a CUDA build of torch"
+        (
+            "medseg: make gpu: torch sees no NVIDIA GPU on this machine; run it on a machine with "
+            "one, with a CUDA build of torch"
+        )
     ]
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Inference benchmark: parts are scaled to the whole, our row is the whole command, and baselines are counted as their programs count."""
+"""Inference benchmark: scaling of parts, our whole command, and how baselines are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put the oracle networks beside the tests that use them on the path (tests are imported by path, not as packages)."""
+"""Put the oracle networks on the path: tests are imported by path, not as packages."""
 
 from __future__ import annotations
 

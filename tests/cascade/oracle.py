@@ -1,4 +1,4 @@
-"""Networks that know the answer, and scans with two bright blocks, so that the cascade is tested without training."""
+"""Networks that know the answer, and scans with two bright blocks: a cascade without training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RULES: dict[str, tuple[tuple[float, float, float] | None, GridRule]] = {
 
 
 class CoarseOracle(nn.Module):
-    """Bright voxels (above half way from air to water) are label 1 in the half of larger x (the patient's left), label 2 in the other."""
+    """Bright voxels are label 1 in the half of larger x (the patient's left), otherwise label 2."""
 
     divisor = (8, 8, 8)
 
@@ -82,7 +82,7 @@ class Alternating(FineOracle):
 
 
 class MiddleOracle(FineOracle):
-    """Foreground is the bright part in the middle alone: what a crop shows of the other region is not."""
+    """Foreground is the bright part in the middle alone, without the other region in a crop."""
 
     def forward(self, image: Tensor) -> Tensor:
         parts, _ = ndimage.label(image[0, 0].numpy() > 0)
@@ -100,7 +100,7 @@ def stage(network: nn.Module, name: str, task: Task = TASK, **changes: object) -
         "precision": "fp32",
         "device": torch.device("cpu"),
     }
-    return TrainedStage(network, name, task, **(values | changes))  # type: ignore[arg-type]
+    return TrainedStage(network, name, task, **(values | changes))
 
 
 def scan(

@@ -21,7 +21,7 @@ def patients(count: int, rng: np.random.Generator) -> dict[str, list[tuple[float
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9])
 def test_new_patients_reach_the_bound_as_often_as_stated(level: float) -> None:
-    """Coverage over many calibrations lies between the level and one patient more (Lei et al., theorem 2.2)."""
+    """Coverage over calibrations lies between the level and one patient more (Lei, theorem 2.2)."""
     rng, hits, trials, count = np.random.default_rng(0), 0, 4000, 19
     for _ in range(trials):
         bound = calibrate(patients(count, rng), level)
@@ -62,7 +62,7 @@ def test_each_group_is_judged_by_the_others() -> None:
 
 
 def test_a_bound_has_the_offset_of_its_calibration() -> None:
-    """Of full agreement 1 - factor · offset is left; each hundredth of disagreement costs a hundredth of the factor."""
+    """At full agreement it is 1 - factor · offset; 0.01 of disagreement costs factor / 100."""
     for offset in (0.02, 0.1):
         bound = DiceBound(factor=2.0, level=0.9, num_patients=26, offset=offset)
         assert bound.at(1.0) == pytest.approx(1 - 2 * offset)

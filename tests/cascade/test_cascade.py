@@ -1,4 +1,4 @@
-"""The whole cascade with networks that know the answer: labels come back on the file's own grid, on the right side."""
+"""The whole cascade with networks that know the answer: labels on the file's grid and side."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STORED = [
 class Upper(Alternating):
     """Sees no more than the upper 60 % of the left block."""
 
-    def forward(self, image):  # type: ignore[no-untyped-def]
+    def forward(self, image):
         logits = super().forward(image)
         if self.is_left():
             bright = (image[:, 0] > 0.01).any(dim=(0, 2, 3)).nonzero()
@@ -168,7 +168,8 @@ def test_stages_that_disagree_are_said_aloud() -> None:
     assert 0.6 < result.agreements["left_lung"] < 0.85
     (warning,) = result.warnings
     assert warning == (
-        f"left_lung: the two stages agree only to a Dice of {result.agreements['left_lung']:.2f} (0.85 or more is usual): "
+        "left_lung: the two stages agree only to a Dice of "
+        f"{result.agreements['left_lung']:.2f} (0.85 or more is usual): "
         "check the result"
     )
 
@@ -196,7 +197,7 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_is_added_does_not_carry_a_tiny_region_that_stands_alone(is_alone: bool) -> None:
-    """The fine stage sees 26 ml of the left block, the coarse stage adds the rest to 43 ml; below 30 ml is tiny."""
+    """The fine stage sees 26 ml of the left block and the coarse one 43 ml; below 30 ml is tiny."""
     task = replace(TASK, volume_ml={"left_lung": (1000.0, 5000.0)})
     coarse, fine = (
         replace(stage(CoarseOracle(), "coarse"), task=task),
@@ -254,7 +255,8 @@ def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_a
     )
     assert without.added_ml == {}
     assert [warning for warning in result.warnings if warning not in without.warnings] == [
-        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage alone and added, such as consolidation: "
+        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage "
+        "alone and added, such as consolidation: "
         "check the result"
     ]
     unasked = Cascade(
@@ -345,7 +347,7 @@ def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added(
     class Blind(Alternating):
         """Sees nothing on the left."""
 
-        def forward(self, image):  # type: ignore[no-untyped-def]
+        def forward(self, image):
             logits = super().forward(image)
             if self.is_left():
                 logits[:, 1] = -30.0
@@ -403,7 +405,7 @@ def test_a_region_with_an_addition_has_no_bound_on_dice() -> None:
 
 
 def test_a_region_that_shares_a_label_with_an_addition_has_no_bound_on_dice() -> None:
-    """What is thick enough in one region may be too thin in a region of fewer labels, which it changes all the same."""
+    """Thick enough in one region may be too thin in a region of fewer labels that it changes."""
     task = replace(TASK, regions=(*TASK.regions, Region("chest", ("left_lung", "right_lung"))))
     volume, _ = scan()
     cascade = bounded_cascade(FineOracle())
@@ -418,7 +420,7 @@ def test_an_empty_region_has_no_bound_on_dice() -> None:
     class Nothing(Alternating):
         """Sees nothing on the left."""
 
-        def forward(self, image):  # type: ignore[no-untyped-def]
+        def forward(self, image):
             logits = super().forward(image)
             if self.is_left():
                 logits[:, 1] = -30.0
@@ -434,7 +436,7 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     class Beside(Alternating):
         """Marks what lies above and below the left block, and not the block."""
 
-        def forward(self, image):  # type: ignore[no-untyped-def]
+        def forward(self, image):
             logits = super().forward(image)
             if self.is_left():
                 is_block = (image[:, 0] > 0.01).any(dim=(2, 3))[..., None, None]
@@ -449,17 +451,17 @@ def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     assert set(np.unique(result.labels)) == {0, 2}
     removed, absent = result.warnings
     assert removed.endswith(
-        "ml that the fine stage called left_lung were removed: they are apart from what the coarse stage marks"
+        "ml that the fine stage called left_lung were removed: they are apart from what the "
+        "coarse stage marks"
     )
-    assert (
-        absent
-        == "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
+    assert absent == (
+        "left_lung is empty: the fine stage found nothing in the crop that the coarse stage marks"
     )
 
 
 def test_an_empty_fine_result_is_said_aloud() -> None:
     class Nothing(FineOracle):
-        def forward(self, image):  # type: ignore[no-untyped-def]
+        def forward(self, image):
             logits = super().forward(image)
             return logits.index_fill(1, torch.tensor([1]), -30.0)
 

@@ -1,4 +1,4 @@
-"""Scans of spacings that nobody plans for come back on their own grid, right, or are refused with a reason."""
+"""Scans of extreme spacings come back on their own grid, right, or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_slice_too_thin_to_hold_a_region_is_said() -> None:
 def test_a_scan_of_a_few_centimetres_is_segmented(
     shape: tuple[int, int, int], spacing_mm: tuple[float, float, float]
 ) -> None:
-    """Such a scan fills a single voxel of the deepest level of the included networks, which has no variance."""
+    """It fills one voxel of the deepest level of the included networks, which has no variance."""
     cpu = torch.device("cpu")
     coarse, fine = (
         load_stages([shipped_weights("lungs", name)], name, cpu) for name in ("coarse", "fine")

@@ -1,4 +1,4 @@
-"""Pasting back: the identity on the same lattice, conflicts by probability, a clean-up that respects other labels."""
+"""Pasting back: identity on the same lattice, conflicts by probability, clean-up by label."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def compose(*overrides: str, stage: str = "fine") -> TrainConfig:
 
 
 def write(path: Path, config: TrainConfig, **changes: Any) -> StageNetwork:
-    """Write the file of a new network, its metadata without the keys that change to None; return the network."""
+    """Write the file of a new network, its metadata without the keys that are None; return it."""
     network = make_network(config)
     metadata = make_metadata(config, plain(config)) | changes
     write_weights(
@@ -308,11 +308,13 @@ def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_add
 FOREIGN = {
     "segresnet": ["model=segresnet", "model.init_filters=8"],
     "dynunet": [
-        "model=dynunet", "model.kernel_size=[3,3,3]", "model.strides=[1,2,2]", "model.upsample_kernel_size=[2,2]", "model.filters=[4,8,8]",
+        "model=dynunet", "model.kernel_size=[3,3,3]", "model.strides=[1,2,2]",
+        "model.upsample_kernel_size=[2,2]", "model.filters=[4,8,8]",
         "model.deep_supr_num=1",
     ],
     "unetr": [
-        "model=unetr", "model.img_size=[32,32,32]", "model.feature_size=4", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2",
+        "model=unetr", "model.img_size=[32,32,32]", "model.feature_size=4", "model.hidden_size=24",
+        "model.mlp_dim=24", "model.num_heads=2",
         "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]",
     ],
 }  # fmt: skip

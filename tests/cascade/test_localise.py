@@ -69,7 +69,10 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
         else beyond is not None and beyond[foam].all() and not beyond[body].any()
     )
     expected = [
-        "128 ml that the coarse stage called left_lung were removed: they lie beside the patient, as foam of the table and blankets do"
+        (
+            "128 ml that the coarse stage called left_lung were removed: they lie beside the "
+            "patient, as foam of the table and blankets do"
+        )
     ]
     assert warnings == (expected if modality == "ct" else [])
 
@@ -77,7 +80,7 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
 def half_chest(
     side: str, *, wall_mm: float = 40.0, skin_mm: float = 20.0
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
-    """Image, mask of its lung, and grid of a half chest; array x runs to the patient's left, the cut lies at the midline."""
+    """Image, lung mask and grid of a half chest: array x runs to the patient's left."""
     grid = VoxelGrid((10, 40, 60), (2.0, 5.0, 4.0), (0.0, 0.0, 0.0))
     image_hu, lung = np.full(grid.shape, -1000.0), np.zeros(grid.shape, dtype=bool)
     skin, wall = round(skin_mm / 4), round(wall_mm / 4)
@@ -147,7 +150,10 @@ def test_a_region_below_the_least_volume_is_absent() -> None:
     assert list(found.boxes) == ["right_lung"]
     assert not (found.labels == 1).any()
     assert found.warnings == [
-        "no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are reported as absent"
+        (
+            "no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are "
+            "reported as absent"
+        )
     ]
 
 
@@ -157,9 +163,9 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     found = locate((small, 1), (large, 2))
     assert list(found.boxes) == ["right_lung"]
     assert (
-        "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are reported as absent"
-        in found.warnings
-    )
+        "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are "
+        "reported as absent"
+    ) in found.warnings
 
 
 @pytest.mark.parametrize(
@@ -253,7 +259,8 @@ def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() ->
     assert list(found.boxes) == ["right_lung"]
     assert found.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
     assert found.warnings[0] == (
-        "29 ml that the coarse stage labelled left_lung lie within right_lung and were relabelled accordingly; check the sides"
+        "29 ml that the coarse stage labelled left_lung lie within right_lung and were "
+        "relabelled accordingly; check the sides"
     )
     touching = (slice(10, 30), slice(20, 40), slice(35, 55))
     found = locate((LEFT, 1), (touching, 2))
@@ -290,7 +297,10 @@ def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_remo
     warnings, _ = remove_impossible(labels, image_hu, COARSE, task)
     assert labels[LEFT].any() != is_removed
     assert labels[RIGHT].all()
-    sentence = "64 ml that the coarse stage called left_lung were removed: the median of such a component is below -980 HU, so it is gas"
+    sentence = (
+        "64 ml that the coarse stage called left_lung were removed: the median of such a "
+        "component is below -980 HU, so it is gas"
+    )
     assert warnings == [sentence] * is_removed
     labels[LEFT] = 1
     assert remove_impossible(labels, image_hu, COARSE, replace(task, least_hu=None))[0] == []

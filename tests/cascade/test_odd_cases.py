@@ -1,4 +1,4 @@
-"""The included weights on odd patients: every lung lies in its crop, and a missing one is absent; what is doubtful is told."""
+"""Included weights on odd patients: each lung is in its crop, missing ones are absent."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_every_lung_lies_in_its_crop(odd: dict[str, Any], stages: list[TrainedSt
 @pytest.mark.slow
 @pytest.mark.parametrize(("missing", "other"), [("left", "right"), ("right", "left")])
 def test_a_missing_lung_is_absent(missing: str, other: str, stages: list[TrainedStage]) -> None:
-    """The coarse stage takes a part of the dense side for consolidated lung; the fine stage does not."""
+    """The coarse stage takes part of the dense side for consolidated lung; the fine does not."""
     image_hu, labels, grid = phantom(missing_lung=missing)
     result = Cascade(*stages).segment(Volume(image_hu, grid))
     assert result.volumes_ml[f"{missing}_lung"] == 0

@@ -1,4 +1,4 @@
-"""Agreement of the two stages (Dice), against a count on a grid that both can be brought to exactly; lungs upside down."""
+"""Agreement of the two stages (Dice) against a count on a common grid; lungs upside down."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_equal_labels_agree_and_other_ones_as_they_overlap() -> None:
 
 
 def test_a_finer_grid_is_asked_at_the_centres_of_the_coarse_voxels() -> None:
-    """Three fine voxels to a coarse one: the middle one decides, and what lies beyond the coarse grid is not asked."""
+    """Of three fine voxels to a coarse one the middle decides; those outside are not used."""
     rng = np.random.default_rng(1)
     coarse_grid = VoxelGrid((4, 5, 6), (6.0, 3.0, 4.5), (10.0, 20.0, 30.0))
     fine_grid = VoxelGrid((16, 15, 18), (2.0, 1.0, 1.5), (10.0 - 1.5, 20.0 - 1.0, 30.0 - 2.0))
@@ -138,7 +138,7 @@ def test_a_region_that_the_scan_cuts_may_be_small(axis: int, end: int) -> None:
 def test_a_region_that_is_partly_the_other_side_has_a_doubtful_side(
     other: float, doubtful: bool
 ) -> None:
-    """The background in the same voxels does not count, nor do the probabilities of the other side elsewhere."""
+    """Neither the background in these voxels nor probabilities elsewhere count."""
     labels = np.zeros((4, 6, 10), dtype=np.uint8)
     labels[1:3, 1:5, 6:9], labels[1:3, 1:5, 1:4] = 1, 2
     probs = np.full((3, *labels.shape), 0.5, dtype=np.float16)

@@ -1,4 +1,4 @@
-"""Reference lungs of real scans go through boxes, crops and joining as a perfect fine stage would send them."""
+"""Reference lungs of real scans pass boxes, crops and joining as a perfect fine stage's would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training and prediction feed the network the same numbers, also where a scan is padded with what is no HU."""
+"""Training and prediction feed the network the same numbers, also for scans with padding."""
 
 from __future__ import annotations
 

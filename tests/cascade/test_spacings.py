@@ -1,4 +1,4 @@
-"""Whatever grid a stage works on, the result lies on the input's own grid, and each side stays where it is."""
+"""Whatever grid a stage works on, results lie on the input's grid and keep their side."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_rule_of_the_fine_stage_comes_back_to_the_input(
 
 
 def lies_right(result: np.ndarray, labels: np.ndarray) -> None:
-    """Each side is where the reference has it: Dice, volume within 3 %, centroid within a third of a voxel."""
+    """Each side is where the reference has it: Dice, volume (3 %), centroid (1/3 voxel)."""
     assert result.shape == labels.shape
     for value in TASK.labels.values():
         pred, target = result == value, labels == value

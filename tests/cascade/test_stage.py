@@ -1,4 +1,4 @@
-"""How a stage runs its networks: within the budget, on what memory is left, averaged over checkpoints and flips."""
+"""A stage runs its networks within the memory budget, averaged over checkpoints and flips."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_a_budget_that_is_too_small_is_refused_and_cuts_no_tile(
     trained = stage(network, "fine", bytes_per_voxel=4096.0, tile_size=tile_size)
     with pytest.raises(
         UserError,
-        match=rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs \d\.\d\d GiB",
+        match=(
+            rf"inference\.budget_gib=0\.5 is too small for the fine stage: {needed} voxels needs "
+            r"\d\.\d\d GiB"
+        ),
     ):
         trained.predict_probs(image(), InferenceOptions(budget_gib=0.5))
     assert network.shapes == []
@@ -129,7 +132,10 @@ def test_tiles_that_a_network_of_one_input_size_cannot_take_are_refused() -> Non
     trained.use_tiles((96, 96, 96))
     with pytest.raises(
         UserError,
-        match=r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels only",
+        match=(
+            r"inference\.tile_size=\[64, 64, 64\]: the network .* inputs of \[96, 96, 96\] voxels "
+            "only"
+        ),
     ):
         trained.use_tiles((64, 64, 64))
 
@@ -269,7 +275,10 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(
     monkeypatch.setattr(StageNetwork, "forward", full)
     result = trained.predict_probs(image(), InferenceOptions())
     assert result.warnings == [
-        "the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"
+        (
+            "the fine stage ran out of memory on the CPU and went on with slabs, which give the "
+            "same labels"
+        )
     ]
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
@@ -442,7 +451,7 @@ def test_tile_workers_are_asked_for_the_network_of_the_stage(
             return [run_here(batch) for batch in batches]
 
     alone = trained.predict_probs(image(), InferenceOptions())
-    trained.tile_workers = Workers()  # type: ignore[assignment]
+    trained.tile_workers = Workers()
     shared = trained.predict_probs(image(), InferenceOptions())
     assert torch.equal(alone.probs, shared.probs)
     assert {job for job, _ in jobs} == {("fine", 0, None), ("fine", 1, None)}
@@ -470,7 +479,10 @@ def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(
     result = trained.predict_probs(image(), InferenceOptions(budget_gib=2.0))
     assert plans == [None, 2.0 * 2**28]
     assert result.warnings == [
-        "the fine stage ran out of memory on the CPU and went on with slabs, which give the same labels"
+        (
+            "the fine stage ran out of memory on the CPU and went on with slabs, which give the "
+            "same labels"
+        )
     ]
     plans.clear()
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)

@@ -1,4 +1,4 @@
-"""Commands with what they call replaced: which run is opened, what is printed, and the exit code."""
+"""Bodies of the commands: which run is opened, what is printed, and the exit code."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Climb:
     def __init__(self, lowest: float, highest: float, steps: int) -> None:
         self.arguments = (lowest, highest, steps)
         self.lrs = [1e-4 * 10**n for n in range(len(self.losses))]
-        Climb.made = self.arguments  # type: ignore[attr-defined]
+        Climb.made = self.arguments
 
 
 @pytest.mark.parametrize(("found", "code"), [(0.004, 0), (None, 1)])
@@ -246,7 +246,7 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
     drawn: list[Any] = []
     monkeypatch.setattr(find_lr, "draw_lr_range", lambda *arguments: drawn.append(arguments))
     assert find_lr.find_lr(config) == code
-    assert Climb.made == (1e-5, 2.0, 33)  # type: ignore[attr-defined]
+    assert Climb.made == (1e-5, 2.0, 33)
     assert seeds == [9]
     assert trainer.limit_val_batches == 0
     assert fitted == [(("network", {}), "data")]

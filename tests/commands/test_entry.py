@@ -21,7 +21,21 @@ ENVIRONMENT = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().pa
 
 @pytest.mark.parametrize(
     "path",
-    ["Thorax (1).nii.gz", "Doe, John", "a=b", "ü", "it's", 'say "x"', "back\\slash", "ends\\", "[x]{y}", "a b: c", "-1", "$x", "%41"],
+    [
+        "Thorax (1).nii.gz",
+        "Doe, John",
+        "a=b",
+        "ü",
+        "it's",
+        'say "x"',
+        "back\\slash",
+        "ends\\",
+        "[x]{y}",
+        "a b: c",
+        "-1",
+        "$x",
+        "%41",
+    ],
 )  # fmt: skip
 def test_paths_come_through_as_they_are(path: str) -> None:
     (quoted,) = quote_paths([f"input={path}"])
@@ -122,10 +136,16 @@ def test_threads_that_wait_sleep_unless_the_user_has_chosen(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["train", "stage=fine", "stage.nmae=x"], "stage.nmae: there is no such key; did you mean stage.name"),
+        (
+            ["train", "stage=fine", "stage.nmae=x"],
+            "stage.nmae: there is no such key; did you mean stage.name",
+        ),
         (["train", "model=enormous"], "Could not find 'model/enormous'; there are: "),
         (["train", "stage=coarse,fine"], "sweep"),
-        (["train", "data.cases=Doe, John/a=b (1).csv"], "data.cases=Doe, John/a=b (1).csv: there is no such file"),
+        (
+            ["train", "data.cases=Doe, John/a=b (1).csv"],
+            "data.cases=Doe, John/a=b (1).csv: there is no such file",
+        ),
         (["train", "resume=nowhere"], "resume=nowhere: there is no config.yaml"),
         (["predict", "input=x.nii"], "a value is missing"),
         (["predict", "input=ü.nii", "output=o.nii", "coarse=c", "fine=f"], "ü.nii"),
@@ -133,16 +153,38 @@ def test_threads_that_wait_sleep_unless_the_user_has_chosen(
         (["prepare", "data.cases=x.csv"], "x.csv"),
         (["train", "=1"], "=1: expected key=value, but the key is missing"),
         (["train", "+@pkg=1"], "+@pkg=1: expected key=value, but the key is missing"),
-        (["train", "--epochs", "5"], "--epochs: there is no such option; give key=value; --help prints all keys"),
-        (["evaluate", "-i", "scans", "pred=x"], "scans: expected <key>=scans; --help prints all keys"),
-        (["evaluate", "-o", "x"], "-o: there is no such option; give key=value, such as output=<path>; --help prints all keys"),
-        (["train", "debug=nan"], "debug=nan: debug is a group of files; choose one of anomaly, fast"),
-        (["train", "-m", "model=unet,5"], "model=unet,5: model is a group of files; choose one of "),
+        (
+            ["train", "--epochs", "5"],
+            "--epochs: there is no such option; give key=value; --help prints all keys",
+        ),
+        (
+            ["evaluate", "-i", "scans", "pred=x"],
+            "scans: expected <key>=scans; --help prints all keys",
+        ),
+        (
+            ["evaluate", "-o", "x"],
+            ("-o: there is no such option; give key=value, such as output=<path>; --help prints "
+             "all keys"),
+        ),
+        (
+            ["train", "debug=nan"],
+            "debug=nan: debug is a group of files; choose one of anomaly, fast",
+        ),
+        (
+            ["train", "-m", "model=unet,5"],
+            "model=unet,5: model is a group of files; choose one of ",
+        ),
         (["train", "data=null"], "data=null: data is a group of files; choose one of default"),
         (["train", "model=5"], "model=5: model is a group of files; choose one of "),
-        (["train", "seed=18446744073709551616"], "seed: must lie in [0, 9223372036854775807], but got 18446744073709551616"),
+        (
+            ["train", "seed=18446744073709551616"],
+            "seed: must lie in [0, 9223372036854775807], but got 18446744073709551616",
+        ),
         (["train", "-m", "--cfg", "job"], "--cfg shows one configuration; leave out -m"),
-        (["train", f"data.val_patients=[{','.join(['p'] * 50_000)}]"], "data.val_patients: expected at most 20000 characters"),
+        (
+            ["train", f"data.val_patients=[{','.join(['p'] * 50_000)}]"],
+            "data.val_patients: expected at most 20000 characters",
+        ),
         (["train", *["seed=1"] * 100_000], "expected at most 2000 arguments, but got 100000"),
         (["search"], "You must specify 'sweep', e.g, sweep=<OPTION>; there are: coarse_basics"),
         (["phantoms"], "there is no command phantoms"),

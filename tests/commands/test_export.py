@@ -40,8 +40,24 @@ def write(
 
 
 NETWORKS = {
-    "dynunet": ["model=dynunet", "model.kernel_size=[3,3,3]", "model.strides=[1,2,2]", "model.upsample_kernel_size=[2,2]", "model.filters=[4,8,8]", "model.deep_supr_num=1"],
-    "unetr": ["model=unetr", "model.img_size=[32,32,32]", "model.feature_size=4", "model.hidden_size=24", "model.mlp_dim=24", "model.num_heads=2", "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"],
+    "dynunet": [
+        "model=dynunet",
+        "model.kernel_size=[3,3,3]",
+        "model.strides=[1,2,2]",
+        "model.upsample_kernel_size=[2,2]",
+        "model.filters=[4,8,8]",
+        "model.deep_supr_num=1",
+    ],
+    "unetr": [
+        "model=unetr",
+        "model.img_size=[32,32,32]",
+        "model.feature_size=4",
+        "model.hidden_size=24",
+        "model.mlp_dim=24",
+        "model.num_heads=2",
+        "stage.patch_size=[32,32,32]",
+        "inference.tile_size=[32,32,32]",
+    ],
 }  # fmt: skip
 
 

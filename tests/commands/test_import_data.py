@@ -121,7 +121,10 @@ def test_files_that_a_person_has_edited_are_kept(tmp_path: Path) -> None:
         path.write_text(edited, encoding="utf-8")
         with pytest.raises(
             UserError,
-            match=rf"{name} exists and (differs|holds other cases).*; remove it, or give another output",
+            match=(
+                f"{name} exists and (differs|holds other cases).*; remove it, or give another "
+                "output"
+            ),
         ):
             run(*given)
         assert path.read_text(encoding="utf-8") == edited

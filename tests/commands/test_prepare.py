@@ -69,7 +69,7 @@ def test_a_bad_case_does_not_stop_the_rest(
         def fail(folder: Path, source: object, case: Case, *arguments: object) -> object:
             if case.name == "bad":
                 raise MemoryError("512 GiB")
-            return build(folder, source, case, *arguments)  # type: ignore[arg-type]
+            return build(folder, source, case, *arguments)
 
         monkeypatch.setattr(cache, "_build", fail)
     assert run(table, tmp_path / "cache") == 1

@@ -1,4 +1,4 @@
-"""The `watch` command: the state of a run in the terminal, from its own files and the machine's counters."""
+"""The `watch` command: state of a run in the terminal, from its files and machine counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from medseg.errors import UserError
 from medseg.io.atomic import locked
 from medseg.runs.folder import LOCK_FILE
 
-HISTORY = """step,loss,lr,val_dice,val_dice_worst,seconds_per_step,peak_gib,host_gib,cpu_percent,gpu_gib,gpu_percent
+HISTORY = """\
+step,loss,lr,val_dice,val_dice_worst,seconds_per_step,peak_gib,host_gib,\
+cpu_percent,gpu_gib,gpu_percent
 10,1.5,0.001,,,2.0,0.5,1.25,180,,
 20,0.75,0.002,,,2.0,0.5,1.5,190,,
 20,,,0.9,0.8,,,,,,

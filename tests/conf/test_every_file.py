@@ -75,8 +75,10 @@ def test_takes_two_steps(
     ):  # those change or read the pictures
         request.getfixturevalue("without_pictures")
     overrides = [
-        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "steps=2",
-        "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu", f"{group}={name}",
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
+        "data.num_workers=0", "steps=2",
+        "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu",
+        f"{group}={name}",
         *ALSO.get((group, name), []), *(EXPERIMENT if group == "experiment" else []),
     ]  # fmt: skip
     overrides += [] if group == "logger" else ["logger=none"]

@@ -1,4 +1,4 @@
-"""Every task preset prepares, trains two steps and predicts on synthetic scenes of its own labels and channels."""
+"""Every task preset prepares, trains two steps and predicts on synthetic scenes of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def compose(root: str, schema: type[T], *overrides: str) -> T:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Path) -> None:
     data = [
-        f"task={preset}", "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=2",
+        f"task={preset}", "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'",
+        "data.phantoms.num_train=2",
         "data.phantoms.num_val=1", "data.phantoms.num_test=0", f"data.cache='{tmp_path / 'cache'}'",
     ]  # fmt: skip
     config = compose(
@@ -47,9 +48,15 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
     for stage in ("coarse", "fine") if config.task.regions else ("single",):
         run_dir = tmp_path / stage
         trained = compose(
-            "train", TrainConfig, *data, f"stage={stage}", "steps=2", "model.width=4", f"spacing.{SPACING}", "logger=none",
-            *(["stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"] if stage == "single" else []),
-            "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1", f"run_dir='{run_dir}'",
+            "train", TrainConfig, *data, f"stage={stage}", "steps=2", "model.width=4",
+            f"spacing.{SPACING}", "logger=none",
+            *(
+                ["stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"]
+                if stage == "single"
+                else []
+            ),
+            "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1",
+            f"run_dir='{run_dir}'",
         )  # fmt: skip
         open_run(trained)
         assert train_run(trained)["steps"] == 2

@@ -38,7 +38,7 @@ def test_tuples_keep_their_length_and_type() -> None:
 
 
 def numeric_arguments(point: str, prefix: str) -> list[tuple[str, str]]:
-    """Pairs of a class and a numeric argument, of all classes of a module of torch or MONAI that are at an extension point."""
+    """Pairs of class and numeric argument, of a module's classes that fit an extension point."""
     module = importlib.import_module(prefix)
     base = {
         "optimizer": torch.optim.Optimizer,
@@ -102,55 +102,150 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["stage=fine", "++stage.nmae=x"], "stage.nmae: there is no such key; did you mean stage.name"),
+        (
+            ["stage=fine", "++stage.nmae=x"],
+            "stage.nmae: there is no such key; did you mean stage.name",
+        ),
         (["+sede=1"], "sede: there is no such key; did you mean seed"),
         (["+lr=1"], "lr: there is no such key; did you mean optimizer.lr?"),
-        (["+trainer.max_epochs=1"], "trainer.max_epochs: there is no such key; did you mean steps?"),
+        (
+            ["+trainer.max_epochs=1"],
+            "trainer.max_epochs: there is no such key; did you mean steps?",
+        ),
         (["+ckpt_path=x"], "ckpt_path: there is no such key; did you mean resume or init_from?"),
-        (["+data.batch_size=1"], "data.batch_size: there is no such key; did you mean stage.batch_size?"),
-        (["++data.phantoms.sed=1"], "data.phantoms.sed: there is no such key; did you mean data.phantoms.seed"),
+        (
+            ["+data.batch_size=1"],
+            "data.batch_size: there is no such key; did you mean stage.batch_size?",
+        ),
+        (
+            ["++data.phantoms.sed=1"],
+            "data.phantoms.sed: there is no such key; did you mean data.phantoms.seed",
+        ),
         (["seed=abc"], "seed: Value 'abc' of type 'str' could not be converted to Integer"),
-        (["model.block=dense"], "model.block: Invalid value 'dense', expected one of [plain, residual, bottleneck]"),
+        (
+            ["model.block=dense"],
+            "model.block: Invalid value 'dense', expected one of [plain, residual, bottleneck]",
+        ),
         (["stage=fine", "stage.patch_size=[64,64]"], "stage.patch_size: 3 numbers are needed"),
         (["stage=fine", "stage.patch_size=64"], "stage.patch_size"),
-        (["task.window_hu=[400,-1000]"], "task.window_hu: expected a lower bound below the upper one"),
-        (["task.name=../mine"], "task.name='../mine': expected a valid folder name without / and \\, since the folder"),
+        (
+            ["task.window_hu=[400,-1000]"],
+            "task.window_hu: expected a lower bound below the upper one",
+        ),
+        (
+            ["task.name=../mine"],
+            "task.name='../mine': expected a valid folder name without / and \\, since the folder",
+        ),
         (["task.name='..'"], "task.name='..': expected a valid folder name"),
         (["task.labels={left_lung: 1, right_lung: 3}"], "task.labels: expected the values 1, 2"),
-        (["task.labels.left_lung=[1, 2]"], "task.labels.left_lung: one value is needed, but got [1, 2]"),
+        (
+            ["task.labels.left_lung=[1, 2]"],
+            "task.labels.left_lung: one value is needed, but got [1, 2]",
+        ),
         (["task.labels.left_lung={}"], "task.labels.left_lung: one value is needed, but got {}"),
-        (["task.colours={left_lung: {a: 1}}"], "task.colours.left_lung: one value is needed, but got {'a': 1}"),
+        (
+            ["task.colours={left_lung: {a: 1}}"],
+            "task.colours.left_lung: one value is needed, but got {'a': 1}",
+        ),
         (["metrics=true"], "metrics: keys with their values are needed, but got True"),
-        (["augment.transforms=1.5"], "augment.transforms: a list of classes with their arguments is needed, but got 1.5"),
-        (["task.labels={left_lung: 1, right_lung: 2}", "task.ignore_label=2"], "task.ignore_label=2 is the value of a label; choose a value from 3 to 255"),
+        (
+            ["augment.transforms=1.5"],
+            "augment.transforms: a list of classes with their arguments is needed, but got 1.5",
+        ),
+        (
+            ["task.labels={left_lung: 1, right_lung: 2}", "task.ignore_label=2"],
+            "task.ignore_label=2 is the value of a label; choose a value from 3 to 255",
+        ),
         (["task.window_hu=null"], "task.channels and task.window_hu: expected one of the two"),
-        (["task.channels=[{modality: ct, window_hu: [-1000, 400]}]"], "task.channels and task.window_hu: expected one of the two"),
-        (["task.window_hu=null", "task.channels=[{modality: mr}]"], "task.channels.0: expected a window_hu (normalise=window), or normalise=zscore"),
-        (["task.window_hu=null", "task.channels=[{modality: mr, window_hu: [0, 1]}]"], "task.channels.0.normalise=window: values of modality=mr"),
-        (["task.window_hu=null", "task.channels=[{window_hu: [5, 1]}]"], "task.channels.0.window_hu: expected a lower bound below"),
-        (["task.window_hu=null", "task.channels=[{window_hu: [5, 1, 2]}]"], "task.channels.0.window_hu: 2 numbers are needed"),
-        (["+task.volume_ml.heart=[1, 2]"], "task.volume_ml.heart: there is no such label or region; there are left_lung, right_lung"),
-        (["task.volume_ml.left_lung=[9, 2]"], "task.volume_ml.left_lung: expected two increasing numbers in ml"),
-        (["+task.codes.heart=['80891009', Heart]"], "task.codes.heart: there is no such label; there are left_lung, right_lung"),
-        (["task.codes.left_lung=['39607008']"], "task.codes.left_lung: expected [code, meaning] or [code, meaning, left | right]"),
-        (["task.codes.left_lung=['39607008', Lung, top]"], "such as [64033007, Kidney, left], but got ['39607008', 'Lung', 'top']"),
-        (["task.codes.left_lung=['T-28000', Lung]"], "task.codes.left_lung: expected [code, meaning]"),
-        (["task.colours={left_lung: sky}"], "task.colours.left_lung: expected a colour such as '#38bdf8', but got 'sky'"),
-        (["task.colours={heart: '#38bdf8'}"], "task.colours.heart: there is no such label; there are left_lung, right_lung"),
+        (
+            ["task.channels=[{modality: ct, window_hu: [-1000, 400]}]"],
+            "task.channels and task.window_hu: expected one of the two",
+        ),
+        (
+            ["task.window_hu=null", "task.channels=[{modality: mr}]"],
+            "task.channels.0: expected a window_hu (normalise=window), or normalise=zscore",
+        ),
+        (
+            ["task.window_hu=null", "task.channels=[{modality: mr, window_hu: [0, 1]}]"],
+            "task.channels.0.normalise=window: values of modality=mr",
+        ),
+        (
+            ["task.window_hu=null", "task.channels=[{window_hu: [5, 1]}]"],
+            "task.channels.0.window_hu: expected a lower bound below",
+        ),
+        (
+            ["task.window_hu=null", "task.channels=[{window_hu: [5, 1, 2]}]"],
+            "task.channels.0.window_hu: 2 numbers are needed",
+        ),
+        (
+            ["+task.volume_ml.heart=[1, 2]"],
+            ("task.volume_ml.heart: there is no such label or region; there are left_lung, "
+             "right_lung"),
+        ),
+        (
+            ["task.volume_ml.left_lung=[9, 2]"],
+            "task.volume_ml.left_lung: expected two increasing numbers in ml",
+        ),
+        (
+            ["+task.codes.heart=['80891009', Heart]"],
+            "task.codes.heart: there is no such label; there are left_lung, right_lung",
+        ),
+        (
+            ["task.codes.left_lung=['39607008']"],
+            "task.codes.left_lung: expected [code, meaning] or [code, meaning, left | right]",
+        ),
+        (
+            ["task.codes.left_lung=['39607008', Lung, top]"],
+            "such as [64033007, Kidney, left], but got ['39607008', 'Lung', 'top']",
+        ),
+        (
+            ["task.codes.left_lung=['T-28000', Lung]"],
+            "task.codes.left_lung: expected [code, meaning]",
+        ),
+        (
+            ["task.colours={left_lung: sky}"],
+            "task.colours.left_lung: expected a colour such as '#38bdf8', but got 'sky'",
+        ),
+        (
+            ["task.colours={heart: '#38bdf8'}"],
+            "task.colours.heart: there is no such label; there are left_lung, right_lung",
+        ),
         (["stage=fine", "task.regions=null"], "stage=fine: the task lungs has no regions"),
         (["tags=pilot"], "tags: expected a list; give it in brackets, tags=[…]"),
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),
         (["ema_decay=1"], "ema_decay: must lie in (0, 1), but got 1.0"),
-        (["ema_decay=0.999", "steps=500"], "averages over 1000 steps, but steps=500; choose 0.998 or less"),
+        (
+            ["ema_decay=0.999", "steps=500"],
+            "averages over 1000 steps, but steps=500; choose 0.998 or less",
+        ),
         (["model.device_map=cuda:1"], "model.device_map: expected null, auto or a mapping"),
-        (["model.device_map={encoder: gpu1}"], "model.device_map: expected null, auto or a mapping"),
-        (["model.device_map={encoder: cuda:0, decoder: cuda:1}", "memory.compile=true"], "stays on one device"),
-        (["model.device_map={encoder: cuda:0, decoder: cpu}", "memory.precision=bf16"], "half precision needs devices of one kind, all CPU or all GPU"),
-        (["model.device_map=auto", "trainer=ddp", "stage.batch_size=2"], "one rank uses all devices"),
-        (["model.norm=batch", "trainer.sync_batchnorm=true", "trainer.accelerator=cpu"], "works on GPUs only"),
-        (["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"], "works with model.norm=batch only, but model.norm=instance; choose trainer.sync_batchnorm=false"),
+        (
+            ["model.device_map={encoder: gpu1}"],
+            "model.device_map: expected null, auto or a mapping",
+        ),
+        (
+            ["model.device_map={encoder: cuda:0, decoder: cuda:1}", "memory.compile=true"],
+            "stays on one device",
+        ),
+        (
+            ["model.device_map={encoder: cuda:0, decoder: cpu}", "memory.precision=bf16"],
+            "half precision needs devices of one kind, all CPU or all GPU",
+        ),
+        (
+            ["model.device_map=auto", "trainer=ddp", "stage.batch_size=2"],
+            "one rank uses all devices",
+        ),
+        (
+            ["model.norm=batch", "trainer.sync_batchnorm=true", "trainer.accelerator=cpu"],
+            "works on GPUs only",
+        ),
+        (
+            ["trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true"],
+            ("works with model.norm=batch only, but model.norm=instance; choose "
+             "trainer.sync_batchnorm=false"),
+        ),
         (["memory.precision=fp16", "trainer.accelerator=cpu"], "choose memory.precision=bf16"),
         (["memory.offload=true", "trainer.accelerator=cpu"], "choose memory.offload=false"),
         (["stage=coarse", "stage.region_margin_mm=5"], "only the fine stage uses it"),
@@ -162,62 +257,164 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["stage=coarse", "stage.coarse_channel=true"], "only the fine stage uses it"),
         (["stage=fine", "augment.flip_axes=[2]"], "swaps the sides"),
         (["task=abdomen", "stage=single", "augment.flip_axes=[2]"], "swaps the sides"),
-        (["task=abdomen", "stage=single", "stage.elsewhere_share=0.1"], "leave it out with stage=single"),
-        (["stage=coarse", "augment.flip_axes=[0]"], "with flips the coarse stage cannot distinguish the sides"),
+        (
+            ["task=abdomen", "stage=single", "stage.elsewhere_share=0.1"],
+            "leave it out with stage=single",
+        ),
+        (
+            ["stage=coarse", "augment.flip_axes=[0]"],
+            "with flips the coarse stage cannot distinguish the sides",
+        ),
         (["data.fold=7", "data.num_folds=3"], "data.fold: expected 0 … 2"),
         (["data.cases=nowhere.csv"], "data.cases=nowhere.csv: there is no such file"),
         (["optimizer._target_=os.system"], "os.system is not on the white list"),
         (["optimizer._target_=torch.optim._functional.adam"], "not on the white list"),
-        (["optimizer._target_=torch.optim.SGD"], "schedule.max_lr: it refers to optimizer.lr, which has no value; give optimizer.lr=<value>"),
+        (
+            ["optimizer._target_=torch.optim.SGD"],
+            ("schedule.max_lr: it refers to optimizer.lr, which has no value; give "
+             "optimizer.lr=<value>"),
+        ),
         (["model.widht=8"], "model.widht: there is no such key; did you mean model.width"),
-        (["model._target_=my_package.Net"], "my_package.Net is not on the white list (medseg.models.*, monai.networks.nets.*, torch.nn.*); if you trust its code, add trusted_targets=[my_package.]"),
-        (["model._target_=my_package.Net", "trusted_targets=[other.]"], "my_package.Net is not on the white list"),
+        (
+            ["model._target_=my_package.Net"],
+            ("my_package.Net is not on the white list (medseg.models.*, monai.networks.nets.*, "
+             "torch.nn.*); if you trust its code, add trusted_targets=[my_package.]"),
+        ),
+        (
+            ["model._target_=my_package.Net", "trusted_targets=[other.]"],
+            "my_package.Net is not on the white list",
+        ),
         (["model._target_=torch.nn"], "not on the white list"),
         (["schedule._target_=builtins.eval"], "not on the white list"),
         (["optimizer.lr=-1"], "optimizer.lr: must lie in (0, inf), but got -1"),
         (["optimizer.lr=fast"], "optimizer.lr: must lie in (0, inf), but got fast"),
-        (["memory.checkpointing=true"], "memory.checkpointing: expected none, sqrt, all or a [list]"),
+        (
+            ["memory.checkpointing=true"],
+            "memory.checkpointing: expected none, sqrt, all or a [list]",
+        ),
         (["loss.dice_weight=0", "loss.ce_weight=0"], "at least one must be positive"),
         (["data.phantom_share=2"], "data.phantom_share: must lie in (0, 1), but got 2.0"),
-        (["stage=fine", "stage.patch_size=[0,-1,5]"], "stage.patch_size: must lie in [1, inf), but got (0, -1, 5)"),
-        (["stage=fine", "stage.patch_size=[96,100,96]"], "stage.patch_size: expected multiples of 16"),
+        (
+            ["stage=fine", "stage.patch_size=[0,-1,5]"],
+            "stage.patch_size: must lie in [1, inf), but got (0, -1, 5)",
+        ),
+        (
+            ["stage=fine", "stage.patch_size=[96,100,96]"],
+            "stage.patch_size: expected multiples of 16",
+        ),
         (["augment.noise_probability=7"], "augment.noise_probability: must lie in [0, 1]"),
         (["augment.scale_range=[1.2,0.8]"], "augment.scale_range: the lower bound comes first"),
         (["inference.overlap=1"], "inference.overlap: must lie in [0, 1), but got 1.0"),
-        (["model.depth=4"], "model.blocks_per_level: expected 5 numbers, one per level (model.depth=4)"),
-        (["warmup_steps=5"], "schedule OneCycleLR sets the learning rates of all steps itself; choose warmup_steps=0"),
-        (["warmup_steps=9", "steps=9", "schedule=cosine"], "warmup_steps=9: the run has only steps=9"),
-        (["schedule.total_steps=2", "steps=4"], "schedule.total_steps=2: the schedule would end before the run, steps=4"),
-        (["schedule=cyclic", "schedule.base_lr=1"], "schedule.base_lr=1 is the lowest rate of the schedule, but schedule.max_lr=0.005"),
-        (["schedule=cosine", "schedule.eta_min=1"], "schedule.eta_min=1 is the lowest rate of the schedule, but optimizer.lr=0.005"),
-        (["trainer.clip_by=value", "trainer.gradient_clip=null"], "trainer.clip_by=value: there is no bound to clip by"),
+        (
+            ["model.depth=4"],
+            "model.blocks_per_level: expected 5 numbers, one per level (model.depth=4)",
+        ),
+        (
+            ["warmup_steps=5"],
+            "schedule OneCycleLR sets the learning rates of all steps itself; "
+            "choose warmup_steps=0",
+        ),
+        (
+            ["warmup_steps=9", "steps=9", "schedule=cosine"],
+            "warmup_steps=9: the run has only steps=9",
+        ),
+        (
+            ["schedule.total_steps=2", "steps=4"],
+            "schedule.total_steps=2: the schedule would end before the run, steps=4",
+        ),
+        (
+            ["schedule=cyclic", "schedule.base_lr=1"],
+            "schedule.base_lr=1 is the lowest rate of the schedule, but schedule.max_lr=0.005",
+        ),
+        (
+            ["schedule=cosine", "schedule.eta_min=1"],
+            "schedule.eta_min=1 is the lowest rate of the schedule, but optimizer.lr=0.005",
+        ),
+        (
+            ["trainer.clip_by=value", "trainer.gradient_clip=null"],
+            "trainer.clip_by=value: there is no bound to clip by",
+        ),
         (["trainer.gradient_clip=-1"], "trainer.gradient_clip: must lie in (0, inf), but got -1.0"),
         (["optimizer.lr=true"], "optimizer.lr: must lie in (0, inf), but got True"),
-        (["loss=sum", "loss.terms=[{_target_: monai.losses.DiceLoss, smooth_dr: -1}]"], "loss.terms[0].smooth_dr: must lie in [0, inf)"),
-        (["memory.cudnn_benchmark=true", "trainer.accelerator=cpu"], "choose memory.cudnn_benchmark=false"),
+        (
+            ["loss=sum", "loss.terms=[{_target_: monai.losses.DiceLoss, smooth_dr: -1}]"],
+            "loss.terms[0].smooth_dr: must lie in [0, inf)",
+        ),
+        (
+            ["memory.cudnn_benchmark=true", "trainer.accelerator=cpu"],
+            "choose memory.cudnn_benchmark=false",
+        ),
         (["data.pin_memory=true", "trainer.accelerator=cpu"], "choose data.pin_memory=null"),
-        (["spacing.target_spacing_mm=[3.0,1.0,1.0]"], "isotropic uses one spacing for all axes; choose spacing.strategy=anisotropic"),
-        (["spacing.target_spacing_mm=null"], "spacing.strategy=isotropic needs three numbers in mm"),
-        (["stage=fine", "stage.patch_size=[16,16,16]"], "stage.patch_size=[16, 16, 16]: the deepest level"),
-        (["spacing=fixed_size", "spacing.size=[64,72,64]"], "spacing.size: expected multiples of 16"),
-        (["spacing=multi_scale", "spacing.range_mm=[2.0,2.0]"], "spacing.range_mm: expected two increasing numbers, but got [2.0, 2.0]"),
+        (
+            ["spacing.target_spacing_mm=[3.0,1.0,1.0]"],
+            "isotropic uses one spacing for all axes; choose spacing.strategy=anisotropic",
+        ),
+        (
+            ["spacing.target_spacing_mm=null"],
+            "spacing.strategy=isotropic needs three numbers in mm",
+        ),
+        (
+            ["stage=fine", "stage.patch_size=[16,16,16]"],
+            "stage.patch_size=[16, 16, 16]: the deepest level",
+        ),
+        (
+            ["spacing=fixed_size", "spacing.size=[64,72,64]"],
+            "spacing.size: expected multiples of 16",
+        ),
+        (
+            ["spacing=multi_scale", "spacing.range_mm=[2.0,2.0]"],
+            "spacing.range_mm: expected two increasing numbers, but got [2.0, 2.0]",
+        ),
         (
             ["spacing=multi_scale", "spacing.target_spacing_mm=[2.0,1.0,1.0]"],
-            "must not be coarser than the lower bound of spacing.range_mm=[1.0, 4.0]; choose a finer spacing, or null",
+            ("must not be coarser than the lower bound of spacing.range_mm=[1.0, 4.0]; choose a "
+             "finer spacing, or null"),
         ),
-        (["spacing=multi_scale", "spacing.draw=null"], "spacing.draw: spacing.strategy=multi_scale needs a value"),
-        (["spacing=fixed_size", "+spacing.draw=even"], "only spacing.strategy=multi_scale uses it"),
-        (["spacing=fixed_size", "spacing.size=null"], "spacing.size: spacing.strategy=fixed_size needs a value"),
-        (["spacing=native", "+spacing.size=[64,64,64]"], "only spacing.strategy=fixed_size uses it, but spacing.strategy=native"),
-        (["stage=fine", "spacing=fixed_size", "stage.patch_size=[144,64,64]"], "stage.patch_size=[144, 64, 64] is larger than"),
-        (["spacing=fixed_size", "inference.tile_size=[144,64,64]"], "inference.tile_size=[144, 64, 64] is larger than the whole"),
-        (["spacing=fixed_size", "stage.max_voxels=2000000"], "has more voxels than stage.max_voxels=2000000 allows"),
-        (["spacing=native", "spacing.target_spacing_mm=[1.0,1.0,1.0]"], "native keeps the spacing of each scan; leave it null"),
-        (["spacing=native", "spacing.resampling=cubic"], "spacing.strategy=native resamples nothing; leave it out"),
-        (["spacing.resampling=nearest"], "expected one of [antialiased, linear, cubic]"),
-        (["spacing.strategy=mean"], "expected one of [isotropic, anisotropic, dataset_median, dataset_mean, native, "),
         (
-            ["stage=fine", "spacing=anisotropic", "spacing.target_spacing_mm=[4.0,1.0,1.0]", "stage.patch_size=[6,96,96]"],
+            ["spacing=multi_scale", "spacing.draw=null"],
+            "spacing.draw: spacing.strategy=multi_scale needs a value",
+        ),
+        (["spacing=fixed_size", "+spacing.draw=even"], "only spacing.strategy=multi_scale uses it"),
+        (
+            ["spacing=fixed_size", "spacing.size=null"],
+            "spacing.size: spacing.strategy=fixed_size needs a value",
+        ),
+        (
+            ["spacing=native", "+spacing.size=[64,64,64]"],
+            "only spacing.strategy=fixed_size uses it, but spacing.strategy=native",
+        ),
+        (
+            ["stage=fine", "spacing=fixed_size", "stage.patch_size=[144,64,64]"],
+            "stage.patch_size=[144, 64, 64] is larger than",
+        ),
+        (
+            ["spacing=fixed_size", "inference.tile_size=[144,64,64]"],
+            "inference.tile_size=[144, 64, 64] is larger than the whole",
+        ),
+        (
+            ["spacing=fixed_size", "stage.max_voxels=2000000"],
+            "has more voxels than stage.max_voxels=2000000 allows",
+        ),
+        (
+            ["spacing=native", "spacing.target_spacing_mm=[1.0,1.0,1.0]"],
+            "native keeps the spacing of each scan; leave it null",
+        ),
+        (
+            ["spacing=native", "spacing.resampling=cubic"],
+            "spacing.strategy=native resamples nothing; leave it out",
+        ),
+        (["spacing.resampling=nearest"], "expected one of [antialiased, linear, cubic]"),
+        (
+            ["spacing.strategy=mean"],
+            "expected one of [isotropic, anisotropic, dataset_median, dataset_mean, native, ",
+        ),
+        (
+            [
+                "stage=fine",
+                "spacing=anisotropic",
+                "spacing.target_spacing_mm=[4.0,1.0,1.0]",
+                "stage.patch_size=[6,96,96]",
+            ],
             "stage.patch_size: expected multiples of [4, 16, 16]",
         ),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
@@ -265,7 +462,8 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
         ),
         (
             ["task=lungs", "data.label_values.left_lnug=7"],
-            "data.label_values.left_lnug: it has no such name yet; +data.label_values.left_lnug=… adds it; "
+            "data.label_values.left_lnug: it has no such name yet; "
+            "+data.label_values.left_lnug=… adds it; "
             "did you mean data.label_values.left_lung?",
             "data.label_values.left_lung=7",
         ),
@@ -287,17 +485,33 @@ def test_a_new_name_of_a_label_value_is_added_as_the_message_says(
     [
         ("type: float, low: 2", {}, "sweep.space: x: low and high are needed"),
         ("type: float, low: 0, high: 2, log: true", {}, "sweep.space: x: log needs low above 0"),
-        ("type: float, low: 1, high: 2, log: true, step: 1", {}, "log and step cannot be combined; give one of them"),
+        (
+            "type: float, low: 1, high: 2, log: true, step: 1",
+            {},
+            "log and step cannot be combined; give one of them",
+        ),
         ("type: float, low: 1, high: 2, choices: [1]", {}, "choices need type choice"),
         ("type: choice", {}, "type choice needs choices"),
         ("type: choice, choices: [1], low: 2", {}, "leave out low, high, step and log"),
         ("type: int, low: 1.5, high: 2", {}, "type int needs whole numbers"),
         ("type: int, low: 1, high: 9, step: 10", {}, "step must lie in (0, 8]"),
         ("type: int, low: 1, high: 9, stepp: 1", {}, "stepp: there is no such key"),
-        ("type: real, low: 1, high: 9", {}, "Invalid value 'real', expected one of [float, int, choice]"),
+        (
+            "type: real, low: 1, high: 9",
+            {},
+            "Invalid value 'real', expected one of [float, int, choice]",
+        ),
         (None, {}, "at least one key"),
-        ("type: int, low: 1, high: 9", {"objectives": ["val_dice", "peak_gib"]}, "choose sweep.pruner=none"),
-        ("type: int, low: 1, high: 9", {"objectives": ["val_dice", "val_dice"]}, "two different ones"),
+        (
+            "type: int, low: 1, high: 9",
+            {"objectives": ["val_dice", "peak_gib"]},
+            "choose sweep.pruner=none",
+        ),
+        (
+            "type: int, low: 1, high: 9",
+            {"objectives": ["val_dice", "val_dice"]},
+            "two different ones",
+        ),
         ("type: int, low: 1, high: 9", {"num_trials": 0}, "sweep.num_trials: must lie in [1, inf)"),
     ],
 )  # fmt: skip

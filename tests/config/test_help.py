@@ -41,16 +41,19 @@ def test_every_command_has_help(command: str, help_of: Callable[..., str]) -> No
 def test_a_key_is_printed_with_all_that_the_schema_says(help_of: Callable[..., str]) -> None:
     text = help_of("train", "stage=fine", "stage.patch_size=[64,64,96]")
     assert (
-        "  stage.patch_size=[64, 64, 96]   3 integers in [1, inf), voxels (D, H, W), or null\n      Training patch;"
-        in text
-    )
+        "  stage.patch_size=[64, 64, 96]   3 integers in [1, inf), voxels (D, H, W), or "
+        "null\n      Training patch;"
+    ) in text
     assert "stage: Input, region and validation of a stage. (stage=coarse | fine | single)" in text
     assert "  task.regions.<name>.side=???   left | right, or null\n" in text
     assert "  spacing.resampling=antialiased   antialiased | linear | cubic\n" in text
 
 
 def test_help_waits_for_nothing_heavy(tmp_path: Path) -> None:
-    code = "import sys; sys.argv[1:] = ['train', '--help']\nfrom medseg.commands.cli import main\ntry: main()\n"
+    code = (
+        "import sys; sys.argv[1:] = ['train', '--help']\nfrom medseg.commands.cli import "
+        "main\ntry: main()\n"
+    )
     code += "finally: print('loaded', 'torch' in sys.modules)"
     environment = {"PATH": "/usr/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     said = subprocess.check_output(

@@ -36,7 +36,7 @@ def compose(
             schema,
         )
     assert isinstance(config, schema)
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def test_the_task_of_a_data_set_replaces_that_of_the_lungs(
@@ -123,7 +123,10 @@ def test_a_command_of_a_study_finds_the_task_from_another_folder(
 def test_a_file_of_a_task_is_chosen_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "my task.yaml"
     file.write_text(
-        "name: heart\nlabels: {heart: 1}\nregions: null\nchannels: [{modality: mr, normalise: zscore}]\n",
+        (
+            "name: heart\nlabels: {heart: 1}\nregions: null\nchannels: [{modality: mr, normalise: "
+            "zscore}]\n"
+        ),
         encoding="utf-8",
     )
     config = compose([f"task={file}", "stage=single"])
@@ -135,7 +138,8 @@ def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
         "case,image,labels\na,a.nii.gz,b.nii.gz\n", encoding="utf-8"
     )
     (tmp_path / "task.yaml").write_text(
-        "task:\n  name: heart\n  labels: {heart: 1}\n  channels: [{modality: mr, normalise: zscore}]\n"
+        "task:\n  name: heart\n  labels: {heart: 1}\n  channels: [{modality: mr, normalise: "
+        "zscore}]\n"
         "data:\n  label_values: {heart: [7, 8]}\n",
         encoding="utf-8",
     )

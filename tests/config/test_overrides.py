@@ -71,7 +71,7 @@ def test_mistakes_are_one_sentence(given: str, sentence: str) -> None:
     "program", [["-m", "medseg.commands.cli", "predict"], ["scripts/predict.py"]]
 )
 def test_both_programs_translate_before_hydra(tmp_path: Path, program: list[str]) -> None:
-    """The file is missing: the sentence of the reader, not of Hydra, shows that the arguments arrived."""
+    """The file is missing: the reader's sentence, not Hydra's, shows that the arguments arrived."""
     command = [
         sys.executable,
         *program,

@@ -83,20 +83,45 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("single", {"task.labels": {"a": 0, "b": 1}}, "task.labels: expected the values 1, 2"),
     ("single", {"task.labels": {"a": 2}}, "task.labels: expected the values 1, 2"),
     ("single", {"task.labels": {"a": 1, "b": 1}}, "task.labels: expected the values 1, 2"),
-    ("single", {"task.labels": labels(255), "task.codes": None, "task.colours": None}, "task.labels: at most 254"),
-    ("coarse", {"task.ignore_label": 1}, "task.ignore_label=1 is the value of a label; choose a value from 3 to 255"),
-    ("coarse", {"task.ignore_label": 2}, "task.ignore_label=2 is the value of a label"),
-    ("coarse", {"task.window_hu": (400.0, 400.0)}, "task.window_hu: expected a lower bound below"),
-    ("coarse", {"task.window_hu": None, "task.channels": []}, "task.channels and task.window_hu: expected one of the two"),
-    ("coarse", {"task.window_hu": None, "task.channels": [ChannelOptions(modality=MR)]}, "task.channels.0: expected a window_hu"),
+    (
+        "single",
+        {"task.labels": labels(255), "task.codes": None, "task.colours": None},
+        "task.labels: at most 254",
+    ),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelOptions(**CT_CHANNEL), ChannelOptions(MR, None, Normalise.window)]},
+        {"task.ignore_label": 1},
+        "task.ignore_label=1 is the value of a label; choose a value from 3 to 255",
+    ),
+    ("coarse", {"task.ignore_label": 2}, "task.ignore_label=2 is the value of a label"),
+    ("coarse", {"task.window_hu": (400.0, 400.0)}, "task.window_hu: expected a lower bound below"),
+    (
+        "coarse",
+        {"task.window_hu": None, "task.channels": []},
+        "task.channels and task.window_hu: expected one of the two",
+    ),
+    (
+        "coarse",
+        {"task.window_hu": None, "task.channels": [ChannelOptions(modality=MR)]},
+        "task.channels.0: expected a window_hu",
+    ),
+    (
+        "coarse",
+        {
+            "task.window_hu": None,
+            "task.channels": [
+                ChannelOptions(**CT_CHANNEL),
+                ChannelOptions(MR, None, Normalise.window),
+            ],
+        },
         "task.channels.1: expected a window_hu",
     ),
     (
         "coarse",
-        {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, (0.0, 1.0), Normalise.zscore)]},
+        {
+            "task.window_hu": None,
+            "task.channels": [ChannelOptions(Modality.ct, (0.0, 1.0), Normalise.zscore)],
+        },
         "task.channels.0: expected a window_hu",
     ),
     (
@@ -109,21 +134,69 @@ REFUSED: list[tuple[str, Change, str]] = [
         {"task.window_hu": None, "task.channels": [ChannelOptions(Modality.ct, (1.0, 1.0))]},
         "task.channels.0.window_hu: expected a lower bound",
     ),
-    ("coarse", {"task.volume_ml": {"left_lung": [5, 5]}}, "task.volume_ml.left_lung: expected two increasing"),
-    ("coarse", {"task.volume_ml": {"left_lung": [-1, 5]}}, "task.volume_ml.left_lung: expected two increasing"),
-    ("coarse", {"task.volume_ml": {"left_lung": [1, 2, 3]}}, "task.volume_ml.left_lung: expected two increasing"),
-    ("coarse", {"task.volume_ml": {"left_lung": [1, "2"]}}, "task.volume_ml.left_lung: expected two increasing"),
-    ("coarse", {"task.volume_ml": {"left_lung": 5}}, "task.volume_ml.left_lung: expected two increasing"),
-    ("coarse", {"task.codes": {"left_lung": ["1" * 17, "Lung"]}}, "task.codes.left_lung: expected [code"),
-    ("coarse", {"task.codes": {"left_lung": ["1", "x" * 65]}}, "task.codes.left_lung: expected [code"),
+    (
+        "coarse",
+        {"task.volume_ml": {"left_lung": [5, 5]}},
+        "task.volume_ml.left_lung: expected two increasing",
+    ),
+    (
+        "coarse",
+        {"task.volume_ml": {"left_lung": [-1, 5]}},
+        "task.volume_ml.left_lung: expected two increasing",
+    ),
+    (
+        "coarse",
+        {"task.volume_ml": {"left_lung": [1, 2, 3]}},
+        "task.volume_ml.left_lung: expected two increasing",
+    ),
+    (
+        "coarse",
+        {"task.volume_ml": {"left_lung": [1, "2"]}},
+        "task.volume_ml.left_lung: expected two increasing",
+    ),
+    (
+        "coarse",
+        {"task.volume_ml": {"left_lung": 5}},
+        "task.volume_ml.left_lung: expected two increasing",
+    ),
+    (
+        "coarse",
+        {"task.codes": {"left_lung": ["1" * 17, "Lung"]}},
+        "task.codes.left_lung: expected [code",
+    ),
+    (
+        "coarse",
+        {"task.codes": {"left_lung": ["1", "x" * 65]}},
+        "task.codes.left_lung: expected [code",
+    ),
     ("coarse", {"task.codes": {"left_lung": ["1", ""]}}, "task.codes.left_lung: expected [code"),
     ("coarse", {"task.codes": {"left_lung": ["1", 2]}}, "task.codes.left_lung: expected [code"),
-    ("coarse", {"task.codes": {"left_lung": ["1", "Lung", "left", "left"]}}, "task.codes.left_lung: expected [code"),
+    (
+        "coarse",
+        {"task.codes": {"left_lung": ["1", "Lung", "left", "left"]}},
+        "task.codes.left_lung: expected [code",
+    ),
     ("coarse", {"task.codes": {"left_lung": "39607008"}}, "task.codes.left_lung: expected [code"),
-    ("coarse", {"task.colours": {"left_lung": "#38bdf8a"}}, "task.colours.left_lung: expected a colour"),
-    ("coarse", {"task.colours": {"left_lung": "38bdf8"}}, "task.colours.left_lung: expected a colour"),
-    ("coarse", {"task.regions": regions(chest=["left_lung", "heart"])}, "task.regions.chest.labels: ['heart'] are not"),
-    ("coarse", {"task.regions": regions(chest=[])}, "task.regions.chest.labels: at least one label"),
+    (
+        "coarse",
+        {"task.colours": {"left_lung": "#38bdf8a"}},
+        "task.colours.left_lung: expected a colour",
+    ),
+    (
+        "coarse",
+        {"task.colours": {"left_lung": "38bdf8"}},
+        "task.colours.left_lung: expected a colour",
+    ),
+    (
+        "coarse",
+        {"task.regions": regions(chest=["left_lung", "heart"])},
+        "task.regions.chest.labels: ['heart'] are not",
+    ),
+    (
+        "coarse",
+        {"task.regions": regions(chest=[])},
+        "task.regions.chest.labels: at least one label",
+    ),
     # Paths, fold, words, blocks and devices.
     ("fine", {"stage.coarse": FOLDER, "stage.region_from": RegionFrom.coarse}, "stage.coarse="),
     ("fine", {"init_from": FOLDER}, "init_from="),
@@ -136,7 +209,11 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"data.train_trust": ["reference", 1]}, "data.train_trust: expected a word"),
     ("fine", {"data.train_trust": 1}, "data.train_trust: expected a word"),
     ("fine", {"memory.checkpointing": "some"}, "memory.checkpointing: expected none, sqrt, all"),
-    ("fine", {"memory.checkpointing": ["encoder", 1]}, "memory.checkpointing: expected none, sqrt, all"),
+    (
+        "fine",
+        {"memory.checkpointing": ["encoder", 1]},
+        "memory.checkpointing: expected none, sqrt, all",
+    ),
     ("fine", {"loss.dice_weight": 0.0, "loss.ce_weight": 0.0}, "at least one must be positive"),
     ("fine", {"model.device_map": "cpu"}, "model.device_map: expected null, auto"),
     ("fine", {"model.device_map": {"encoder": "cuda"}}, "model.device_map: expected null, auto"),
@@ -166,54 +243,121 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     (
         "fine",
-        {"spacing.strategy": SpacingStrategy.fixed_resolution, "spacing.target_spacing_mm": (1.0, 1.0, 2.0)},
+        {
+            "spacing.strategy": SpacingStrategy.fixed_resolution,
+            "spacing.target_spacing_mm": (1.0, 1.0, 2.0),
+        },
         "spacing.strategy=fixed_resolution uses one spacing for all axes",
     ),
-    ("fine", {"spacing.fill": Fill.pad}, "spacing.fill=pad: only spacing.strategy=fixed_resolution"),
-    ("fine", {"spacing.size": (64, 64, 64)}, "spacing.size: only spacing.strategy=fixed_size uses it"),
-    ("fine", {"spacing.range_mm": (1.0, 4.0)}, "spacing.range_mm: only spacing.strategy=multi_scale uses it"),
-    ("fine", {"spacing.draw": SpacingDraw.even}, "spacing.draw: only spacing.strategy=multi_scale uses it"),
     (
         "fine",
-        {"spacing.strategy": SpacingStrategy.multi_scale, "spacing.range_mm": (2.0, 1.0), "spacing.draw": SpacingDraw.even},
+        {"spacing.fill": Fill.pad},
+        "spacing.fill=pad: only spacing.strategy=fixed_resolution",
+    ),
+    (
+        "fine",
+        {"spacing.size": (64, 64, 64)},
+        "spacing.size: only spacing.strategy=fixed_size uses it",
+    ),
+    (
+        "fine",
+        {"spacing.range_mm": (1.0, 4.0)},
+        "spacing.range_mm: only spacing.strategy=multi_scale uses it",
+    ),
+    (
+        "fine",
+        {"spacing.draw": SpacingDraw.even},
+        "spacing.draw: only spacing.strategy=multi_scale uses it",
+    ),
+    (
+        "fine",
+        {
+            "spacing.strategy": SpacingStrategy.multi_scale,
+            "spacing.range_mm": (2.0, 1.0),
+            "spacing.draw": SpacingDraw.even,
+        },
         "spacing.range_mm: expected two increasing",
     ),
     # Sizes of network inputs: multiples of 16 for the network of this stage.
     ("fine", {"stage.patch_size": (96, 96, 104)}, "stage.patch_size: expected multiples of 16"),
     ("fine", {"stage.patch_size": (104, 96, 96)}, "stage.patch_size: expected multiples of 16"),
     ("fine", {"inference.tile_size": (96, 8, 96)}, "inference.tile_size: expected multiples of 16"),
-    ("fine", {"inference.tile_size": (16, 16, 16)}, "the deepest level of the network would have one voxel"),
-    # Ranks and device maps.
-    ("fine", {"stage.batch_size": 2, "trainer.num_nodes": 2}, "choose trainer=ddp for more than one rank"),
     (
         "fine",
-        {"stage.batch_size": 2, "trainer.devices": 2, "trainer.strategy": Strategy.ddp, "memory.accumulate": 2},
+        {"inference.tile_size": (16, 16, 16)},
+        "the deepest level of the network would have one voxel",
+    ),
+    # Ranks and device maps.
+    (
+        "fine",
+        {"stage.batch_size": 2, "trainer.num_nodes": 2},
+        "choose trainer=ddp for more than one rank",
+    ),
+    (
+        "fine",
+        {
+            "stage.batch_size": 2,
+            "trainer.devices": 2,
+            "trainer.strategy": Strategy.ddp,
+            "memory.accumulate": 2,
+        },
         "choose a multiple of 4",
     ),
     (
         "fine",
-        {"stage.batch_size": 2, "trainer.num_nodes": 2, "trainer.strategy": Strategy.ddp, "memory.accumulate": 2},
-        "stage.batch_size=2 cannot be divided among 2 rank(s) × memory.accumulate=2; choose a multiple of 4",
+        {
+            "stage.batch_size": 2,
+            "trainer.num_nodes": 2,
+            "trainer.strategy": Strategy.ddp,
+            "memory.accumulate": 2,
+        },
+        ("stage.batch_size=2 cannot be divided among 2 rank(s) × memory.accumulate=2; choose a "
+         "multiple of 4"),
     ),
     (
         "fine",
-        {"model.device_map": "auto", "trainer.num_nodes": 2, "trainer.strategy": Strategy.ddp, "stage.batch_size": 2},
+        {
+            "model.device_map": "auto",
+            "trainer.num_nodes": 2,
+            "trainer.strategy": Strategy.ddp,
+            "stage.batch_size": 2,
+        },
         "one rank uses all devices",
     ),
-    ("fine", {"model.device_map": "auto", "memory.offload": True}, "memory.offload=true cannot be combined"),
-    ("fine", {"model.device_map": {"encoder": "cpu"}, "memory.compile": True}, "memory.compile=true cannot be combined"),
     (
         "fine",
-        {"model.device_map": {"encoder": "cuda:0"}, "memory.precision": Precision.bf16, "trainer.accelerator": Accelerator.cpu},
+        {"model.device_map": "auto", "memory.offload": True},
+        "memory.offload=true cannot be combined",
+    ),
+    (
+        "fine",
+        {"model.device_map": {"encoder": "cpu"}, "memory.compile": True},
+        "memory.compile=true cannot be combined",
+    ),
+    (
+        "fine",
+        {
+            "model.device_map": {"encoder": "cuda:0"},
+            "memory.precision": Precision.bf16,
+            "trainer.accelerator": Accelerator.cpu,
+        },
         "half precision needs devices of one kind",
     ),
     (
         "fine",
-        {"model.device_map": {"encoder": "cpu"}, "memory.precision": Precision.fp16, "trainer.accelerator": Accelerator.gpu},
+        {
+            "model.device_map": {"encoder": "cpu"},
+            "memory.precision": Precision.fp16,
+            "trainer.accelerator": Accelerator.gpu,
+        },
         "half precision needs devices of one kind",
     ),
     ("fine", {"trainer.gpus": [0, 1]}, "trainer.gpus=[0, 1]: expected 1 different numbers"),
-    ("fine", {"trainer.gpus": [0], "trainer.accelerator": Accelerator.cpu}, "trainer.accelerator other than cpu"),
+    (
+        "fine",
+        {"trainer.gpus": [0], "trainer.accelerator": Accelerator.cpu},
+        "trainer.accelerator other than cpu",
+    ),
     # Switches that need a GPU.
     *(
         ("fine", {key: value, "trainer.accelerator": Accelerator.cpu}, said)
@@ -227,31 +371,65 @@ REFUSED: list[tuple[str, Change, str]] = [
     ),
     (
         "fine",
-        {"model.norm": "batch", "trainer.sync_batchnorm": True, "trainer.accelerator": Accelerator.cpu},
+        {
+            "model.norm": "batch",
+            "trainer.sync_batchnorm": True,
+            "trainer.accelerator": Accelerator.cpu,
+        },
         "trainer.sync_batchnorm=true works on GPUs only",
     ),
     # Optimisation.
     ("fine", {"ema_decay": 0.9981, "steps": 500}, "ema_decay=0.9981 averages over 526 steps"),
     ("fine", {"warmup_steps": 10}, "warmup_steps=10: schedule OneCycleLR sets the learning rates"),
-    ("fine", {"warmup_steps": 1000, "schedule": COSINE}, "warmup_steps=1000: the run has only steps=1000"),
-    ("fine", {"schedule.total_steps": 999}, "schedule.total_steps=999: the schedule would end before the run"),
-    ("fine", {"schedule.total_steps": 999, "resume": "auto"}, "schedule.total_steps=999: the schedule would end"),
+    (
+        "fine",
+        {"warmup_steps": 1000, "schedule": COSINE},
+        "warmup_steps=1000: the run has only steps=1000",
+    ),
+    (
+        "fine",
+        {"schedule.total_steps": 999},
+        "schedule.total_steps=999: the schedule would end before the run",
+    ),
+    (
+        "fine",
+        {"schedule.total_steps": 999, "resume": "auto"},
+        "schedule.total_steps=999: the schedule would end",
+    ),
     ("fine", {"schedule.eta_min": 0.0051}, "schedule.eta_min=0.0051 is the lowest rate"),
     (
         "fine",
         {"schedule": {**COSINE, "eta_min": 0.006}},
-        "schedule.eta_min=0.006 is the lowest rate of the schedule, but optimizer.lr=0.005 is its highest",
+        ("schedule.eta_min=0.006 is the lowest rate of the schedule, but optimizer.lr=0.005 is its "
+         "highest"),
     ),
-    ("fine", {"trainer.clip_by": ClipBy.value, "trainer.gradient_clip": None}, "there is no bound to clip by"),
-    ("fine", {"optimizer": PLAIN_SGD, "lr_scaling": LrScaling.linear}, "lr_scaling=linear: optimizer.lr is missing"),
-    ("fine", {"optimizer": PLAIN_SGD, "lr_scaling": LrScaling.sqrt}, "lr_scaling=sqrt: optimizer.lr is missing"),
+    (
+        "fine",
+        {"trainer.clip_by": ClipBy.value, "trainer.gradient_clip": None},
+        "there is no bound to clip by",
+    ),
+    (
+        "fine",
+        {"optimizer": PLAIN_SGD, "lr_scaling": LrScaling.linear},
+        "lr_scaling=linear: optimizer.lr is missing",
+    ),
+    (
+        "fine",
+        {"optimizer": PLAIN_SGD, "lr_scaling": LrScaling.sqrt},
+        "lr_scaling=sqrt: optimizer.lr is missing",
+    ),
     # Flips, and keys of one stage.
     ("fine", {"augment.flip_axes": [0, 2]}, "swaps the sides that task=lungs distinguishes"),
     ("fine", {"augment.flip_axes": [3]}, "augment.flip_axes: axes are 0 (z), 1 (y), 2 (x)"),
     ("fine", {"augment.flip_axes": [-1]}, "augment.flip_axes: axes are 0 (z), 1 (y), 2 (x)"),
-    ("fine", {"task.labels": {"lung-Left": 1, "rest": 2}, "task.regions": regions(a=["rest"]), "task.codes": None,
+    ("fine", {"task.labels": {"lung-Left": 1, "rest": 2}, "task.regions": regions(a=["rest"]),
+        "task.codes": None,
               "task.volume_ml": None, "augment.flip_axes": [2]}, "swaps the sides"),
-    ("coarse", {"augment.flip_axes": [1]}, "with flips the coarse stage cannot distinguish the sides"),
+    (
+        "coarse",
+        {"augment.flip_axes": [1]},
+        "with flips the coarse stage cannot distinguish the sides",
+    ),
     ("single", {"stage.add_parts_mm": 5.0}, "stage.add_parts_mm: the task abdomen has no regions"),
     *(
         ("coarse", {f"stage.{key}": value}, f"stage.{key}: only the fine stage uses it")
@@ -276,7 +454,11 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"stage.coarse_channel": True}, "add stage.coarse=<checkpoint>"),
     ("coarse", {"stage.coarse_channel": True}, "leave it out with stage=coarse"),
     ("coarse", {"stage.coarse_folds": [FILE]}, "stage.coarse_folds: only the fine stage uses it"),
-    ("fine", {"stage.coarse_folds": [FILE] * 5}, "stage.coarse_folds: it stands in place of stage.coarse"),
+    (
+        "fine",
+        {"stage.coarse_folds": [FILE] * 5},
+        "stage.coarse_folds: it stands in place of stage.coarse",
+    ),
     (
         "fine",
         {"stage.coarse_folds": [FILE] * 5, "stage.coarse": FILE, "stage.coarse_channel": True},
@@ -475,29 +657,53 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
 @pytest.mark.parametrize(
     ("stage", "changes", "said"),
     [
-        ("fine", {"model.norm": "batch", "stage.batch_size": 2}, "model.norm=batch computes over 1 sample, not over the batch of 2"),
-        ("fine", {"model.norm": "batch", "stage.batch_size": 1}, None),
-        ("fine", {"model.norm": "batch", "stage.batch_size": 2, "stage.patch_size": (32, 32, 32)}, None),
         (
             "fine",
-            {"model.norm": "batch", "stage.batch_size": 4, "stage.patch_size": (32, 32, 32), "memory.accumulate": 2},
-            "model.norm=batch computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank)",
+            {"model.norm": "batch", "stage.batch_size": 2},
+            "model.norm=batch computes over 1 sample, not over the batch of 2",
+        ),
+        ("fine", {"model.norm": "batch", "stage.batch_size": 1}, None),
+        (
+            "fine",
+            {"model.norm": "batch", "stage.batch_size": 2, "stage.patch_size": (32, 32, 32)},
+            None,
         ),
         (
             "fine",
-            {"model.norm": "batch", "stage.batch_size": 8, "stage.patch_size": (32, 32, 32), "memory.accumulate": 2,
+            {
+                "model.norm": "batch",
+                "stage.batch_size": 4,
+                "stage.patch_size": (32, 32, 32),
+                "memory.accumulate": 2,
+            },
+            ("model.norm=batch computes over 2 samples, not over the batch of 4 "
+             "(memory.accumulate=2, 1 rank)"),
+        ),
+        (
+            "fine",
+            {"model.norm": "batch", "stage.batch_size": 8, "stage.patch_size": (32, 32, 32),
+                "memory.accumulate": 2,
              "trainer.devices": 2},
             "computes over 2 samples, not over the batch of 8 (memory.accumulate=2, 2 ranks)",
         ),
         (
             "fine",
-            {"model.norm": "batch", "stage.batch_size": 8, "stage.patch_size": (32, 32, 32), "trainer.num_nodes": 2,
+            {"model.norm": "batch", "stage.batch_size": 8, "stage.patch_size": (32, 32, 32),
+                "trainer.num_nodes": 2,
              "trainer.sync_batchnorm": True},
             None,
         ),
-        ("fine", {"loss.batch_dice": True, "stage.batch_size": 2}, "loss.batch_dice=true computes over 1 sample"),
+        (
+            "fine",
+            {"loss.batch_dice": True, "stage.batch_size": 2},
+            "loss.batch_dice=true computes over 1 sample",
+        ),
         ("fine", {"loss.batch_dice": True}, None),
-        ("fine", {"loss": {"terms": [{"batch": True}]}, "stage.batch_size": 2}, "loss.batch=true computes over 1 sample"),
+        (
+            "fine",
+            {"loss": {"terms": [{"batch": True}]}, "stage.batch_size": 2},
+            "loss.batch=true computes over 1 sample",
+        ),
         ("fine", {"task.ignore_label": 3}, None),
         (
             "fine",
@@ -517,7 +723,11 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
         ("coarse", {"task.regions": None}, "choose stage=single"),
         ("single", {"stage.patch_size": None}, None),
         ("coarse", {}, None),
-        ("fine", {"memory.cudnn_benchmark": True}, "repeats its kernel search at each new input shape"),
+        (
+            "fine",
+            {"memory.cudnn_benchmark": True},
+            "repeats its kernel search at each new input shape",
+        ),
         ("fine", {"memory.cudnn_benchmark": True, "spacing.size": (32, 32, 32)}, None),
     ],
 )  # fmt: skip

@@ -55,7 +55,7 @@ def task() -> Task:
 
 
 def two_blocks(shape: tuple[int, int, int], seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tissue with a small left block (larger x) and a larger right block, neither symmetric nor centred."""
+    """Tissue with a small left block (larger x) and a larger right one, asymmetric, off centre."""
     depth, height, width = shape
     labels = np.zeros(shape, dtype=np.uint8)
     labels[depth // 3 : depth - 3, height // 4 : height // 2, width * 3 // 5 : width * 4 // 5] = 1
@@ -67,7 +67,7 @@ def two_blocks(shape: tuple[int, int, int], seed: int = 0) -> tuple[np.ndarray, 
 
 @pytest.fixture
 def cached_cases(tmp_path: Path, task: Task) -> list[CachedCase]:
-    """Three entries of different shapes as `open_case` would give them; the last one has no left lung."""
+    """Three entries of different shapes as `open_case` gives them; the last has no left lung."""
     cases = []
     for number, shape in enumerate([(22, 30, 41), (17, 26, 33), (25, 21, 37)]):
         image, labels = two_blocks(shape, seed=number)
@@ -96,7 +96,7 @@ def cached_cases(tmp_path: Path, task: Task) -> list[CachedCase]:
 
 @pytest.fixture
 def write_case(tmp_path: Path) -> Callable[..., Case]:
-    """Write arrays in LPS order as NIfTI files, by another library than the one that medseg reads them with."""
+    """Write arrays in LPS order as NIfTI files, not by the library that medseg reads them with."""
 
     def write(
         name: str,

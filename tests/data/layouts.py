@@ -1,4 +1,4 @@
-"""Small data sets in the layouts of other programs, of two blocks of air in a body: the patient's left and right."""
+"""Small data sets in layouts of other programs: two blocks of air, the patient's left and right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEFT, RIGHT = 1, 2
 
 
 def blocks(index: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Image in HU and labels (D, H, W) in LPS order; denser to the left, so that the sides can be told apart."""
+    """Image in HU and labels (D, H, W) in LPS order; denser to the left, so that sides differ."""
     labels = np.zeros((SIZE[0] + index, SIZE[1], SIZE[2] + index), np.uint8)
     labels[3:-3, 6:18, 16:24] = LEFT
     labels[4:-3, 6:17, 4:12] = RIGHT
@@ -132,7 +132,7 @@ def make_totalsegmentator(folder: Path) -> Path:
 
 
 def make_luna16(folder: Path) -> Path:
-    """Two subsets of two scans each; the masks have the values 3 (left lung), 4 (right lung) and 5 (trachea)."""
+    """Two subsets of two scans; the masks hold 3 (left lung), 4 (right lung) and 5 (trachea)."""
     for index in range(4):
         image, labels = blocks(index)
         values = np.array([0, 3, 4], np.uint8)[labels]
@@ -155,15 +155,16 @@ def make_pairs(folder: Path) -> Path:
 def make_dicom(
     folder: Path, names: Sequence[str] = ("Lung_L", "Lung_R"), kind: str = "RTSTRUCT"
 ) -> Path:
-    """Three patients as in LCTSC: a study with a CT series and a series of one RTSTRUCT (or SEG), in folders named by their UIDs."""
+    """Three patients as in LCTSC: a CT series and an RTSTRUCT (or SEG) each, in UID folders."""
     for index in range(3):
         image, labels = blocks(index)
         patient, study = f"LCTSC-Train-S1-{index:03d}", f"1.2.826.{index}"
         fields = {
-            "uid": f"{study}.1", "PatientID": patient, "StudyInstanceUID": study, "FrameOfReferenceUID": f"{study}.9",
+            "uid": f"{study}.1", "PatientID": patient, "StudyInstanceUID": study,
+            "FrameOfReferenceUID": f"{study}.9",
             "PatientPosition": "HFS",
         }  # fmt: skip
-        grid = VoxelGrid(image.shape, SPACING_MM, (-60.0, -50.0, -300.0))  # type: ignore[arg-type]
+        grid = VoxelGrid(image.shape, SPACING_MM, (-60.0, -50.0, -300.0))
         save_grid(folder / patient / study / f"{study}.1", image, grid, **fields)
         slices = open_slices(folder / patient / study / f"{study}.1")
         structures = [Structure(name, value) for value, name in enumerate(names, start=1)]

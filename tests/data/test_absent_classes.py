@@ -69,6 +69,7 @@ def test_the_note_has_the_class_and_the_counts() -> None:
     val_cases = [case("c", "left_lower"), case("d")]
     note = absence_note(["left_lower"], 3, val_cases, ["reference"])
     assert note.startswith(
-        "left_lower: found in 0 of 3 training cases with data.train_trust=reference and in 1 of 2 validation cases, so"
+        "left_lower: found in 0 of 3 training cases with data.train_trust=reference and in 1 "
+        "of 2 validation cases, so"
     )
     assert absence_note([], 3, val_cases) == ""

@@ -31,7 +31,7 @@ ALWAYS, NEVER = effects(flip_axes=[0, 1], **ALL), never()
 
 
 def sample() -> tuple[Tensor, Tensor]:
-    """Bright tissue with two dark blocks of different sizes, label 1 at larger x; new at every call."""
+    """Bright tissue with two dark blocks of different sizes, label 1 at larger x; new each call."""
     labels = torch.zeros(SHAPE, dtype=torch.uint8)
     labels[9:25, 8:17, 28:38] = 1
     labels[7:26, 8:26, 6:19] = 2
@@ -145,7 +145,7 @@ def test_a_warp_samples_where_it_says() -> None:
 
 
 def test_rotation_and_scale_hold_in_the_world() -> None:
-    """A rotation in mm keeps lengths in mm although the voxels are not cubes; a scale multiplies them."""
+    """A rotation in mm keeps lengths in mm although voxels are no cubes; a scale changes them."""
     only = never(
         affine_probability=1.0,
         shear_max=0.0,
@@ -160,7 +160,7 @@ def test_rotation_and_scale_hold_in_the_world() -> None:
 
 
 def test_the_margin_covers_what_the_patch_sees() -> None:
-    """With the margin read, a patch in the middle of a constant image holds no air; a voxel less is nearly always too few."""
+    """With the margin a patch of a constant image holds no air; one voxel less brings some."""
     shape = (12, 15, 10)
     is_tight: list[bool] = []
     for n in range(40):
@@ -282,7 +282,7 @@ def test_a_narrow_field_of_view_is_cut_in_image_and_labels_alike() -> None:
 
 
 class Scripted:
-    """A generator whose draws are given: `random` in order, `uniform` as places between the bounds."""
+    """A generator with given draws: `random` in order, `uniform` as places between the bounds."""
 
     def __init__(self, randoms: list[float], places: list[Any]) -> None:
         self.randoms, self.places = list(randoms), list(places)
@@ -302,7 +302,7 @@ class Scripted:
 def altered(
     effect: Any, randoms: list[float], places: list[Any], shape: tuple[int, int, int] = (4, 6, 8)
 ) -> tuple[Tensor, Tensor]:
-    """Apply an effect to an image that rises from -0.9 to 0.9 and labels of ones; all scripted draws must be used."""
+    """Apply an effect to a ramp from -0.9 to 0.9 and labels of ones; all draws must be used."""
     image = torch.linspace(-0.9, 0.9, math.prod(shape)).reshape(1, *shape)
     rng = Scripted(randoms, places)
     result: tuple[Tensor, Tensor] = effect(
@@ -395,7 +395,7 @@ def test_a_round_field_of_view_has_its_radius_and_middle(
 
 
 def test_the_resolution_of_an_axis_is_lowered_where_the_slice_is_thicker() -> None:
-    """Spacing 2, 1 and 1.5 mm; slices of 1.75 mm leave z as it is, and all axes are coarse at 3 mm."""
+    """Spacing 2, 1 and 1.5 mm: slices of 1.75 mm leave z as it is, at 3 mm all axes are coarse."""
     rng = np.random.default_rng(0)
     image = torch.from_numpy(rng.normal(0, 0.3, (1, 4, 6, 8)).astype(np.float32))
     labels = torch.ones(4, 6, 8, dtype=torch.uint8)
@@ -453,4 +453,4 @@ def test_a_warp_is_the_product_of_its_parts_in_the_world() -> None:
     np.testing.assert_allclose(
         warp.shift_voxels, np.array([2.0, 0.0, -8.0]) / spacing_mm, atol=1e-12
     )
-    assert effect.draw(Scripted([0.5], []), (2.0, 1.0, 1.5)) is None  # type: ignore[arg-type]
+    assert effect.draw(Scripted([0.5], []), (2.0, 1.0, 1.5)) is None

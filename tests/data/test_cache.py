@@ -50,7 +50,7 @@ WriteCase = Callable[..., Case]
 
 
 def blocks() -> tuple[np.ndarray, np.ndarray]:
-    """Tissue with two dark blocks of different sizes, the left one at larger x; padding as on GE scanners."""
+    """Tissue with two dark blocks of different sizes, left at larger x; GE's padding outside."""
     labels = np.zeros(SHAPE, dtype=np.uint8)
     labels[4:11, 8:15, 26:34] = 1
     labels[3:13, 7:23, 5:16] = 2
@@ -637,7 +637,8 @@ def test_a_disk_that_fills_up_leaves_the_entry_as_it_was(
     with pytest.raises(UserError) as caught:
         prepare_case(case, tmp_path, SPACING_MM, task, NAMES)
     assert str(caught.value) == (
-        f"The case {case.name!r} could not be put into the cache {tmp_path} ([Errno 28] No space left on device); make sure that the "
+        f"The case {case.name!r} could not be put into the cache {tmp_path} ([Errno 28] No "
+        "space left on device); make sure that the "
         "folder can be written and has room (data.cache), and that the scan can be read."
     )
     assert {path: path.read_bytes() for path in entry.folder.iterdir()} == before
@@ -677,7 +678,10 @@ from medseg.task import Task
 task = Task.from_dict(json.loads({json.dumps(json.dumps(task.to_dict()))}))
 case = Case({case.name!r}, Path({str(case.image)!r}), Path({str(case.labels)!r}), "p")
 entry = open_case(case, Path({str(tmp_path)!r}), {SPACING_MM}, task, {NAMES})
-print(Samples([entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0)[0]["target"].sum().item())
+samples = Samples(
+    [entry], task, StageCrops(divisor=(8, 8, 8)), StageOptions(name=StageName.coarse), seed=0
+)
+print(samples[0]["target"].sum().item())
 loaded = {{name.partition(".")[0] for name in sys.modules}}
 assert not loaded & {{"SimpleITK", "nibabel", "pydicom", "monai", "scipy"}}, sorted(loaded)
 """

@@ -44,7 +44,10 @@ def test_all_columns_are_read_and_paths_are_relative_to_the_table(tmp_path: Path
 
 
 def test_channels_are_columns_and_a_missing_one_is_named(tmp_path: Path) -> None:
-    text = "case,image,image_1,labels,image_2,image_4\na,a.nii.gz,b.nii.gz,a_l.nii.gz,c.nii.gz,d.nii.gz\nb,a.nii.gz,,a_l.nii.gz,c.nii.gz,\n"
+    text = (
+        "case,image,image_1,labels,image_2,image_4\n"
+        "a,a.nii.gz,b.nii.gz,a_l.nii.gz,c.nii.gz,d.nii.gz\nb,a.nii.gz,,a_l.nii.gz,c.nii.gz,\n"
+    )
     full, lacking = read_case_table(write(tmp_path, text))
     assert [path.name for path in full.images(3)] == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
     assert full.images(1) == [full.image]
@@ -89,7 +92,10 @@ def test_a_table_in_latin_1_is_refused(tmp_path: Path, row: str) -> None:
 
 
 def test_a_patient_whose_name_is_written_in_two_ways_is_one(tmp_path: Path) -> None:
-    rows = "case,image,labels,patient\na,a.nii.gz,a_l.nii.gz,M\u00fcller\nb,a.nii.gz,a_l.nii.gz,Mu\u0308ller\n"
+    rows = (
+        "case,image,labels,patient\na,a.nii.gz,a_l.nii.gz,M\u00fcller\n"
+        "b,a.nii.gz,a_l.nii.gz,Mu\u0308ller\n"
+    )
     assert len({case.patient for case in read_case_table(write(tmp_path, rows))}) == 1
 
 
@@ -162,7 +168,10 @@ def test_a_table_that_cannot_be_read_is_the_users_mistake(tmp_path: Path) -> Non
 
 
 def test_hu_scale_and_ignored_findings_of_a_row_go_before_those_of_the_run(tmp_path: Path) -> None:
-    text = "case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,,-1024,\nb,b.nii.gz,,2.5,,no_air  clipped\nc,c.nii.gz,,,,\n"
+    text = (
+        "case,image,labels,hu_slope,hu_offset,ignore_findings\na,a.nii.gz,,,-1024,\n"
+        "b,b.nii.gz,,2.5,,no_air  clipped\nc,c.nii.gz,,,,\n"
+    )
     a, b, c = read_case_table(
         write(tmp_path, text), hu=HuScale(3.0, 7.0), ignore_findings=frozenset({"padding"})
     )
@@ -237,7 +246,8 @@ def test_a_single_nifti_file_stands_for_all_channels(tmp_path: Path) -> None:
 def test_a_written_table_is_read_as_the_same_cases(tmp_path: Path) -> None:
     full = Case(
         "a", tmp_path / "a.nii.gz", tmp_path / "a_l.nii.gz", "somebody", "val",
-        trust={"left_lung": "reference", "right_lung": "absent"}, series="1.2.3", hu=HuScale(2.5, -1024.0),
+        trust={"left_lung": "reference", "right_lung": "absent"}, series="1.2.3",
+        hu=HuScale(2.5, -1024.0),
         more_images=(tmp_path / "a1.nii.gz", None, tmp_path / "a3.nii.gz"), fold=2,
     )  # fmt: skip
     plain = Case(

@@ -57,7 +57,7 @@ def coarse(cases: list[CachedCase], task: Task, rule: GridRule, **arguments: Any
 def expected(
     case: CachedCase, region: Region, crop: Crop, task: Task
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Image and target of a crop, resampled from the cache; beyond the scan's ends its slices go on."""
+    """Image and target of a crop, resampled from the cache; beyond the scan its slices go on."""
     image = resample_image(
         np.array(case.image_hu), case.grid, crop.grid, -1024.0, slices_go_on=True
     )

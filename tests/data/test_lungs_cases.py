@@ -1,4 +1,4 @@
-"""Scans and masks of the included weights: the table fits the masks, and downloads are found by their voxels."""
+"""Cases of the included weights: the table fits the masks; downloads are found by voxels."""
 
 from __future__ import annotations
 

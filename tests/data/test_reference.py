@@ -57,7 +57,10 @@ def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
         2: int((labels == LEFT).sum()),
     }
     assert finding_texts(volume) == (
-        f"{(labels == LEFT).sum()} voxels belong to several labels and count for the last one of data.label_values",
+        (
+            f"{(labels == LEFT).sum()} voxels belong to several labels and count for the last one "
+            "of data.label_values"
+        ),
     )
 
 
@@ -106,7 +109,7 @@ def test_a_change_of_any_mask_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) -> None:
-    """A tumour inside the right lung, in each kind of file; `labels=[left_lung,right_lung]` leaves it out."""
+    """A tumour inside the right lung, in each kind of file; the option `labels` leaves it out."""
     labels = blocks()[1]
     tumour = np.zeros_like(labels)
     tumour[6:9, 8:12, 6:9] = 1
@@ -150,7 +153,7 @@ def test_layers_are_read_whatever_the_chunks_of_the_file(
 
 
 def add_tumour(folder: Path) -> Path:
-    """Add a structure to the labels of the first patient, on the voxels of the right lung; returns the folder of the study."""
+    """Add a structure to the first patient, on voxels of the right lung; returns the study."""
     study = folder / "LCTSC-Train-S1-000" / "1.2.826.0"
     path = study / "1.2.826.0.2" / "1-1.dcm"
     dataset = dcmread(path)

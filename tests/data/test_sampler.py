@@ -131,7 +131,7 @@ def test_weights_hold_in_the_mean_and_nearly_in_each_pass() -> None:
 
 
 def test_the_order_of_a_pass_shares_no_numbers_with_its_samples() -> None:
-    """Sample 0 would repeat the numbers that chose the order, so its crop would depend on which case it is."""
+    """Else sample 0 would reuse the numbers of the order, and its crop would depend on its case."""
     for seed in range(5):
         order = [draw_from_pass(seed, n, 20) for n in range(20)]
         assert sorted(order) == list(range(20))

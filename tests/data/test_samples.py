@@ -34,7 +34,7 @@ Maker = Callable[..., Samples]
 
 
 def wide_box(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
-    """The tight box and three voxels, jittered by up to two, at least as large as the patches here."""
+    """The tight box and three voxels, jittered by up to two, at least as large as the patches."""
     offset = (0, 0, 0) if rng is None else tuple(int(v) for v in rng.integers(-2, 3, size=3))
     box = case.region_boxes[region.name].expanded((3, 3, 3)).shifted(offset).at_least((16, 16, 16))
     return box.at_least(network_size(box.shape, (8, 8, 8)))
@@ -325,7 +325,7 @@ def test_a_patch_larger_than_its_box_is_centred_on_it(
 def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(
     cached_cases: list[CachedCase], task: Task
 ) -> None:
-    """Mirroring comes before the augmentation: the network cannot tell a right lung from a left one."""
+    """Mirroring precedes augmentation: the network cannot tell a right lung from a left one."""
 
     def whole(case: CachedCase, region: Region, rng: np.random.Generator | None) -> VoxelBox:
         return VoxelBox.full(case.grid.shape)

@@ -54,19 +54,19 @@ def test_a_plan_counts_what_the_strategy_asks_for() -> None:
     thick = compose(
         "stage=fine", "spacing=anisotropic", "extent_mm.fine=[100.0,100.0,100.0]", root="plan"
     )
-    assert input_shape(thick) == (40, 112, 112)  # type: ignore[arg-type]
+    assert input_shape(thick) == (40, 112, 112)
     cube = compose(
         "stage=fine", "spacing=fixed_resolution", "extent_mm.fine=[100.0,80.0,190.0]", root="plan"
     )
-    assert input_shape(cube) == (96, 96, 96)  # type: ignore[arg-type]
+    assert input_shape(cube) == (96, 96, 96)
     scales = [
         "spacing=multi_scale",
         "spacing.range_mm=[2.0,8.0]",
         "extent_mm.fine=[100.0,80.0,190.0]",
     ]
-    assert input_shape(compose("stage=fine", *scales, root="plan")) == (64, 48, 96)  # type: ignore[arg-type]
-    assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)  # type: ignore[arg-type]
+    assert input_shape(compose("stage=fine", *scales, root="plan")) == (64, 48, 96)
+    assert input_shape(compose("stage=fine", "spacing=fixed_size", root="plan")) == (128, 128, 128)
     with pytest.raises(
         UserError, match=r"native has no spacing to count voxels with; give shape=\[D,H,W\]"
     ):
-        input_shape(compose("spacing=native", root="plan"))  # type: ignore[arg-type]
+        input_shape(compose("spacing=native", root="plan"))

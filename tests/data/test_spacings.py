@@ -1,4 +1,4 @@
-"""Spacings: the typical one of a data set, those drawn in training, and samples resampled to them."""
+"""Spacings: the typical one of a data set, those drawn in training, and samples at them."""
 
 from __future__ import annotations
 

@@ -28,8 +28,10 @@ def made(target: type, **given: Any) -> Any:
 
 def test_a_mixed_list_depends_on_the_number_of_the_sample_alone() -> None:
     mixed = Transforms([
-        WindowShift(20.0), Noise(0.5, (0.01, 0.1)), made(monai.RandGaussianNoised, prob=0.5), Flip([1]),
-        made(monai.RandAffined, prob=0.5, rotate_range=[0.1, 0.1, 0.1]), made(monai.RandAdjustContrastd, prob=0.5),
+        WindowShift(20.0), Noise(0.5, (0.01, 0.1)), made(monai.RandGaussianNoised, prob=0.5),
+        Flip([1]),
+        made(monai.RandAffined, prob=0.5, rotate_range=[0.1, 0.1, 0.1]),
+        made(monai.RandAdjustContrastd, prob=0.5),
     ])  # fmt: skip
     labels = torch.zeros(12, 14, 16, dtype=torch.uint8)
     labels[3:7, 4:9, 5:12] = 1
@@ -56,7 +58,8 @@ def test_a_channel_that_no_scanner_made_follows_voxels_alone() -> None:
     # A second channel that shows the labels shows them after each transform that moves or cuts.
     image = torch.cat([scanned, 2.0 * labels[None] - 1.0])
     effects = [
-        Noise(1.0, (0.1, 0.2)), made(monai.RandGaussianNoised, prob=1.0), Flip([1]), Truncate(1.0, 0.4),
+        Noise(1.0, (0.1, 0.2)), made(monai.RandGaussianNoised, prob=1.0), Flip([1]),
+        Truncate(1.0, 0.4),
         Narrow(1.0, 0.4), Circle(1.0, (0.5, 0.9)), made(monai.RandFlipd, prob=1.0, spatial_axis=0),
     ]  # fmt: skip
     for n in range(4):
@@ -90,9 +93,12 @@ def test_keys_without_modes_would_interpolate_labels() -> None:
 
 
 @pytest.mark.parametrize("transform", [
-    AFFINE, Noise(0.1, (0.1, 0.2)), Truncate(0.2, 0.4), Circle(0.2, (0.7, 1.0)), made(monai.RandGaussianNoised, prob=0.1),
-    made(monai.RandAffined, prob=0.1, rotate_range=[0.2, 0.2, 0.2], scale_range=[0.1, 0.1, 0.1]), made(monai.RandBiasFieldd, prob=0.1),
-    made(monai.RandZoomd, prob=0.1, mode=["trilinear", "nearest"]), made(monai.Rand3DElasticd, sigma_range=[5, 7], magnitude_range=[10, 20], prob=0.1),
+    AFFINE, Noise(0.1, (0.1, 0.2)), Truncate(0.2, 0.4), Circle(0.2, (0.7, 1.0)),
+    made(monai.RandGaussianNoised, prob=0.1),
+    made(monai.RandAffined, prob=0.1, rotate_range=[0.2, 0.2, 0.2], scale_range=[0.1, 0.1, 0.1]),
+    made(monai.RandBiasFieldd, prob=0.1),
+    made(monai.RandZoomd, prob=0.1, mode=["trilinear", "nearest"]),
+    made(monai.Rand3DElasticd, sigma_range=[5, 7], magnitude_range=[10, 20], prob=0.1),
     made(monai.RandRotated, prob=0.5, range_x=3.14),
 ])  # fmt: skip
 @pytest.mark.parametrize("is_coarse", [True, False])
@@ -117,11 +123,31 @@ FLIP_X, FLIP_Z = (
         (Flip([2]), True, False, "mirrors left and right"),
         (Flip([0, 1]), True, False, None),
         (made(monai.RandAxisFlipd, prob=0.1), True, False, "mirrors left and right"),
-        (made(monai.RandAffined, prob=0.1, scale_range=[(-2.0, -2.0)] * 3), True, False, "mirrors left and right"),
+        (
+            made(monai.RandAffined, prob=0.1, scale_range=[(-2.0, -2.0)] * 3),
+            True,
+            False,
+            "mirrors left and right",
+        ),
         (monai.RandAffined(keys=["image"], prob=0.5), False, False, "moves voxels, so keys="),
-        (monai.RandAffined(keys=["image", "label"], prob=0.5, rotate_range=[0.3, 0.3, 0.3]), False, False, "interpolates between labels"),
-        (made(monai.RandSpatialCropd, roi_size=[8, 8, 8], random_size=False), False, False, "changes the shape"),
-        (made(monai.NormalizeIntensityd, keys=["ct"]), False, False, "cannot be applied to a sample (KeyError"),
+        (
+            monai.RandAffined(keys=["image", "label"], prob=0.5, rotate_range=[0.3, 0.3, 0.3]),
+            False,
+            False,
+            "interpolates between labels",
+        ),
+        (
+            made(monai.RandSpatialCropd, roi_size=[8, 8, 8], random_size=False),
+            False,
+            False,
+            "changes the shape",
+        ),
+        (
+            made(monai.NormalizeIntensityd, keys=["ct"]),
+            False,
+            False,
+            "cannot be applied to a sample (KeyError",
+        ),
     ],
 )  # fmt: skip
 def test_what_breaks_labels_or_sides_is_refused(

@@ -1,4 +1,4 @@
-"""Commands on the pages of the documentation: each composes, and passes the checks of its configuration."""
+"""Commands in the documentation: each composes, and passes the checks of its configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ PAGES = [
     if path.name != "CHANGELOG.md"  # its commands are those of their version
 ]
 COMMAND = re.compile(
-    r"(?:medseg (?P<name>\w+)|python (?:\S*/)?scripts/(?P<script>\w+)\.py|python train\.py|torchrun .*?(?:scripts/(?P<spread>\w+)|train)\.py)"
+    r"(?:medseg (?P<name>\w+)|python (?:\S*/)?scripts/(?P<script>\w+)\.py|python "
+    r"train\.py|torchrun .*?(?:scripts/(?P<spread>\w+)|train)\.py)"
     r"(?:\s+(?P<arguments>.*))?$"
 )
 # Arguments that the pages show being refused.
@@ -51,7 +52,7 @@ REFUSED = {"stage.pach_size=[96,96,96]"}
 
 
 def code_lines(page: Path) -> list[str]:
-    """Lines of the indented, fenced and inline code of a page, and of comments of a script, without trailing comments."""
+    """Code lines of a page (indented, fenced, inline) or of a script's comments, uncommented."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line for line in text.splitlines() if re.match(r"    ", line)]
     lines += [
@@ -68,7 +69,7 @@ def code_lines(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
-    """Name and arguments of each command of a page; placeholders such as `<run>` become words, and `…` is left out."""
+    """Name and arguments of each command of a page; `<run>` becomes a word, `…` is left out."""
     found: dict[tuple[str, str], list[str]] = {}
     for line in code_lines(page):
         match = COMMAND.match(line)
@@ -90,7 +91,7 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
 
 
 def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
-    """Arguments as Hydra gets them, with an existing case table, the first value of each sweep, and without options of Hydra itself."""
+    """Arguments as Hydra gets them: an existing case table, first values of sweeps, no flags."""
     given = expand_options(name, arguments)
     check_arguments(given)
     given = [
@@ -163,7 +164,7 @@ def test_each_command_passes_the_checks_of_its_configuration(
 def test_each_resumed_run_of_a_page_takes_what_is_changed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The run of an earlier command of the page is opened, and resumed with the arguments that the page shows."""
+    """A page's earlier run is opened, and resumed with the arguments that the page shows."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "my_project"))
     table = tmp_path / "cases.csv"
     table.write_text("case,image,labels\n", encoding="utf-8")

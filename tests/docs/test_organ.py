@@ -1,4 +1,4 @@
-"""The commands of docs/organ.md lead from a data set of the Decathlon to labels of another organ."""
+"""The commands of docs/organ.md lead from a data set of the Decathlon to another organ."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ PAGE = (ROOT / "docs" / "organ.md").read_text(encoding="utf-8")
 SMALL = {
     "prepare": ["data.cache=cache"],
     "train": [
-        "steps=1", "model.width=4", "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]", "spacing.target_spacing_mm=[4.0,4.0,4.0]",
-        "stage.validate_every=1", "trainer.accelerator=cpu", "logger=none", "data.num_workers=0", "data.cache=cache",
+        "steps=1", "model.width=4", "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]",
+        "spacing.target_spacing_mm=[4.0,4.0,4.0]",
+        "stage.validate_every=1", "trainer.accelerator=cpu", "logger=none", "data.num_workers=0",
+        "data.cache=cache",
     ],
     "predict": ["accelerator=cpu"],
 }  # fmt: skip
@@ -38,8 +40,11 @@ def test_a_data_set_leads_to_labels_of_another_organ(tmp_path: Path) -> None:
             save(folder / "labelsTr" / f"spleen_{index}.nii.gz", (labels == LEFT).astype(np.uint8))
     names = [f"spleen_{index}.nii.gz" for index in range(4)]
     about = {
-        "modality": {"0": "CT"}, "labels": {"0": "background", "1": "spleen"}, "test": [f"./imagesTs/{names[3]}"],
-        "training": [{"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names[:3]],
+        "modality": {"0": "CT"}, "labels": {"0": "background", "1": "spleen"},
+        "test": [f"./imagesTs/{names[3]}"],
+        "training": [
+            {"image": f"./imagesTr/{name}", "label": f"./labelsTr/{name}"} for name in names[:3]
+        ],
     }  # fmt: skip
     write_json(folder / "dataset.json", about)
     block = PAGE[PAGE.index("## From a data set") :].split("\n\n")[2]

@@ -76,7 +76,7 @@ def test_issue_forms_have_the_fields_of_the_schema(path: Path) -> None:
 
 
 def test_the_licence_of_each_bundled_script_is_in_the_metadata() -> None:
-    """The expression names the licences of all texts, and the texts go into `dist-info/licenses`."""
+    """The expression names the licences of all texts; the texts go into `dist-info/licenses`."""
     metadata = ProjectMetadata(str(ROOT), PluginManager()).core
     texts = [path.relative_to(ROOT).as_posix() for path in (ROOT / "medseg").rglob("*LICENSE*")]
     bundles = {

@@ -1,4 +1,4 @@
-"""Pages of the documentation: short, narrow, and on the index of decisions what the packages decided."""
+"""Pages of the documentation: short, narrow, and decisions listed on their index."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_each_decision_of_a_package_is_on_the_index() -> None:
         text = page.read_text(encoding="utf-8")
         sections = SECTION.findall(text)
         assert len(sections) == len(re.findall(r"^#+ Decision\b", text, re.MULTILINE)), (
-            f"{name_of(page)}: a decision is `## Decision: …`, and its first line begins with a date"
+            f"{name_of(page)}: a decision is `## Decision: …`, and its first line begins with "
+            "a date"
         )
         decisions |= {
             (date, heading, name_of(page), anchor(f"Decision: {heading}"))

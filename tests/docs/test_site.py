@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, its links lead somewhere, and it loads nothing from other hosts."""
+"""The documentation site builds without a warning, has no dead links, and loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of scored cases: viewers of the worst cases with their reference, and scans that the report of a prediction names."""
+"""Pictures of scored cases: viewers of the worst with reference, and named scans of a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHIFTS = {"good": 0, "bad": 3, "worse": 6}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Scans, references and predictions that are moved along y by a number of voxels, with a case table."""
+    """Scans, references and predictions that are moved along y by some voxels; a case table."""
     target = np.zeros(GRID.shape, np.uint8)
     target[3:9, 2:12, 6:18] = 1
     for name, shift in SHIFTS.items():

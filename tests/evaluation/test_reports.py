@@ -45,7 +45,10 @@ def test_a_label_at_another_value_is_refused(
         return
     with pytest.raises(
         UserError,
-        match=rf"has the labels {', '.join(names)}, but the task thorax has heart, left_lung, right_lung; give",
+        match=(
+            f"has the labels {', '.join(names)}, but the task thorax has heart, left_lung, "
+            "right_lung; give"
+        ),
     ):
         check_labels(tmp_path / "a.nii.gz", TASK)
 

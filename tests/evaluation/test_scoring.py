@@ -165,8 +165,13 @@ def test_costs_of_predictions_are_reported(world: World) -> None:
             (world.pred / f"{name}.json").write_text(json.dumps(report))
     (world.pred / "another report.json").write_text('["of another program"]')
     for name, text in {
-        "an endless time": '{"durations_s": {"total": 1e999}, "memory_gb_s": 1, "peak_resident_bytes": 1}',
-        "a large number": f'{{"durations_s": {{"total": 1{"0" * 400}}}, "memory_gb_s": NaN, "peak_resident_bytes": 1}}',
+        "an endless time": (
+            '{"durations_s": {"total": 1e999}, "memory_gb_s": 1, "peak_resident_bytes": 1}'
+        ),
+        "a large number": (
+            f'{{"durations_s": {{"total": 1{"0" * 400}}}, "memory_gb_s": NaN, '
+            f'"peak_resident_bytes": 1}}'
+        ),
         "a deep report": "[" * 100_000,
     }.items():
         world.add(name, _labels(), _labels(), trust=("reference", "reference"))
@@ -398,15 +403,15 @@ def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str
             ref,
             world.output,
             TASK,
-            arguments["label_values"],  # type: ignore[arg-type]
-            split=arguments["split"],  # type: ignore[arg-type]
+            arguments["label_values"],
+            split=arguments["split"],
             progress=_say_nothing,
         )
     assert not world.output.exists()
 
 
 def test_ignored_voxels_count_nowhere(world: World) -> None:
-    """Half of the left lung is ignored: what the prediction says there changes no score, and the volumes are those of the rest."""
+    """Half of the left lung is ignored: predictions there change no score and no volume."""
     task = replace(TASK, ignore_label=255)
     for name, fill in (("right", 1), ("wrong", 0), ("other", 2)):
         target, pred = _labels(), _labels()
@@ -450,7 +455,7 @@ def test_a_task_without_regions_is_scored_by_label(world: World) -> None:
 
 
 def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
-    """MONAI's and torchmetrics' Dice of each region are ours; a distance takes the voxel spacing."""
+    """MONAI's and torchmetrics' Dice of each region are ours; a distance takes the spacing."""
     for shift in range(3):
         world.add(f"case {shift}", _labels(shift), _labels())
     nodes: dict[str, object] = {
@@ -689,7 +694,10 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
     )
     assert {row["patients"] for row in world.read("differences.csv")} == {"2"}
     assert {row["wilcoxon_p"] for row in world.read("differences.csv")} == {"1"}, "equal scores"
-    own = "differences: each of the 2 cases counts as a patient of its own: no patient is named for several cases"
+    own = (
+        "differences: each of the 2 cases counts as a patient of its own: no patient is named for "
+        "several cases"
+    )
     assert own in said
     assert any("ref=<case table> does, by its column patient" in line for line in said)
 

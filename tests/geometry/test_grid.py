@@ -62,7 +62,7 @@ def test_agrees_with_simpleitk(flip: bool) -> None:
 def test_inputs_are_copied_and_results_are_plain() -> None:
     spacing, origin, direction = np.array([2.5, 0.8, 0.6]), np.array([1.0, 2.0, 3.0]), np.eye(3)
     shape = np.array([3, 4, 5])
-    grid = VoxelGrid(shape, spacing, origin, direction)  # type: ignore[arg-type]
+    grid = VoxelGrid(shape, spacing, origin, direction)
     before = asdict(grid)
     for array in (shape, spacing, origin, direction):
         array *= 2
@@ -239,7 +239,7 @@ def test_centres_within_another_grid_are_found_one_by_one() -> None:
         index = np.stack(np.meshgrid(*map(np.arange, around.start, around.stop), indexing="ij"), -1)
         place = grid.world_to_index_zyx(other.index_to_world_xyz_mm(index))
         is_in = ((place > -0.5 - 1e-6) & (place < np.array(grid.shape) - 0.5 + 1e-6)).all(-1)
-        assert VoxelBox.from_mask(is_in).shifted(around.start) == box  # type: ignore[union-attr]
+        assert VoxelBox.from_mask(is_in).shifted(around.start) == box
     between = make_grid(
         shape=(1, 1, 1),
         spacing_mm=(0.1, 0.1, 0.1),

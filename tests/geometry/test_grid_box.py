@@ -80,6 +80,6 @@ def test_dict_survives_json_and_numpy_integers_become_plain() -> None:
     made = VoxelBox(tuple(np.array([0, 1, 2])), tuple(np.array([3, 4, 5])))
     assert json.dumps(asdict(made)) == '{"start": [0, 1, 2], "stop": [3, 4, 5]}'
     bounds = [0, 1, 2]
-    copied = VoxelBox(bounds, [3, 4, 5])  # type: ignore[arg-type]
+    copied = VoxelBox(bounds, [3, 4, 5])
     bounds[0] = 2
     assert copied.start == (0, 1, 2)

@@ -1,4 +1,4 @@
-"""The size that a network takes is the least one that holds the array and more than one voxel at the deepest level."""
+"""The input size of a network holds the array and more than one voxel at the deepest level."""
 
 from __future__ import annotations
 

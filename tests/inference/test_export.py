@@ -1,4 +1,4 @@
-"""A converted network computes what torch computes, at every size it claims, and says where it cannot."""
+"""A converted network computes what torch computes at every size it claims, or says where not."""
 
 from __future__ import annotations
 

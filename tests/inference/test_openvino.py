@@ -1,4 +1,4 @@
-"""OpenVINO computes what torch computes, is named where it is missing, and is chosen by a measurement that is kept."""
+"""OpenVINO computes what torch does, is named where missing, and is chosen by measurement."""
 
 from __future__ import annotations
 
@@ -173,7 +173,10 @@ def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     with pytest.raises(
         UserError,
-        match="crashes in bf16 under ONEDNN_MAX_CPU_ISA=AVX2; give precision=fp32, or unset ONEDNN_MAX_CPU_ISA",
+        match=(
+            "crashes in bf16 under ONEDNN_MAX_CPU_ISA=AVX2; give precision=fp32, or unset "
+            "ONEDNN_MAX_CPU_ISA"
+        ),
     ):
         use_openvino(make(), "bf16")
     use_openvino(make(), "fp32")
@@ -191,7 +194,10 @@ def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
     use_openvino(network, "fp32")
     with pytest.raises(
         UserError,
-        match=r"inference\.backend=openvino: Odd cannot be converted .*; choose inference\.backend=torch",
+        match=(
+            r"inference\.backend=openvino: Odd cannot be converted .*; choose "
+            r"inference\.backend=torch"
+        ),
     ):
         network(torch.zeros(1, 1, 16, 16, 16))
 
@@ -200,14 +206,17 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.M
     monkeypatch.setattr(backend, "has_openvino", lambda: False)
     with pytest.raises(
         UserError,
-        match=r"OpenVINO is not installed; run pip install 'medseg\[openvino\]', or choose inference\.backend=torch",
+        match=(
+            r"OpenVINO is not installed; run pip install 'medseg\[openvino\]', or choose "
+            r"inference\.backend=torch"
+        ),
     ):
         use_openvino(make(), "fp32")
 
 
 @pytest.fixture
 def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """Durations of torch and OpenVINO that the next measurements give, on a quiet machine with a cache of its own."""
+    """Durations of torch and OpenVINO of the next measurements; the machine's cache is new."""
     pairs: list[tuple[float, float]] = []
 
     def seconds(call: Any, image: torch.Tensor) -> float:

@@ -92,7 +92,7 @@ def test_the_box_of_a_label_is_that_of_its_mask() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_gas_does_not_count_among_the_large_parts() -> None:
-    """The largest part is gas, so the second decides what is small; the label beside it is left alone."""
+    """The largest part is gas, so the second decides what is small; the label beside it stays."""
     labels = np.zeros((20, 12, 14), dtype=np.uint8)
     labels[1:19, 1:6, 1:12] = 1  # gas
     labels[2:12, 8:11, 2:9] = 1

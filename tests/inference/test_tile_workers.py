@@ -24,7 +24,8 @@ def run(job, images):
 
 def use(workers):
     def ask(numbers):
-        return workers.run(("fine", 0, 10), lambda images: run(("fine", 0, 10), images), [torch.full((1,), n) for n in numbers])
+        images = [torch.full((1,), number) for number in numbers]
+        return workers.run(("fine", 0, 10), lambda parts: run(("fine", 0, 10), parts), images)
 
     for numbers in ([1.0, 2.0, 3.0], [4.0], [5.0, 6.0]):
         print([answer.item() for answer in ask(numbers)])
@@ -33,12 +34,14 @@ def use(workers):
             ask(numbers)
         except torch.OutOfMemoryError as error:
             print(error)
-    print(workers.run(("fine", 0, 0), lambda images: images, [torch.zeros(1), torch.zeros(1)])[1].item())
+    images = [torch.zeros(1), torch.zeros(1)]
+    print(workers.run(("fine", 0, 0), lambda parts: parts, images)[1].item())
     workers.dismiss()
 
 with process_group():
     if os.environ["TORCHELASTIC_RESTART_COUNT"] < sys.argv[1]:
-        sys.exit(dist.get_rank())  # all have joined; one that ends with a failure makes torchrun restart them
+        # All have joined; one that ends with a failure makes torchrun restart them.
+        sys.exit(dist.get_rank())
     if dist.get_rank() > 0:
         serve_tiles(run)
     else:

@@ -1,4 +1,4 @@
-"""Tile workers as threads: what is scattered, in which order answers come, how errors and the end are passed on."""
+"""Tile workers as threads: scattering, order of answers, errors and the end."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
         return torch.cat([torch.zeros_like(tiles), torch.full_like(tiles, 20.0)], dim=1)
 
     options = {"tile_size": (8, 8, 8), "overlap": 0.0, "divisor": (1, 1, 1)}
-    probs = predict_probs(always_foreground, image, **options)  # type: ignore[arg-type]
+    probs = predict_probs(always_foreground, image, **options)
     assert sum(num_seen) == 2
     assert (probs[1, ..., :16] > 0.99).all()
     assert (probs[1, ..., 16:] == 0).all()
@@ -157,7 +157,7 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     # Nothing but air: one tile says how many classes there are.
     assert predict_probs(
         always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options
-    ).shape == (2, 8, 8, 32)  # type: ignore[arg-type]
+    ).shape == (2, 8, 8, 32)
 
 
 def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() -> None:

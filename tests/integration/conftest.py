@@ -1,4 +1,4 @@
-"""Both stages trained on the tiny cases, once per session, through the same functions as the commands."""
+"""Both stages trained on the tiny cases, once per session, by the functions of the commands."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from medseg.training.options import TrainConfig
 def train(run_dir: Path, table: Path, *overrides: str) -> Path:
     """Train on the tiny cases in this process; returns the last checkpoint."""
     common = [
-        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0", "logger=none",
-        "trainer.accelerator=cpu", "trainer.threads=1", "model.width=8", "optimizer.lr=0.01", f"run_dir='{run_dir}'",
+        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
+        "logger=none",
+        "trainer.accelerator=cpu", "trainer.threads=1", "model.width=8", "optimizer.lr=0.01",
+        f"run_dir='{run_dir}'",
     ]  # fmt: skip
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("train", [*common, *overrides]), TrainConfig)

@@ -1,4 +1,4 @@
-"""A script: train a run whose worker is killed at random moments, each time in a fresh process, until it has been killed often enough.
+"""A script: train a run whose worker is killed at random moments until it was often enough.
 
 `python killed_runs.py <run folder> <kills> <seed>`; the folder holds a `config.yaml`. All workers
 are forked from this process, which has imported everything and computed nothing, so that a start
@@ -38,9 +38,9 @@ def start(run_dir: Path) -> tuple[int, int]:
 
     def tell(module: SegmentationModule, batch: object, batch_idx: int) -> None:
         os.write(writer, b".")
-        begin(module, batch, batch_idx)  # type: ignore[arg-type]
+        begin(module, batch, batch_idx)
 
-    SegmentationModule.on_train_batch_start = tell  # type: ignore[method-assign, assignment]
+    SegmentationModule.on_train_batch_start = tell
     code = 1
     try:
         train_run(load_config(run_dir))

@@ -1,4 +1,4 @@
-"""Batches that meet the worst: whatever ends a prediction, only whole files remain, and the next one does the rest."""
+"""Batches and failures: whatever ends a prediction, only whole files stay, the next completes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def num_reports(folder: Path) -> int:
 
 
 def assert_whole(folder: Path) -> None:
-    """Every label map can be read, every report belongs to the label map beside it, and all are alike; files in the making do not count."""
+    """Every label map can be read and has its report, and all are alike; drafts do not count."""
     maps = sorted((folder / "out").glob("[!.]*.nii.gz"))
     for path in maps:
         read_labels(path)
@@ -117,7 +117,7 @@ def test_two_predictions_may_write_into_one_folder(tiny_table: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_path: Path) -> None:
-    """No file may grow beyond 64 bytes, which fails as a full disk does: in the middle of a write."""
+    """No file may grow beyond 64 bytes: writes fail in the middle, as on a full disk."""
     make_scans(tmp_path, tiny_table, 2)
     # A new process: what a forked one prints goes to files.
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))  # noqa: E731
@@ -128,9 +128,9 @@ def test_a_disk_without_room_leaves_nothing_half_written(tiny_table: Path, tmp_p
     assert (done.returncode, done.stdout) == (1, ""), said
     for name in ("00", "01"):
         assert (
-            f"medseg: {name}: out/{name}.nii.gz: cannot be written (File too large); check the folder"
-            in said
-        )
+            f"medseg: {name}: out/{name}.nii.gz: cannot be written (File too large); check "
+            "the folder"
+        ) in said
     assert said.splitlines()[-1] == "medseg: 2 of 2 cases failed"
     assert not list((tmp_path / "out").iterdir())
     code, _, said = ended(start(tmp_path))
@@ -170,7 +170,7 @@ run_command("predict")
 def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(
     tiny_table: Path, tmp_path: Path
 ) -> None:
-    """`b` cannot even be read, `c` can but not resampled; neither is read ahead of its turn, so that the limit is its own."""
+    """`b` cannot be read, `c` not resampled within the limit; neither is read ahead of its turn."""
     make_scans(tmp_path, tiny_table, 0)
     for name in ("a", "d"):
         shutil.copy(tiny_table.parent / "c0.nii.gz", tmp_path / "scans" / f"{name}.nii.gz")

@@ -1,4 +1,4 @@
-"""Tasks of two and four channels learn their labels, with and without regions; files and a case table give the same labels."""
+"""Tasks of two and four channels learn their labels, with and without regions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def command(name: str, *overrides: str) -> int:
         "evaluate": (EvaluateConfig, evaluate),
     }[name]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return run(to_config(hydra.compose(name, list(overrides)), schema))  # type: ignore[operator]
+        return run(to_config(hydra.compose(name, list(overrides)), schema))
 
 
 @pytest.mark.slow

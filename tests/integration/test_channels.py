@@ -1,4 +1,4 @@
-"""Tasks of two and four channels train, resume bit by bit, predict and are scored; a missing channel is one sentence."""
+"""Tasks of two and four channels train, resume bit by bit, predict and are scored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ T = TypeVar("T")
 TASKS = {
     "two": [
         "task=kidneys", "task.regions=null", "task.ignore_label=9", "task.volume_ml=null",
-        "task.channels=[{modality: ct, window_hu: [-160, 240]}, {modality: mr, normalise: percentile}]",
+        ("task.channels=[{modality: ct, window_hu: [-160, 240]}, {modality: mr, normalise: "
+         "percentile}]"),
     ],
     "four": ["task=brain_tumour"],
 }  # fmt: skip
@@ -39,9 +40,12 @@ def compose(root: str, schema: type[T], *overrides: str) -> T:
 @pytest.mark.parametrize("task", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_several_channels_from_training_to_scores(task: str, tmp_path: Path) -> None:
     settings = [
-        *TASKS[task], "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=2",
-        "data.phantoms.num_val=1", "data.phantoms.num_test=0", f"data.cache='{tmp_path / 'cache'}'", "stage=single", "model.width=4",
-        "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]", "spacing.target_spacing_mm=[8.0,8.0,8.0]", "logger=none",
+        *TASKS[task], "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'",
+        "data.phantoms.num_train=2",
+        "data.phantoms.num_val=1", "data.phantoms.num_test=0", f"data.cache='{tmp_path / 'cache'}'",
+        "stage=single", "model.width=4",
+        "stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]",
+        "spacing.target_spacing_mm=[8.0,8.0,8.0]", "logger=none",
         "schedule=constant", "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1",
     ]  # fmt: skip
 

@@ -301,7 +301,8 @@ def test_a_wrong_checkpoint_is_refused(
 @pytest.mark.slow
 def test_another_organ_is_another_file(tiny_table: Path, tmp_path: Path) -> None:
     heart = [
-        "task=heart", "~data.label_values", "+data.label_values={heart: 1, other: 2}", "task.window_hu=[-1000,400]",
+        "task=heart", "~data.label_values", "+data.label_values={heart: 1, other: 2}",
+        "task.window_hu=[-1000,400]",
     ]  # fmt: skip
     coarse = train(tmp_path / "coarse", tiny_table, *COARSE, *heart)
     fine = train(tmp_path / "fine", tiny_table, *FINE, *heart)

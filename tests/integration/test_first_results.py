@@ -1,4 +1,4 @@
-"""The commands of docs/first_results.md lead from small data sets of other programs to a first result."""
+"""Commands of docs/first_results.md lead from others' data sets to a first result."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ STARTS: dict[str, tuple[str, Callable[[Path], Path], list[str]]] = {
 }
 # A training of one step that fits these data sets.
 SMALL = [
-    "steps=1", "model=small", "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu", "logger=none",
+    "steps=1", "model=small", "model.width=4", "spacing.target_spacing_mm=[4.0,4.0,4.0]",
+    "trainer.accelerator=cpu", "logger=none",
     "data.num_workers=0", "data.cache=cache",
 ]  # fmt: skip
 

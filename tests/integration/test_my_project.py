@@ -1,4 +1,4 @@
-"""The plugin of `examples/` trains, is planned, resumed and predicted with from outside the repository, beside an installed medseg."""
+"""The plugin of `examples/` is trained, planned and predicted with beside an installed medseg."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Medseg = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def medseg(tmp_path_factory: pytest.TempPathFactory) -> Medseg:
-    """The command of a medseg that is installed from its wheel, as the plugin is, in a folder outside the repository."""
+    """The command of a medseg installed from its wheel, like the plugin, outside the repository."""
     folder = tmp_path_factory.mktemp("elsewhere")
     shutil.copytree(ROOT / "examples" / "my_project", folder / "source")
     for source in (ROOT, folder / "source"):
@@ -64,8 +64,10 @@ def medseg(tmp_path_factory: pytest.TempPathFactory) -> Medseg:
 
 def small(table: Path) -> list[str]:
     return [
-        "hydra.searchpath=[pkg://my_project.conf]", "experiment=two_scales", f"data.cases={table}", f"data.cache={table.parent / 'cache'}",
-        "data.num_workers=0", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "spacing=isotropic_4mm",
+        "hydra.searchpath=[pkg://my_project.conf]", "experiment=two_scales", f"data.cases={table}",
+        f"data.cache={table.parent / 'cache'}",
+        "data.num_workers=0", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1",
+        "spacing=isotropic_4mm",
         "schedule=constant", "optimizer.lr=0.01", "stage.validate_every=4",
     ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How much memory a prediction takes from file to file, measured by the system on a process of its own."""
+"""Memory of a prediction from file to file, measured by the system on a separate process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def peak_bytes(command: Sequence[str], folder: Path) -> int:
 
 
 def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: int) -> None:
-    """A phantom of 512 × 512 voxels of 0.8 mm, padded outside the round field of view: small voxels are copies of large ones."""
+    """A phantom of 512 × 512 voxels of 0.8 mm, padded outside the field; copies of large voxels."""
     spec = PhantomSpec(
         seed=5,
         index=0,
@@ -125,7 +125,7 @@ def test_the_expected_peak_is_within_a_tenth_of_the_measured_one(
 
 @pytest.mark.slow
 def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
-    """Under 1 GiB the scan of 630 MB, its labels and the coarse volume wait in files; under 0.9 GiB the fine stage runs in slabs."""
+    """Under 1 GiB the scan of 630 MB waits in files; under 0.9 GiB the fine stage runs in slabs."""
     make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 8)
     command = [*COMMAND, "predict", "input=trunk.nii.gz", "accelerator=cpu"]
     peak = peak_bytes([*command, "output=small.nii.gz", "inference.max_ram_gib=1"], tmp_path)
@@ -149,7 +149,7 @@ def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_boxes_that_hold_everything_stay_below_three_gigabytes(tmp_path: Path) -> None:
-    """Both sides are refined on the whole scan; overlap is left out, which costs time, not memory."""
+    """Both sides are refined on the whole scan; overlap is left out: it costs time, not memory."""
     make_scan(tmp_path / "thorax.nii.gz", "whole", 132, 2.5, 2)
     command = [
         sys.executable,

@@ -31,7 +31,7 @@ GRID = VoxelGrid(SHAPE, SPACING_MM, (-180.0, -130.0, 40.0))
 
 
 def chest(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """A body in air with two lungs of different size, noisy as a scan, and its labels; nothing is symmetric."""
+    """A body in air with two lungs of different size, noisy as a scan, asymmetric; its labels."""
     z, y, x = np.meshgrid(*(np.arange(size, dtype=float) for size in SHAPE), indexing="ij")
     image = np.full(SHAPE, -990.0)
     image[((y - 23) / 17) ** 2 + ((x - 28) / 25) ** 2 < 1] = 50
@@ -72,7 +72,10 @@ def padded(image: np.ndarray, value: int, radius: float) -> np.ndarray:
 
 def write_table(folder: Path, scans: dict[str, Scan]) -> Path:
     rows = [
-        "case,image,labels,patient,hu_slope,hu_offset,ignore_findings,trust_left_lung,trust_right_lung"
+        (
+            "case,image,labels,patient,hu_slope,hu_offset,ignore_findings,trust_left_lung,"
+            "trust_right_lung"
+        )
     ]
     for name, scan in scans.items():
         write_image(folder / f"{name}.nii.gz", scan.image, scan.image_grid)
@@ -138,12 +141,18 @@ def bad_scans() -> dict[str, Scan]:
 
 SWAP = np.array([0, 2, 1], dtype=np.uint8)
 WINDOW = (
-    "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or undo a known window: "
-    "for one of -1250 to 250 HU set data.hu_slope={0} data.hu_offset={1} (for predict: hu_slope={0} hu_offset={1}), or these columns of the case table"
+    "they are windowed or normalised, not HU; convert the scan again from its DICOM files, or "
+    "undo a known window: "
+    "for one of -1250 to 250 HU set data.hu_slope={0} data.hu_offset={1} (for predict: "
+    "hu_slope={0} hu_offset={1}), or these columns of the case table"
 )
-OFFSET = "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), or the column hu_offset of the case table"
+OFFSET = (
+    "they are about 1024 too {} for HU; data.hu_offset={} corrects them (predict: hu_offset={}), "
+    "or the column hu_offset of the case table"
+)
 BY_VOXEL = (
-    " (tolerance 0.1 mm); resample it to the image, or, if only its header is wrong, use its voxels as they are with "
+    " (tolerance 0.1 mm); resample it to the image, or, if only its header is wrong, use its "
+    "voxels as they are with "
     "data.ignore_findings=[label_grid]"
 )
 ELSEWHERE = "refused (label_grid): the label map is not on the grid of its image: "
@@ -155,7 +164,10 @@ SEEN = {
         + OFFSET.format("high", -1024, -1024)
     ],
     "twice": [
-        "refused (hu_offset): the values run from -3048 to -265, and soft tissue lies at about -979: "
+        (
+            "refused (hu_offset): the values run from -3048 to -265, and soft tissue lies at "
+            "about -979: "
+        )
         + OFFSET.format("low", 1024, 1024)
     ],
     "windowed": [
@@ -166,25 +178,31 @@ SEEN = {
         + WINDOW.format("339.559", "-380.73")
     ],
     "magnetic": [
-        "refused (hu_range): the values run from 88 to 974, and almost no voxel has the values of fat or air: this is "
-        "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset (for predict: hu_slope and hu_offset)"
+        "refused (hu_range): the values run from 88 to 974, and almost no voxel has the "
+        "values of fat or air: this is "
+        "no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and "
+        "data.hu_offset (for predict: hu_slope and hu_offset)"
     ],
     "constant": ["refused (hu_range): every voxel holds 3; export the scan again"],
     "inside": [
-        "warning (no_air): no voxel is as dark as air or an organ full of it: the values run from -152 to 746; expected for a crop inside the "
+        "warning (no_air): no voxel is as dark as air or an organ full of it: the values run "
+        "from -152 to 746; expected for a crop inside the "
         "body; otherwise check that the values are HU"
     ],
     "ge": [],
     "ge2": [],
     "filled": [
-        "warning (padding): 30.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled "
+        "warning (padding): 30.1% of the voxels hold exactly 0 HU up to the border of their "
+        "slices: a constant was filled "
         "in outside the field of view; nothing to do: it is read as air, -1024 HU"
     ],
     "clipped": [],
     "narrow": [
-        "warning (clipped): 46.2% of the voxels hold the lowest value, -900 HU: the image was clipped there; harmless if "
+        "warning (clipped): 46.2% of the voxels hold the lowest value, -900 HU: the image was "
+        "clipped there; harmless if "
         "task.window_hu begins at -900 HU or above",
-        "warning (clipped): 17.8% of the voxels hold the highest value, 45 HU: the image was clipped there; harmless if "
+        "warning (clipped): 17.8% of the voxels hold the highest value, 45 HU: the image was "
+        "clipped there; harmless if "
         "task.window_hu ends at 45 HU or below",
     ],
     "near": [],
@@ -200,70 +218,98 @@ SEEN = {
         + BY_VOXEL
     ],
     "short": [
-        "refused (label_shape): the label map has 19×44×56 voxels, the image 20×44×56 (z, y, x); resample the label map to the "
+        "refused (label_shape): the label map has 19×44×56 voxels, the image 20×44×56 (z, y, "
+        "x); resample the label map to the "
         "grid of the image with nearest neighbours"
     ],
     "unknown": [
-        "refused (unknown_values): the label map holds the value 7, which data.label_values does not name (it names 1, 2); add "
+        "refused (unknown_values): the label map holds the value 7, which data.label_values "
+        "does not name (it names 1, 2); add "
         "them there, or +data.label_values.background=[7] if they are not wanted"
     ],
     "empty": [
-        "refused (empty_labels): the label map holds nothing but zeros; export it again; if the image shows none of left_lung, "
+        "refused (empty_labels): the label map holds nothing but zeros; export it again; if "
+        "the image shows none of left_lung, "
         "right_lung, write 'absent' into the columns trust_<region> of the case table"
     ],
     "negative": [],
     "swapped": [
-        "refused (swapped_sides): left_lung lies at x = -76 mm and right_lung at 74 mm, but the patient's left must lie at larger "
-        "x (LPS): the labels are swapped; look at the picture: if the labels are exchanged, correct data.label_values or the file; if the "
-        "position of the body contradicts the header, correct the headers and leave data.label_values as they are: with "
+        "refused (swapped_sides): left_lung lies at x = -76 mm and right_lung at 74 mm, but "
+        "the patient's left must lie at larger "
+        "x (LPS): the labels are swapped; look at the picture: if the labels are exchanged, "
+        "correct data.label_values or the file; if the "
+        "position of the body contradicts the header, correct the headers and leave "
+        "data.label_values as they are: with "
         "exchanged values the network would learn swapped sides"
     ],
     "alone": [
-        "warning (doubtful_side): only left_lung is labelled, and it lies 83 mm across the body's midline, on the opposite side; look at the picture "
+        "warning (doubtful_side): only left_lung is labelled, and it lies 83 mm across the "
+        "body's midline, on the opposite side; look at the picture "
         "and correct data.label_values or the file if the side is wrong"
     ],
     "missing": [
-        "warning (missing_region): right_lung is not in the label map; if the image does not show it, write 'absent' into the "
+        "warning (missing_region): right_lung is not in the label map; if the image does not "
+        "show it, write 'absent' into the "
         "column trust_right_lung of the case table"
     ],
     "touching": [
-        "warning (touching_regions): left_lung and right_lung touch over 121.0 cm²; look at the picture: the border between them may "
+        "warning (touching_regions): left_lung and right_lung touch over 121.0 cm²; look at "
+        "the picture: the border between them may "
         "be an artefact of automatic segmentation"
     ],
     "cut": [
-        "warning (cut_region): the scan cuts left_lung (lower end, 48.8 cm²) and right_lung (lower end, 82.3 cm²)"
+        (
+            "warning (cut_region): the scan cuts left_lung (lower end, 48.8 cm²) and right_lung "
+            "(lower end, 82.3 cm²)"
+        )
         + CUT
     ],
     "field": [
-        "warning (cut_region): the scan cuts left_lung (edge of the field of view) and right_lung (edge of the field of view)"
+        (
+            "warning (cut_region): the scan cuts left_lung (edge of the field of view) and "
+            "right_lung (edge of the field of view)"
+        )
         + CUT
     ],
     "upside": [
-        "refused (misplaced_labels): the labels do not follow the edges of the image, but would if mirrored head to feet (fit "
-        "2.3 instead of 1.5): they were written in another order of voxels; look at the picture and write them again in the order "
+        "refused (misplaced_labels): the labels do not follow the edges of the image, but "
+        "would if mirrored head to feet (fit "
+        "2.3 instead of 1.5): they were written in another order of voxels; look at the "
+        "picture and write them again in the order "
         "of the image"
     ],
     "coarse": [
-        "warning (spacing_outlier): its slices are 28 mm apart where the median of all cases is 8 mm; expected if the scanner was set "
+        "warning (spacing_outlier): its slices are 28 mm apart where the median of all cases "
+        "is 8 mm; expected if the scanner was set "
         "so; otherwise the header may use another unit"
     ],
     "copy": [
-        "warning (duplicate_image): its image has the same voxels as the case 'good' of the same patient; remove one of them, "
+        "warning (duplicate_image): its image has the same voxels as the case 'good' of the "
+        "same patient; remove one of them, "
         "otherwise the scan counts twice"
     ],
     "copy2": [
-        "refused (duplicate_image): its image has the same voxels as the case 'good', but the patient is 'copy2' here and 'good' "
-        "there: one could be used for training and the other for validation; remove one of them, or give both the same patient in the case table"
+        "refused (duplicate_image): its image has the same voxels as the case 'good', but the "
+        "patient is 'copy2' here and 'good' "
+        "there: one could be used for training and the other for validation; remove one of "
+        "them, or give both the same patient in the case table"
     ],
     "unreadable": [
-        "{folder}/unreadable.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again."
+        (
+            "{folder}/unreadable.nii.gz: the file cannot be read: its compressed voxels end too "
+            "early; copy or export it again."
+        )
     ],
 }
-PADDING = "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing to do: it is read as air, -1024 HU"
+PADDING = (
+    "{} of the voxels hold {}, which is padding outside the scanner's field of view; nothing to "
+    "do: it is read as air, -1024 HU"
+)
 NOTED = {
     "ge": PADDING.format("30.1%", -2048),
     "ge2": PADDING.format("30.1%", -3024),
-    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; harmless if task.window_hu begins "
+    "clipped": "13.9% of the voxels hold the lowest value, -1000 HU: the image was clipped there; "
+    "harmless if task.window_hu begins "
     "at -1000 HU or above",
 }
 
@@ -278,7 +324,7 @@ class Run:
     folder: Path
 
     def told(self, case: str) -> list[str]:
-        """Sentences on a case; one that begins with the file of the case does not name the case too."""
+        """Sentences on a case; one that begins with the case's file does not name the case."""
         by_name, by_file = f"medseg: {case}: ", f"medseg: {self.folder}/{case}.nii.gz: "
         lines = [line for line in self.err if line.startswith((by_name, by_file))]
         return [line.removeprefix(by_name).removeprefix("medseg: ") for line in lines]
@@ -340,8 +386,10 @@ def test_the_end_of_the_run(seen: Run) -> None:
     )
     assert seen.out[0] == "good: 20×44×56 at 8×6×6.5 mm, left_lung 453 ml, right_lung 778 ml"
     assert seen.out[-1] == (
-        "32 cases: 16 ready, 15 refused, 1 failed; 11 warnings (clipped 2, cut_region 2, no_air 1, padding 1, doubtful_side 1, "
-        f"missing_region 1, touching_regions 1, spacing_outlier 1, duplicate_image 1); see {seen.folder}/cache/audit.csv, "
+        "32 cases: 16 ready, 15 refused, 1 failed; 11 warnings (clipped 2, cut_region 2, "
+        "no_air 1, padding 1, doubtful_side 1, "
+        "missing_region 1, touching_regions 1, spacing_outlier 1, duplicate_image 1); see "
+        f"{seen.folder}/cache/audit.csv, "
         f"{seen.folder}/cache/audit.png, {seen.folder}/cache/audit-2.png"
     )
 

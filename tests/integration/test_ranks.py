@@ -53,7 +53,7 @@ def one_rank(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def assert_alike(one: Path, two: Path) -> None:
-    """Whether the losses of two runs agree to 1e-5, and weights and validations as far as rounding lets them."""
+    """Whether losses of two runs agree to 1e-5, and weights and validations up to rounding."""
     left, right = (weights(folder / "checkpoints" / "last.ckpt") for folder in (one, two))
     assert left.keys() == right.keys()
     for key, value in left.items():
@@ -139,7 +139,8 @@ def test_torchrun_goes_on_after_a_rank_was_killed(
     ]
     _, _, *arguments = command(tiny_table, tmp_path / "run", *SETTINGS, "trainer=ddp")
     result = subprocess.run(
-        [*TORCHRUN, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        [*TORCHRUN, *arguments], cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True, encoding="utf-8", check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -161,7 +162,8 @@ def test_a_volume_that_two_processes_share_gets_the_labels_of_one(
 ) -> None:
     coarse, fine = trained
     arguments = [
-        "medseg.commands.cli", "predict", f"input={tiny_table.parent / 'c3.nii.gz'}", f"coarse={coarse}", f"fine={fine}",
+        "medseg.commands.cli", "predict", f"input={tiny_table.parent / 'c3.nii.gz'}",
+        f"coarse={coarse}", f"fine={fine}",
         "accelerator=cpu", "threads=1", "inference.tile_size=[32,32,32]", "inference.tta=true",
     ]  # fmt: skip
     run([sys.executable, "-m", *arguments, f"output={tmp_path / 'one.nii.gz'}"], tmp_path)

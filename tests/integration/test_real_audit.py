@@ -25,7 +25,10 @@ KNOWN = {
     ],
     "cip_ct64": ["its pixels are 4.17 mm apart where the median of all cases is 0.938 mm"],
     "elastix_right_lung": [
-        "4.8% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled in",
+        (
+            "4.8% of the voxels hold exactly 0 HU up to the border of their slices: a constant "
+            "was filled in"
+        ),
         "the scan cuts right_lung (left end, 17.9 cm²)",
     ],
     "cmbcrc_01068": [
@@ -48,7 +51,8 @@ KNOWN = {
         "its slices are 1 mm apart where the median of all cases is 3.49 mm",
     ],
     "rider_0117": [
-        "the scan cuts left_lung (lower end, 146.7 cm²; upper end, 172.9 cm²) and right_lung (lower end, 20.5 cm²; upper end, "
+        "the scan cuts left_lung (lower end, 146.7 cm²; upper end, 172.9 cm²) and right_lung "
+        "(lower end, 20.5 cm²; upper end, "
         "183.3 cm²; right end, 3.3 cm²; edge of the field of view)",
         "its slices are 0.8 mm apart where the median of all cases is 3.49 mm",
         "21.3% of the voxels hold -3024, which is padding",

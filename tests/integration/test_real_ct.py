@@ -1,4 +1,4 @@
-"""Real chest CT: the whole way of a case keeps the scanner's grid and stays within time and memory."""
+"""Real chest CT: the whole way of a case keeps the scanner's grid, within time and memory."""
 
 from __future__ import annotations
 

@@ -55,8 +55,10 @@ def assert_equal(one: Any, other: Any) -> None:
 
 def command(table: Path, run_dir: Path, *overrides: str) -> list[str]:
     return [
-        sys.executable, "-m", "medseg.commands.cli", "train", *SMALL, f"data.cases={table}", f"data.cache={table.parent / 'cache'}",
-        "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "optimizer.lr=0.01", f"hydra.run.dir={run_dir}", *overrides,
+        sys.executable, "-m", "medseg.commands.cli", "train", *SMALL, f"data.cases={table}",
+        f"data.cache={table.parent / 'cache'}",
+        "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "optimizer.lr=0.01",
+        f"hydra.run.dir={run_dir}", *overrides,
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Every spacing strategy goes the whole way: both stages trained, a scan predicted from the checkpoints alone."""
+"""Every spacing strategy trains both stages and predicts from the checkpoints alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ STRATEGIES = {
     "fixed_resolution": ["spacing=fixed_resolution", "spacing.target_spacing_mm=[4.0,4.0,4.0]"],
 }
 SPACINGS_MM = {
-    "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5), "dataset_mean": (6.0, 4.05, 4.5), "native": None,
+    "anisotropic": (8.0, 3.0, 3.0), "dataset_median": (6.0, 4.05, 4.5),
+    "dataset_mean": (6.0, 4.05, 4.5), "native": None,
     "fixed_size": None, "fixed_resolution": (4.0, 4.0, 4.0), "multi_scale": None,
 }  # fmt: skip
 

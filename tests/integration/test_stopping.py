@@ -1,4 +1,4 @@
-"""Signals to a run and its process group, what remains of a killed run, and modules in the working folder."""
+"""Signals to a run and its process group, remains of a killed run, modules in the folder."""
 
 from __future__ import annotations
 
@@ -178,7 +178,8 @@ def test_the_processes_of_a_clone_run_its_own_code(tiny_table: Path, tmp_path: P
     shutil.copy(root / "train.py", clone)
     module = clone / "medseg" / "runs" / "train_run.py"
     module.write_text(
-        f"{module.read_text(encoding='utf-8')}\nwith open(__file__ + '.log', 'a') as log:\n    log.write('imported\\n')\n"
+        f"{module.read_text(encoding='utf-8')}\nwith open(__file__ + '.log', 'a') as log:\n   "
+        " log.write('imported\\n')\n"
     )
     _, _, _, _, *arguments = command(
         tiny_table,
@@ -201,7 +202,7 @@ def test_the_processes_of_a_clone_run_its_own_code(tiny_table: Path, tmp_path: P
 
 
 def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[int, str, dict[str, str]]:
-    """Exit code, what was said without the lines of the start, and summary of a run that has to end in a sentence."""
+    """Exit code, output without the start's lines, and summary of a run that must be refused."""
     _, said = process.communicate(timeout=120)
     assert "Traceback" not in said, said
     summary = (

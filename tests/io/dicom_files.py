@@ -26,7 +26,7 @@ ALONG_Z = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))
 
 
 def header(stored: np.ndarray, *, uid: str = "1.2.3.4", **fields: Any) -> Dataset:
-    """What every CT object has: an identity, a series, pixels (…, H, W) of 16 bits, HU + 1024 unless told otherwise."""
+    """What every CT object has: identity, series, 16-bit pixels (…, H, W), by default HU + 1024."""
     dataset = Dataset()
     dataset.SOPClassUID = CTImageStorage
     dataset.SOPInstanceUID = generate_uid(
@@ -96,7 +96,7 @@ def save_stack(
     slant: Sequence[float] = (0.0, 0.0),
     **fields: Any,
 ) -> list[Path]:
-    """Write slices (D, H, W) at heights along z, names in no order of place; the stack drifts by `slant` (x, y) mm per mm.
+    """Write slices (D, H, W) at heights along z, names unordered; `slant` (x, y) mm per mm drifts.
 
     Args:
         folder: Where to.
@@ -162,7 +162,7 @@ def enhanced(
     axes: Any = ALONG_Z,
     **fields: Any,
 ) -> Dataset:
-    """An enhanced CT object: one file, its frames (D, H, W) in the order given, each with its own slope and intercept."""
+    """An enhanced CT object: frames (D, H, W) in one file, each with a slope and an intercept."""
     dataset = header(
         stored,
         SOPClassUID=EnhancedCTImageStorage,
@@ -217,7 +217,7 @@ def save_by_gdcm(source: Path, target: Path, syntax: str) -> Path:
 
 
 def pack_frames(source: Path, target: Path, syntax: str) -> Path:
-    """Write an enhanced file again with each frame in one of GDCM's encodings (its own writer would move the frames)."""
+    """Write an enhanced file again in one of GDCM's encodings (its own writer moves the frames)."""
     dataset = dcmread(source)
     packed = []
     for pixels in dataset.pixel_array:

@@ -1,4 +1,4 @@
-"""Source series of any orientation and kind, and readers of SEG and RTSTRUCT that share no code with medseg."""
+"""Source series of any orientation and kind, and SEG and RTSTRUCT readers without medseg."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plane_points(dataset: Dataset, rows: int, columns: int) -> np.ndarray:
 
 
 def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Number, mask and world points of each frame of a BINARY file, from its bytes, or of a LABELMAP file, decoded by pydicom."""
+    """Number, mask and world points of each frame: BINARY from bytes, LABELMAP by pydicom."""
     dataset = dcmread(path)
     shape = int(dataset.NumberOfFrames), dataset.Rows, dataset.Columns
     is_binary = dataset.SegmentationType == "BINARY"
@@ -109,7 +109,7 @@ def raw_segments(path: Path) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
 
 
 def source_planes(folder: Path) -> dict[tuple[str, int], tuple[np.ndarray, np.ndarray]]:
-    """World points and the step of a pixel (row, column) of each slice, by SOP Instance UID and frame number (0: single frame)."""
+    """World points and pixel steps (row, column) of slices by UID and frame (0: single frame)."""
     planes = {}
     for path in sorted(folder.iterdir()):
         dataset = dcmread(path)
@@ -132,7 +132,7 @@ def source_planes(folder: Path) -> dict[tuple[str, int], tuple[np.ndarray, np.nd
 def raw_contours(
     path: Path, planes: dict[tuple[str, int], np.ndarray]
 ) -> dict[tuple[str, int], dict[int, np.ndarray]]:
-    """Masks of each region of interest on each slice that it refers to, by matplotlib's test of points in a polygon."""
+    """Masks of each region of interest on its slices, by matplotlib's point-in-polygon test."""
     masks: dict[tuple[str, int], dict[int, np.ndarray]] = {}
     for item in dcmread(path).ROIContourSequence:
         for contour in item.get("ContourSequence", []):

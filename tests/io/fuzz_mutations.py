@@ -16,21 +16,29 @@ Files = dict[str, bytes]
 RNG = np.random.Generator
 
 NUMBERS = [
-    "0", "-1", "1", "2", "0.0", "-0.5", "1e30", "-1e30", "1e-30", "1e999", "nan", "-inf", "65535", "65536", "2147483648",
-    "9223372036854775807", "99999999999999999999999", "1.5", "0x10", "1_0", "", "x", "9 9", "%d", "9" * 5000,
+    "0", "-1", "1", "2", "0.0", "-0.5", "1e30", "-1e30", "1e-30", "1e999", "nan", "-inf", "65535",
+    "65536", "2147483648",
+    "9223372036854775807", "99999999999999999999999", "1.5", "0x10", "1_0", "", "x", "9 9", "%d",
+    "9" * 5000,
 ]  # fmt: skip
 WORDS = [
-    "True", "False", "LOCAL", "LIST", "LIST 2", "big", "little", "raw", "gzip", "bzip2", "ascii", "hex", "short", "float", "double",
-    "MET_SHORT", "MET_FLOAT", "MET_UCHAR", "unsigned char", "none", "right-anterior-superior", "scanner-xyz", "v.raw", "a%03d.raw 1 5 1",
+    "True", "False", "LOCAL", "LIST", "LIST 2", "big", "little", "raw", "gzip", "bzip2", "ascii",
+    "hex", "short", "float", "double",
+    "MET_SHORT", "MET_FLOAT", "MET_UCHAR", "unsigned char", "none", "right-anterior-superior",
+    "scanner-xyz", "v.raw", "a%03d.raw 1 5 1",
     "a%d.raw 1 999999999 1", "../a", ".", "/dev/zero", "um",
 ]  # fmt: skip
 NIFTI_1_FIELDS = [
-    ("i", 0), *[("h", 40 + 2 * n) for n in range(8)], ("h", 70), ("h", 72), *[("f", 76 + 4 * n) for n in range(8)], ("f", 108),
-    ("f", 112), ("f", 116), ("B", 123), ("h", 252), ("h", 254), *[("f", 256 + 4 * n) for n in range(18)], ("4s", 344),
+    ("i", 0), *[("h", 40 + 2 * n) for n in range(8)], ("h", 70), ("h", 72),
+    *[("f", 76 + 4 * n) for n in range(8)], ("f", 108),
+    ("f", 112), ("f", 116), ("B", 123), ("h", 252), ("h", 254),
+    *[("f", 256 + 4 * n) for n in range(18)], ("4s", 344),
 ]  # fmt: skip
 NIFTI_2_FIELDS = [
-    ("i", 0), ("8s", 4), ("h", 12), *[("q", 16 + 8 * n) for n in range(8)], *[("d", 104 + 8 * n) for n in range(8)], ("q", 168),
-    ("d", 176), ("d", 184), ("i", 344), ("i", 348), *[("d", 352 + 8 * n) for n in range(18)], ("i", 500),
+    ("i", 0), ("8s", 4), ("h", 12), *[("q", 16 + 8 * n) for n in range(8)],
+    *[("d", 104 + 8 * n) for n in range(8)], ("q", 168),
+    ("d", 176), ("d", 184), ("i", 344), ("i", 348), *[("d", 352 + 8 * n) for n in range(18)],
+    ("i", 500),
 ]  # fmt: skip
 INTEGERS = [
     0,
@@ -111,7 +119,10 @@ def nifti_block(version: int, order: str, dtype: str, slope: float) -> bytes:
         for number in (*row, shift)
     ]
     block = bytearray(352 if version == 1 else 544)
-    put = lambda kind, first, *values: struct.pack_into(order + kind, block, first, *values)  # noqa: E731
+
+    def put(kind: str, first: int, *values: object) -> None:
+        struct.pack_into(order + kind, block, first, *values)
+
     size = np.dtype(dtype).itemsize * 8
     if version == 1:
         (
@@ -154,15 +165,24 @@ def _samples() -> list[Sample]:
         hu.astype(">i2").tobytes(),
         (hu.astype("<f4") + 0.25).tobytes(),
     )
-    place = "space: left-posterior-superior\nsizes: 9 7 5\nspace directions: (0.56,0.42,0) (-0.48,0.64,0) (0,0,2.5)\n"
+    place = (
+        "space: left-posterior-superior\nsizes: 9 7 5\n"
+        "space directions: (0.56,0.42,0) (-0.48,0.64,0) (0,0,2.5)\n"
+    )
     nrrd = (
         "NRRD0004\n# made by hand\ntype: {}\ndimension: 3\n"
         + place
         + "kinds: domain domain domain\nendian: {}\nencoding: {}\n"
     )
     nrrd += "space origin: (-120.25,33.5,-1434.5)\nnote:=kept\n{}\n"
-    meta = "ObjectType = Image\nNDims = 3\nBinaryData = True\nBinaryDataByteOrderMSB = {}\nCompressedData = {}\n"
-    meta += "TransformMatrix = 0.8 0.6 0 -0.6 0.8 0 0 0 1\nOffset = -120.25 33.5 -1434.5\nElementSpacing = 0.7 0.8 2.5\n"
+    meta = (
+        "ObjectType = Image\nNDims = 3\nBinaryData = True\nBinaryDataByteOrderMSB = {}\n"
+        "CompressedData = {}\n"
+    )
+    meta += (
+        "TransformMatrix = 0.8 0.6 0 -0.6 0.8 0 0 0 1\nOffset = -120.25 33.5 -1434.5\n"
+        "ElementSpacing = 0.7 0.8 2.5\n"
+    )
     meta += "DimSize = 9 7 5\nElementType = {}\nElementDataFile = {}\n"
     made: list[tuple[str, str, bytes, bytes, str]] = [
         ("nifti", "a.nii", nifti_block(1, "<", "i2", 1.0), raw, "<"),

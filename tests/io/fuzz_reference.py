@@ -1,4 +1,4 @@
-"""What a file says, read a second time without any of medseg: from the byte offsets and field names of the standards alone.
+"""What a file says, read again without medseg: from the standards' byte offsets and fields.
 
 It is lenient: it takes whatever can be understood. medseg may refuse more, but must never
 understand anything else.
@@ -32,7 +32,8 @@ NIFTI_CODES = {
     1280: "u8",
 }
 META_CODES = {
-    "MET_CHAR": "i1", "MET_UCHAR": "u1", "MET_SHORT": "i2", "MET_USHORT": "u2", "MET_INT": "i4", "MET_UINT": "u4",
+    "MET_CHAR": "i1", "MET_UCHAR": "u1", "MET_SHORT": "i2", "MET_USHORT": "u2", "MET_INT": "i4",
+    "MET_UINT": "u4",
     "MET_LONG_LONG": "i8", "MET_ULONG_LONG": "u8", "MET_FLOAT": "f4", "MET_DOUBLE": "f8",
 }  # fmt: skip
 NRRD_CODES = {

@@ -73,7 +73,7 @@ def load_itk(path: Path) -> tuple[np.ndarray, VoxelGrid]:
 def save_dicom(
     folder: Path, array: np.ndarray, grid: VoxelGrid, *, uid: str = "1.2.3.4", modality: str = "CT"
 ) -> list[Path]:
-    """Write a series with SimpleITK, one file per slice, stored as HU + 1024; names are in no order of position."""
+    """Write a series with SimpleITK, a file per slice, as HU + 1024; names in no spatial order."""
     import SimpleITK as sitk  # noqa: N813
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def test_a_calibration_is_read_as_it_was_written_or_not_at_all(
 def test_other_programs_are_load_and_the_own_processes_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ten seconds of two processors: six are busy, of which this process and its children have used four."""
+    """Ten seconds, two processors: six are busy, four with this process and its children."""
     readings = iter([(100.0, 50.0, 7.0), (110.0, 56.0, 11.0)])
     monkeypatch.setattr(calibration, "_readings_s", lambda: next(readings))
     monkeypatch.setattr(calibration.psutil, "cpu_count", lambda: 2)

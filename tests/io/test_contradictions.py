@@ -1,4 +1,4 @@
-"""Headers that contradict their voxels, and numbers that only Python takes for numbers: refused, or read with the right values."""
+"""Headers that contradict their voxels, and spellings of numbers: refused, or read right."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_pixels_that_are_filled_up_are_read(tmp_path: Path) -> None:
 )
 def test_a_rescale_that_no_scanner_has(tmp_path: Path, field: str, value: str, what: str) -> None:
     assert said(scan(tmp_path, **{field: value})).endswith(
-        f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
+        f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or "
+        "export a series in HU."
     )
 
 
@@ -87,7 +88,10 @@ def test_numbers_that_only_python_reads(tmp_path: Path) -> None:
     at = data.index(b"\x28\0\x30\0DS") + 8
     (path / "2").write_bytes(data[:at] + data[at:].replace(b"0.8\\", b"1_0\\", 1))
     assert "PixelSpacing should hold 2 numbers" in said(path)
-    text = b"NRRD0004\ntype: short\ndimension: 3\nsizes: %s 7 5\nspacings: 1 1 1\nendian: little\nencoding: %s\n\n"
+    text = (
+        b"NRRD0004\ntype: short\ndimension: 3\nsizes: %s 7 5\nspacings: 1 1 1\nendian: little\n"
+        b"encoding: %s\n\n"
+    )
     (tmp_path / "a.nrrd").write_bytes(text % ("\u0669".encode(), b"raw") + make_hu().tobytes())
     assert "expected a whole number for each axis in the header field 'sizes'" in told(
         tmp_path / "a.nrrd"
@@ -107,7 +111,8 @@ def test_an_rle_code_that_becomes_too_long(tmp_path: Path) -> None:
         RLELossless,
     )
     assert said(path).endswith(
-        "its pixels, encoded as RLE Lossless, cannot be decoded; it is damaged, copy or export it again."
+        "its pixels, encoded as RLE Lossless, cannot be decoded; it is damaged, copy or "
+        "export it again."
     )
 
 
@@ -166,7 +171,8 @@ def test_a_scan_without_a_number_or_far_away(tmp_path: Path) -> None:
     data[292:296] = struct.pack("<f", 3e38)
     (tmp_path / "b.nii").write_bytes(data)
     assert told(tmp_path / "b.nii").startswith(
-        "b.nii: expected a scan within 1 km of its scanner, but the header gives the origin -3e+38, "
+        "b.nii: expected a scan within 1 km of its scanner, but the header gives the origin "
+        "-3e+38, "
     )
 
 

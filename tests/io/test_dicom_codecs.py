@@ -255,7 +255,8 @@ def test_another_encoding_is_refused_by_name(tmp_path: Path, syntax: str) -> Non
         file.write_bytes(data + file.read_bytes()[start + 20 :])
     name = getattr(syntax, "name", syntax)
     assert said(tmp_path / "d") == (
-        f"{tmp_path / 'd' / '0'}: its pixels are encoded as {name}, which medseg does not read; export the series without "
+        f"{tmp_path / 'd' / '0'}: its pixels are encoded as {name}, which medseg does not "
+        "read; export the series without "
         "compression."
     )
 
@@ -269,9 +270,9 @@ def test_compressed_pixels_of_which_nothing_says_how(tmp_path: Path) -> None:
         file = save_packed(dataset, tmp_path / f"{index}", [code], JPEGLosslessSV1)
     data = file.read_bytes()
     file.write_bytes(data.replace(b"\x02\0\x10\0UI", b"\x02\0\x11\0UI"))
-    assert (
-        said(tmp_path)
-        == f"{file}: its pixels are compressed, but the header does not say how; export the series again."
+    assert said(tmp_path) == (
+        f"{file}: its pixels are compressed, but the header does not say how; export the "
+        "series again."
     )
 
 
@@ -283,7 +284,8 @@ def test_damaged_compression_names_the_file(tmp_path: Path) -> None:
     bad = tmp_path / "packed" / "3"
     bad.write_bytes(bad.read_bytes().replace(b"\xff\xc3", b"\xff\xc9"))  # another kind of JPEG
     assert said(tmp_path / "packed") == (
-        f"{bad}: its pixels, encoded as JPEG Lossless, Non-Hierarchical, First-Order Prediction (Process 14 [Selection Value 1]), "
+        f"{bad}: its pixels, encoded as JPEG Lossless, Non-Hierarchical, First-Order "
+        "Prediction (Process 14 [Selection Value 1]), "
         "cannot be decoded; it is damaged, copy or export it again."
     )
 
@@ -333,7 +335,8 @@ def test_a_code_that_ends_early_is_never_completed(
             assert read_image(tmp_path).grid.shape == stored.shape
         else:
             assert said(tmp_path) == (
-                f"{tmp_path / '2'}: its pixels, encoded as {syntax.name}, cannot be decoded; it is damaged, copy or export it again."
+                f"{tmp_path / '2'}: its pixels, encoded as {syntax.name}, cannot be decoded; "
+                "it is damaged, copy or export it again."
             )
 
 

@@ -1,4 +1,4 @@
-"""Damaged DICOM files: the slices that are whole stay right and in their place, or one sentence says what is wrong."""
+"""Damaged DICOM files: whole slices stay right and in place, or one sentence tells the damage."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JITTER_MM = 0.11
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> bytes:
-    """Flip bits, write over, cut out, double or cut off a part; most of it in the header, which is the smaller part."""
+    """Flip bits, overwrite, cut out, double or cut off a part, mostly of the (smaller) header."""
     end = len(data) if rng.random() < 0.2 else len(data) - 2 * SHAPE[1] * SHAPE[2]
     at = int(rng.integers(128, end))
     length = int(rng.integers(1, 9))
@@ -114,7 +114,7 @@ def is_there(one: Slice, volume: Volume, plane: int, is_resampled: bool) -> bool
 
 
 def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
-    """Each slice lies at its place with its values, and each plane is a slice, or a remark says how many do not.
+    """Slices lie at their place with their values; a remark counts the planes that are none.
 
     Args:
         volume: What was read.

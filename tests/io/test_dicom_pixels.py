@@ -61,7 +61,8 @@ def test_without_rescale_in_some_slices_it_is_refused(tmp_path: Path, keyword: s
     """They would lie 1024 HU beside the others."""
     folder = save_stored(tmp_path / "d", make_hu(), **{keyword: [1, None, 1, None, 1]})
     assert said(folder) == (
-        f"{folder}: expected rescale slope and intercept in every slice or in none, but '1' and 1 more lack them; export the series "
+        f"{folder}: expected rescale slope and intercept in every slice or in none, but '1' "
+        "and 1 more lack them; export the series "
         "again."
     )
 
@@ -80,7 +81,8 @@ def test_values_that_are_no_hu_are_refused_by_name(
 ) -> None:
     folder = save_stored(tmp_path / "d", make_hu(), **fields)
     assert said(folder) == (
-        f"{folder / '0'} and 4 more: expected a rescale slope and intercept to HU, but the slices have {what}; choose or export a series in HU."
+        f"{folder / '0'} and 4 more: expected a rescale slope and intercept to HU, but the "
+        f"slices have {what}; choose or export a series in HU."
     )
 
 
@@ -152,7 +154,8 @@ def test_overlays_in_unused_bits_are_cleared(tmp_path: Path) -> None:
 
 
 MR: dict[str, Any] = {
-    "Modality": "MR", "SOPClassUID": "1.2.840.10008.5.1.4.1.1.4", "RescaleSlope": None, "RescaleIntercept": None
+    "Modality": "MR", "SOPClassUID": "1.2.840.10008.5.1.4.1.1.4", "RescaleSlope": None,
+    "RescaleIntercept": None
 }  # fmt: skip
 
 
@@ -204,17 +207,71 @@ def test_other_sizes_of_a_pixel(tmp_path: Path, bits: int, dtype: type) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "sentence"),
     [
-        ("short pixels", {"Rows": 70}, "the DICOM file is truncated or damaged: expected 1 x 70 x 9 pixels of 16 bits; copy or export it again."),
-        ("forged size", {"Rows": 60000, "Columns": 60000}, "expected slices of 8, 16 or 32 bits a pixel, but the header says 60000 x 60000 pixels of 16 bits with 16 used up to bit 15; export the DICOM series again."),
-        ("bits", {"BitsAllocated": 12}, "expected slices of 8, 16 or 32 bits a pixel, but the header says 7 x 9 pixels of 12 bits with 16 used up to bit 15; export the DICOM series again."),
-        ("spacing", {"PixelSpacing": ["0", "0"]}, "expected two positive numbers in PixelSpacing, got (0.0, 0.0); export the series again."),
-        ("negative spacing", {"PixelSpacing": ["-0.8", "0.6"]}, "expected two positive numbers in PixelSpacing, got (-0.8, 0.6); export the series again."),
-        ("no number", {"PixelSpacing": ["nan", "0.6"]}, "the DICOM file cannot be read (PixelSpacing should hold 2 numbers and holds [nan, 0.6]); it is damaged, copy or export it again."),
-        ("no spacing", {"PixelSpacing": None}, "expected two positive numbers in PixelSpacing, got None; export the series again."),
-        ("position", {"ImagePositionPatient": ["1", "2"]}, "the DICOM file cannot be read (ImagePositionPatient should hold 3 numbers and holds [1, 2]); it is damaged, copy or export it again."),
-        ("flat axes", {"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "expected rows and columns at right angles, but ImageOrientationPatient is (1.0, 0.0, 0.0, 1.0, 0.0, 0.0); export the DICOM series again."),
-        ("sheared axes", {"ImageOrientationPatient": [1, 0, 0, 0.02, 0.9998, 0]}, "expected rows and columns at right angles, but ImageOrientationPatient is (1.0, 0.0, 0.0, 0.02, 0.9998, 0.0); export the DICOM series again."),
-        ("no image", {"Rows": 0}, "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again."),
+        (
+            "short pixels",
+            {"Rows": 70},
+            ("the DICOM file is truncated or damaged: expected 1 x 70 x 9 pixels of 16 bits; copy "
+             "or export it again."),
+        ),
+        (
+            "forged size",
+            {"Rows": 60000, "Columns": 60000},
+            ("expected slices of 8, 16 or 32 bits a pixel, but the header says 60000 x 60000 "
+             "pixels of 16 bits with 16 used up to bit 15; export the DICOM series again."),
+        ),
+        (
+            "bits",
+            {"BitsAllocated": 12},
+            ("expected slices of 8, 16 or 32 bits a pixel, but the header says 7 x 9 pixels of 12 "
+             "bits with 16 used up to bit 15; export the DICOM series again."),
+        ),
+        (
+            "spacing",
+            {"PixelSpacing": ["0", "0"]},
+            ("expected two positive numbers in PixelSpacing, got (0.0, 0.0); export the series "
+             "again."),
+        ),
+        (
+            "negative spacing",
+            {"PixelSpacing": ["-0.8", "0.6"]},
+            ("expected two positive numbers in PixelSpacing, got (-0.8, 0.6); export the series "
+             "again."),
+        ),
+        (
+            "no number",
+            {"PixelSpacing": ["nan", "0.6"]},
+            ("the DICOM file cannot be read (PixelSpacing should hold 2 numbers and holds [nan, "
+             "0.6]); it is damaged, copy or export it again."),
+        ),
+        (
+            "no spacing",
+            {"PixelSpacing": None},
+            "expected two positive numbers in PixelSpacing, got None; export the series again.",
+        ),
+        (
+            "position",
+            {"ImagePositionPatient": ["1", "2"]},
+            ("the DICOM file cannot be read (ImagePositionPatient should hold 3 numbers and holds "
+             "[1, 2]); it is damaged, copy or export it again."),
+        ),
+        (
+            "flat axes",
+            {"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]},
+            ("expected rows and columns at right angles, but ImageOrientationPatient is (1.0, 0.0, "
+             "0.0, 1.0, 0.0, 0.0); export the DICOM series again."),
+        ),
+        (
+            "sheared axes",
+            {"ImageOrientationPatient": [1, 0, 0, 0.02, 0.9998, 0]},
+            ("expected rows and columns at right angles, but ImageOrientationPatient is (1.0, 0.0, "
+             "0.0, 0.02, 0.9998, 0.0); export the DICOM series again."),
+        ),
+        (
+            "no image",
+            {"Rows": 0},
+            ("the DICOM file is truncated or damaged: its header ends before an image; copy or "
+             "export it again."),
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Invalid value for VR DS")  # pydicom's, when it writes
@@ -300,7 +357,8 @@ class TestEnhanced:
         save(enhanced(make_hu((11, 7, 9)), places, [(1, 0)] * 11), tmp_path / "e.dcm")
         remarks = finding_texts(read_image(tmp_path))
         assert remarks[0] == (
-            "slices missing: 1 of 12, such as between 'e.dcm' frame 5 and 'e.dcm' frame 6; they were interpolated linearly"
+            "slices missing: 1 of 12, such as between 'e.dcm' frame 5 and 'e.dcm' frame 6; "
+            "they were interpolated linearly"
         )
         assert remarks[1].startswith("the gantry was tilted by 11.3°")
 
@@ -323,6 +381,7 @@ class TestEnhanced:
         place(dataset, (0, 0, 0), ALONG_Z)
         save(dataset, tmp_path / "e.dcm")
         assert said(tmp_path) == (
-            f"{tmp_path}: expected a CT series of at least two slices, but found only 1 x multi-frame image without a position for "
+            f"{tmp_path}: expected a CT series of at least two slices, but found only 1 x "
+            "multi-frame image without a position for "
             "each frame (series 9); give the folder of a CT series."
         )

@@ -18,7 +18,10 @@ from medseg.io.write import write_image
 
 HEIGHTS = list(2.5 * np.arange(5))
 CHOICE = "choose one with series=, or in the column series of a case table."
-ONLY = "expected a CT series of at least two slices, but found only {}; give the folder of a CT series."
+ONLY = (
+    "expected a CT series of at least two slices, but found only {}; give the folder of a CT "
+    "series."
+)
 LEFT_OUT = "left out, because they are not slices of the scan: "
 
 
@@ -84,7 +87,8 @@ def test_what_is_no_slice_is_left_out_and_said(tmp_path: Path) -> None:
     for index in range(2):
         save_slice(
             folder / f"topogram{index}", make_hu((1, 12, 5))[0], (0, 0, 0), ((0, 1, 0), (0, 0, -1)),
-            uid="1.2.3.1", SeriesNumber=1, SeriesDescription="Topogram", ImageType="ORIGINAL\\PRIMARY\\LOCALIZER",
+            uid="1.2.3.1", SeriesNumber=1, SeriesDescription="Topogram",
+            ImageType="ORIGINAL\\PRIMARY\\LOCALIZER",
         )  # fmt: skip
     own = {"SeriesNumber": 3, "SeriesDescription": "Thorax  B40f"}
     save_slice(
@@ -177,7 +181,10 @@ def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
         SeriesNumber=12,
         SeriesDescription="Thorax B70f",
     )
-    names = "series=3 'Thorax B40f' (5 slices, 2.5 x 0.8 x 0.648 mm); series=12 'Thorax B70f' (7 slices, 1.25 x 0.8 x 0.648 mm)"
+    names = (
+        "series=3 'Thorax B40f' (5 slices, 2.5 x 0.8 x 0.648 mm); series=12 'Thorax B70f' (7 "
+        "slices, 1.25 x 0.8 x 0.648 mm)"
+    )
     assert said(folder) == f"expected one CT series, but it holds 2: {names}; {CHOICE}"
     assert said(folder, "4") == f"there is no series=4 among {names}; give one of them."
     for series in ("3", "1.2.3.4"):
@@ -191,7 +198,10 @@ def test_one_of_several_series_is_chosen(tmp_path: Path) -> None:
 def test_numbers_that_are_not_unique(tmp_path: Path) -> None:
     for uid in ("1.2.3.4", "1.2.3.5"):
         save_stack(tmp_path / "d", make_hu(), HEIGHTS, uid=uid, SeriesNumber=1)
-    names = "series=1.2.3.4 (5 slices, 2.5 x 0.8 x 0.648 mm); series=1.2.3.5 (5 slices, 2.5 x 0.8 x 0.648 mm)"
+    names = (
+        "series=1.2.3.4 (5 slices, 2.5 x 0.8 x 0.648 mm); series=1.2.3.5 (5 slices, 2.5 x 0.8 x "
+        "0.648 mm)"
+    )
     assert said(tmp_path / "d", "1") == f"expected one CT series, but it holds 2: {names}; {CHOICE}"
 
 
@@ -284,7 +294,10 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
             **kernel,
         )
     size = "(5 slices, 2.5 x 0.8 x 0.648 mm)"
-    listed = rf"series=4/1 'T1\x1b[2J', kernel 'B\x1b[2J' {size}; series=4/2 'T1\x1b[2J', kernel B70f {size}"
+    listed = (
+        rf"series=4/1 'T1\x1b[2J', kernel 'B\x1b[2J' {size}; series=4/2 'T1\x1b[2J', kernel B70f "
+        f"{size}"
+    )
     assert said(tmp_path / "d") == f"expected one CT series, but it holds 2: {listed}; {CHOICE}"
     save_stack(
         tmp_path / "e",
@@ -295,9 +308,9 @@ def test_no_text_of_a_header_reaches_the_terminal_as_it_is(tmp_path: Path) -> No
         SeriesDescription=70 * "x",
     )
     found = rf"5 x 'MR\x1b[2J' image (series '1.2\x1b[2J' '{57 * 'x'}...')"
-    assert (
-        said(tmp_path / "e")
-        == f"expected a CT series of at least two slices, but found only {found}; give the folder of a CT series."
+    assert said(tmp_path / "e") == (
+        f"expected a CT series of at least two slices, but found only {found}; give the "
+        "folder of a CT series."
     )
     save_stack(tmp_path / "f", make_hu(), HEIGHTS, SeriesNumber=3)
     other(tmp_path / "f" / "plan", uid="1.2.3.9", SeriesDescription=CLEAR, Modality="SR")
@@ -349,7 +362,8 @@ def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
             PatientID=["A", "B", None][index % 3],
         )
     assert said(tmp_path / "d") == (
-        "expected a series of one patient, but its slices carry 2 different Patient IDs; put the files of each patient into a folder of "
+        "expected a series of one patient, but its slices carry 2 different Patient IDs; put "
+        "the files of each patient into a folder of "
         "their own."
     )
     for index in (1, 4):
@@ -358,7 +372,7 @@ def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
 
 
 def test_a_series_of_another_modality_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
-    """Its values are no HU: nothing is taken for a negative number, padding is 0, and a missing rescale is no remark."""
+    """Values are no HU: none is taken for negative, padding is 0, no rescale is no remark."""
     stored = np.random.default_rng(3).integers(0, 65535, (5, 7, 9), dtype=np.uint16)
     fields = {"Modality": "MR", "SOPClassUID": "1.2.840.10008.5.1.4.1.1.4", "SeriesNumber": 7}
     save_stored(tmp_path / "d", stored, RescaleSlope=None, RescaleIntercept=None, **fields)
@@ -396,7 +410,10 @@ def test_echoes_of_one_series_are_told_apart(tmp_path: Path) -> None:
         )
     with pytest.raises(
         UserError,
-        match=r"expected one MR series, but it holds 2: series=2/1 echo time 10 .*; series=2/2 echo time 90 ",
+        match=(
+            r"expected one MR series, but it holds 2: series=2/1 echo time 10 .*; "
+            r"series=2/2 echo time 90 "
+        ),
     ):
         read_image(tmp_path / "d", modality="mr")
     assert np.array_equal(read_image(tmp_path / "d", "2/2", "mr").array, make_hu(seed=90))

@@ -1,4 +1,4 @@
-"""From slices at their places to one regular grid: order, doubles, gaps, tilt; and what the user is told."""
+"""From slices to one regular grid: order, doubles, gaps, tilt; and what the user is told."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def test_a_missing_slice_is_filled_in_and_the_others_stay(tmp_path: Path) -> Non
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, image_hu)
     assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
-    says = f"slices missing: 1 of 12, such as between '{files[3].name}' and '{files[5].name}'; they were interpolated linearly"
+    says = (
+        f"slices missing: 1 of 12, such as between '{files[3].name}' and '{files[5].name}'; they "
+        "were interpolated linearly"
+    )
     assert finding_texts(volume) == (says,)
 
 
@@ -120,13 +123,15 @@ def test_what_is_filled_in_is_the_mean_of_the_neighbours(tmp_path: Path) -> None
         (
             5.0,
             [5, 6],
-            "expected evenly spaced slices, but '{4}' and '{7}' are 15.000 mm apart where 5.000 mm are usual (2 of 30 slices "
+            "expected evenly spaced slices, but '{4}' and '{7}' are 15.000 mm apart where "
+            "5.000 mm are usual (2 of 30 slices "
             "missing); gaps are filled up to 10 mm and 10% of the slices: export the series again.",
         ),
         (
             1.0,
             [3, 8, 14, 21],
-            "expected evenly spaced slices, but '{2}' and '{4}' are 2.000 mm apart where 1.000 mm are usual (4 of 30 slices "
+            "expected evenly spaced slices, but '{2}' and '{4}' are 2.000 mm apart where "
+            "1.000 mm are usual (4 of 30 slices "
             "missing); gaps are filled up to 10 mm and 10% of the slices: export the series again.",
         ),
     ],
@@ -154,7 +159,10 @@ def test_uneven_slices_are_laid_on_an_even_grid(tmp_path: Path) -> None:
         volume.grid.index_to_world_xyz_mm(np.moveaxis(np.indices(volume.grid.shape), 0, -1)),
     )
     assert np.abs(volume.array - expected).max() <= 1
-    says = "the slices lie 0.70 to 1.30 mm apart: 3 of 10 were interpolated linearly onto an even grid of 1.00 mm"
+    says = (
+        "the slices lie 0.70 to 1.30 mm apart: 3 of 10 were interpolated linearly onto an even "
+        "grid of 1.00 mm"
+    )
     assert finding_texts(volume) == (says,)
 
 
@@ -164,8 +172,10 @@ def test_two_distances_in_one_stack_are_refused(tmp_path: Path) -> None:
     )
     refused(
         tmp_path / "d",
-        f"expected evenly spaced slices, but '{files[5].name}' and '{files[6].name}' are 1.250 mm apart where 5.000 mm are usual "
-        "(0 of 7 slices missing); gaps are filled up to 10 mm and 10% of the slices: export the series again.",
+        f"expected evenly spaced slices, but '{files[5].name}' and '{files[6].name}' are "
+        "1.250 mm apart where 5.000 mm are usual "
+        "(0 of 7 slices missing); gaps are filled up to 10 mm and 10% of the slices: export "
+        "the series again.",
     )
 
 
@@ -184,7 +194,8 @@ def test_other_slices_at_the_same_place_are_refused(tmp_path: Path) -> None:
     other = save_slice(tmp_path / "d" / "zother.dcm", image_hu[3], (-120.25, 33.5, 5.0))
     refused(
         tmp_path / "d",
-        f"expected one slice at each position, but '{files[2].name}' and '{other.name}' share a position and differ; remove one of "
+        f"expected one slice at each position, but '{files[2].name}' and '{other.name}' share "
+        "a position and differ; remove one of "
         "them.",
     )
 
@@ -195,13 +206,16 @@ def test_acquisitions_that_share_a_slice_are_joined(tmp_path: Path) -> None:
     files = save_stack(tmp_path / "d", image_hu, heights, AcquisitionNumber=[2] * 5 + [3] * 4)
     volume = read_image(tmp_path / "d")
     assert np.array_equal(volume.array, np.delete(image_hu, 5, 0))
-    says = f"two acquisitions have a slice at the same position; the earlier one was kept, dropped: '{files[5].name}'"
+    says = (
+        "two acquisitions have a slice at the same position; the earlier one was kept, dropped: "
+        f"'{files[5].name}'"
+    )
     assert finding_texts(volume) == (says,)
 
 
 @pytest.mark.parametrize("slant", [(0.0, np.tan(np.radians(20.0))), (0.0, -0.3), (0.15, 0.1)])
 def test_a_tilted_gantry(tmp_path: Path, slant: tuple[float, float]) -> None:
-    """Every voxel has the value of its world point, all pixels are inside, and each pixel of a tilted slice is found again."""
+    """Voxels have the values of their world points; each pixel of a tilted slice is found."""
     shape, heights = (11, 14, 17), 2.5 * np.arange(11)
     places = [(-120.25 + slant[0] * height, 33.5 + slant[1] * height, height) for height in heights]
     points = np.stack([pixel_points(shape[1:], np.array(position)) for position in places])
@@ -209,7 +223,10 @@ def test_a_tilted_gantry(tmp_path: Path, slant: tuple[float, float]) -> None:
     save_stack(tmp_path / "d", image_hu, list(heights), slant)
     volume = read_image(tmp_path / "d")
     degrees = np.degrees(np.arctan(np.hypot(*slant)))
-    says = f"the gantry was tilted by {degrees:.1f}°: the slices were resampled to a rectangular grid; results are on that grid"
+    says = (
+        f"the gantry was tilted by {degrees:.1f}°: the slices were resampled to a rectangular "
+        "grid; results are on that grid"
+    )
     assert finding_texts(volume) == (says,)
     assert np.allclose(volume.grid.direction, np.eye(3), atol=1e-9)
     assert volume.grid.spacing_mm == pytest.approx((2.5, *SPACING_MM))
@@ -271,7 +288,10 @@ def test_slices_beside_each_other(tmp_path: Path) -> None:
     assert np.array_equal(volume.array[2, :, 2:], image_hu[2])
     assert (volume.array[0, :, 9:] == -1024).all()
     assert finding_texts(volume) == (
-        "the slices are offset sideways by up to 1.3 mm: they were resampled to a rectangular grid; results are on that grid",
+        (
+            "the slices are offset sideways by up to 1.3 mm: they were resampled to a rectangular "
+            "grid; results are on that grid"
+        ),
     )
 
 
@@ -279,7 +299,8 @@ def test_a_stack_that_runs_away_is_refused(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), list(2.5 * np.arange(5)), (0.0, 1.2))
     refused(
         tmp_path / "d",
-        "expected slices stacked along their normal, but they drift 50° away from it; such a stack is no CT of a tilted gantry "
+        "expected slices stacked along their normal, but they drift 50° away from it; such a "
+        "stack is no CT of a tilted gantry "
         "(30° at most).",
     )
     save_slice(tmp_path / "e" / "1", make_hu()[0], (0, 0, 0))
@@ -287,7 +308,10 @@ def test_a_stack_that_runs_away_is_refused(tmp_path: Path) -> None:
     save_slice(tmp_path / "e" / "3", make_hu()[2], (0, 400, 1000))
     refused(
         tmp_path / "e",
-        "expected slices stacked above each other, but they are offset sideways by up to 400 mm; give one stack per folder.",
+        (
+            "expected slices stacked above each other, but they are offset sideways by up to 400 "
+            "mm; give one stack per folder."
+        ),
     )
 
 

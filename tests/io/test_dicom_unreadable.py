@@ -1,4 +1,4 @@
-"""Files that cannot be read: they are refused with their series, never missed, and other series stay readable beside them."""
+"""Unreadable files are refused with their series; other series beside them stay readable."""
 
 from __future__ import annotations
 
@@ -15,18 +15,28 @@ from medseg.errors import UserError
 from medseg.io.read import read_image
 
 HEIGHTS = list(2.5 * np.arange(5))
-NOT_HU = "expected a rescale slope and intercept to HU, but the slices have MGML; choose or export a series in HU"
+NOT_HU = (
+    "expected a rescale slope and intercept to HU, but the slices have MGML; choose or export a "
+    "series in HU"
+)
 NO_SPACING = "expected two positive numbers in PixelSpacing, got None; export the series again"
 CUT_PIXELS = "the DICOM file is truncated: it ends within its pixels; copy or export it again"
-NO_IMAGE = "the DICOM file is truncated or damaged: its header ends before an image; copy or export it again"
+NO_IMAGE = (
+    "the DICOM file is truncated or damaged: its header ends before an image; copy or export it "
+    "again"
+)
 CUT_HEADER = "the DICOM file is truncated: it ends within its header; copy or export it again"
-NO_PIXELS = "the DICOM file is truncated or damaged: expected 1 x 7 x 9 pixels of 16 bits; copy or export it again"
+NO_PIXELS = (
+    "the DICOM file is truncated or damaged: expected 1 x 7 x 9 pixels of 16 bits; copy or export "
+    "it again"
+)
 
 
 def no_dicom(num_bytes: int) -> str:
     """What is said of a file that is a slice by its name alone."""
     return (
-        f"expected a slice, as its name is like those of the slices beside it, but its {num_bytes} bytes are no DICOM; copy it "
+        "expected a slice, as its name is like those of the slices beside it, but its "
+        f"{num_bytes} bytes are no DICOM; copy it "
         "again or remove it"
     )
 
@@ -44,7 +54,7 @@ def cut(file: Path, num_bytes: int) -> None:
 
 
 def add_unreadable(folder: Path, kind: str) -> tuple[list[Path], str]:
-    """Write a series 9 of which no file can be read, and give its files and what is said of them."""
+    """Write a series 9 of which no file can be read; give its files and their sentences."""
     files = []
     for index, pixels in enumerate(make_hu()):
         fields: dict[str, Any] = {"RescaleType": "MGML"} if kind == "no HU" else {}
@@ -97,7 +107,8 @@ def test_a_damaged_scan_remains_one_to_choose(tmp_path: Path) -> None:
     files = save_stack(folder, make_hu(seed=1), HEIGHTS, uid="1.2.3.5", SeriesNumber=3)
     cut(files[2], -20)
     assert said(folder) == (
-        f"{folder}: expected one CT series, but it holds 2: series=2 (5 slices, 2.5 x 0.8 x 0.648 mm); series=3 (4 slices, 3.33 x 0.8 x 0.648 mm); choose one with series=, or "
+        f"{folder}: expected one CT series, but it holds 2: series=2 (5 slices, 2.5 x 0.8 x "
+        "0.648 mm); series=3 (4 slices, 3.33 x 0.8 x 0.648 mm); choose one with series=, or "
         "in the column series of a case table"
     )
     assert np.array_equal(read_image(folder, "2").array, make_hu())
@@ -191,7 +202,10 @@ def test_no_length_of_a_broken_copy_is_missed(tmp_path: Path) -> None:
     for num_bytes in range(0, len(data), 9):
         last.write_bytes(data[:num_bytes])
         assert re.fullmatch(
-            f"{last}: (expected a slice|the DICOM file (is truncated|cannot be read)).* again( or remove it)?",
+            (
+                f"{last}: (expected a slice|the DICOM file (is truncated|cannot be read)).* "
+                "again( or remove it)?"
+            ),
             said(last.parent),
         )
 
@@ -240,7 +254,7 @@ def test_a_dangling_link_is_a_slice_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_broken_file_is_one_of_its_folder(tmp_path: Path) -> None:
-    """Its series cannot be read: it may be any of its folder, and any at all where it lies alone."""
+    """Its series cannot be read: it may be any of its folder, and any at all if alone."""
     chest = save_stack(tmp_path / "d" / "a", make_hu(), HEIGHTS, uid="1.2.3.4", SeriesNumber=3)
     other = save_stack(tmp_path / "d" / "b", make_hu(), HEIGHTS, uid="1.2.3.5", SeriesNumber=4)
     for num_bytes in (200, 100):
@@ -261,7 +275,10 @@ def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
     del protocol.Rows, protocol.Columns, protocol.PixelData
     save(protocol, tmp_path / "protocol")
     assert finding_texts(read_image(tmp_path)) == (
-        "left out, because they are not slices of the scan: 1 x object without an image (series 1.2.3.4)",
+        (
+            "left out, because they are not slices of the scan: 1 x object without an image "
+            "(series 1.2.3.4)"
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""A write that fails says why in one sentence, loses nothing that was there and leaves nothing behind."""
+"""A failed write says why in one sentence, loses nothing and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def test_a_full_disk(
     told = sentence(path, 1 - make_labels() // 2)
     name = told.split(":")[0]
     assert name in (f"labels{suffix}", "labels.zraw", "labels-2.zraw")
-    assert (
-        told
-        == f"{name}: cannot be written (No space left on device); check the folder, its permissions and its space."
+    assert told == (
+        f"{name}: cannot be written (No space left on device); check the folder, its "
+        "permissions and its space."
     )
     monkeypatch.undo()
     assert contents(tmp_path) == before
@@ -125,9 +125,9 @@ def test_a_file_that_may_not_grow(tmp_path: Path, suffix: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     reason = "_nrrdGzWrite: failed to write to file" if suffix == ".nrrd" else "File too large"
-    assert (
-        told
-        == f"labels{suffix}: cannot be written ({reason}); check the folder, its permissions and its space."
+    assert told == (
+        f"labels{suffix}: cannot be written ({reason}); check the folder, its permissions and "
+        "its space."
     )
     assert contents(tmp_path) == before
 

@@ -1,4 +1,4 @@
-"""Damaged files: what is read is what the file says, or one clear sentence is told; never anything else."""
+"""Damaged files: what is read is what the file says, or one clear sentence is told."""
 
 from __future__ import annotations
 

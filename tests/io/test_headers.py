@@ -1,4 +1,4 @@
-"""Headers of all formats: a result is on the grid of its scan, and a NIfTI result keeps the sform, qform and unit of its scan."""
+"""Headers of all formats: results lie on their scan's grid; NIfTI keeps sform, qform, unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNED[:3, 3] = [-100.1, 50.3, -1434.5]
 IN_METRES = np.diag([1e-3, 1e-3, 1e-3, 1]) @ FLIPPED
 LIFTED = TURNED + np.array([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 7.5], [0, 0, 0, 0]])
 NIFTI_BYTES = [(40, 48), (76, 92), (123, 124), (252, 328)]
-"""dim[0..3], pixdim[0..3], xyzt_units, and all of qform and sform, as bytes of a NIfTI-1 header (nifti1.h)."""
+"""Bytes of dim[0..3], pixdim[0..3], xyzt_units, qform and sform in a NIfTI-1 header (nifti1.h)."""
 
 NIFTI_CASES: dict[str, dict[str, Any]] = {
     "qform only": {"q": (FLIPPED, 1)},

@@ -105,7 +105,7 @@ def test_names_that_would_overwrite_each_other(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_dicom_files_is_one_scan_beside_its_own_label_map_only(tmp_path: Path) -> None:
-    """The label map is what `predict` has written into it; other volumes are not to be passed over in silence."""
+    """The label map is what `predict` wrote there; other volumes must not be passed over."""
     folder = tmp_path / "thorax"
     save_dicom(folder, make_hu(), make_grid(np.eye(3)))
     write_labels(folder / "thorax.nii.gz", make_labels(), make_grid(np.eye(3)), None)
@@ -115,7 +115,8 @@ def test_a_folder_of_dicom_files_is_one_scan_beside_its_own_label_map_only(tmp_p
     with pytest.raises(UserError) as caught:
         list_inputs(folder)
     assert str(caught.value) == (
-        f"{folder}: holds DICOM files beside 1 volume files such as 'p0.nrrd'; give one of these files, choose the series with series=, or "
+        f"{folder}: holds DICOM files beside 1 volume files such as 'p0.nrrd'; give one of "
+        "these files, choose the series with series=, or "
         "move either kind into a folder of its own."
     )
 
@@ -135,7 +136,10 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     for path, said in (
         (
             tmp_path,
-            f"expected scans ({suffixes}, or folders of one DICOM series each), but the folder holds none; check the path.",
+            (
+                f"expected scans ({suffixes}, or folders of one DICOM series each), but the "
+                "folder holds none; check the path."
+            ),
         ),
         (tmp_path / "nowhere", "this file or folder does not exist; check the path."),
         (tmp_path / "nowhere.nrrd", "this file or folder does not exist; check the path."),

@@ -1,4 +1,4 @@
-"""Names and colours of labels in the files of other programs, read back with independent readers."""
+"""Names and colours of labels in files of other programs, read by independent readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bad file or a mistake of the user becomes one sentence that names the file; a failed write loses nothing."""
+"""Bad files and users' mistakes give one sentence with the file; failed writes lose nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_truncated_files(tmp_path: Path, suffix: str, part: float | str, compres
     else:
         held = len(path.read_bytes()) - (len(whole) - 18480)
         assert sentence == (
-            f"scan{suffix}: expected 18480 bytes of voxels (22 x 21 x 20 of 2 bytes), but the file holds {held}; {SHORT}"
+            f"scan{suffix}: expected 18480 bytes of voxels (22 x 21 x 20 of 2 bytes), but the "
+            f"file holds {held}; {SHORT}"
         )
 
 
@@ -93,7 +94,7 @@ def test_a_flipped_byte_is_found_by_the_checksum(tmp_path: Path, suffix: str) ->
 
 
 def with_size(path: Path, size: tuple[int, int, int]) -> None:
-    """Write a file whose header promises another size than it holds; its steps are a tenth of a millimetre."""
+    """Write a file whose header promises another size than it holds; its steps are 0.1 mm."""
     suffix = "".join(path.suffixes)
     save_itk(path, make_hu(), VoxelGrid((5, 7, 9), (0.1, 0.1, 0.1)), compress=suffix != ".nii")
     data = path.read_bytes()
@@ -111,7 +112,8 @@ def test_a_header_of_gigabytes_asks_for_no_memory(tmp_path: Path, suffix: str) -
     with_size(path, (1400, 1500, 1200))
     sentence = told(path)
     assert sentence.startswith(
-        f"scan{suffix}: expected 5040000000 bytes of voxels (1400 x 1500 x 1200 of 2 bytes), but the file "
+        f"scan{suffix}: expected 5040000000 bytes of voxels (1400 x 1500 x 1200 of 2 bytes), "
+        "but the file "
     )
     assert sentence.endswith(f"; {SHORT}")
 
@@ -163,7 +165,8 @@ def test_a_packed_stream_that_never_ends_is_left_early(tmp_path: Path, suffix: s
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sentence == (
-        f"scan{suffix}: expected 630 bytes of voxels (9 x 7 x 5 of 2 bytes), but the file holds more; its header belongs to other "
+        f"scan{suffix}: expected 630 bytes of voxels (9 x 7 x 5 of 2 bytes), but the file "
+        "holds more; its header belongs to other "
         "voxels: export it again."
     )
     assert peak < 2**22
@@ -173,7 +176,8 @@ def test_a_scan_larger_than_the_machine(tmp_path: Path, monkeypatch: pytest.Monk
     save_itk(tmp_path / "scan.nii.gz", make_hu(), make_grid(np.eye(3)))
     monkeypatch.setattr("medseg.io.volume.memory_bytes", lambda: 600)
     assert told(tmp_path / "scan.nii.gz") == (
-        "scan.nii.gz: its 9 x 7 x 5 voxels need 0.0 GiB, but this machine has 0.0 GiB of memory; crop or resample the scan first."
+        "scan.nii.gz: its 9 x 7 x 5 voxels need 0.0 GiB, but this machine has 0.0 GiB of "
+        "memory; crop or resample the scan first."
     )
 
 
@@ -181,8 +185,14 @@ HTML = b"<html>404 not found</html>\n" * 50
 OTHER_CONTENT = {
     ".nii": "expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
     ".nii.gz": "expected a NIfTI file, but it does not start with a NIfTI header; check the file.",
-    ".nrrd": "expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
-    ".mha": "expected a MetaImage file, but its header does not say where the voxels are (ElementDataFile); check the file.",
+    ".nrrd": (
+        "expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the "
+        "file."
+    ),
+    ".mha": (
+        "expected a MetaImage file, but its header does not say where the voxels are "
+        "(ElementDataFile); check the file."
+    ),
 }
 
 
@@ -206,7 +216,8 @@ def test_a_nifti_header_of_an_old_pair(tmp_path: Path) -> None:
     data[344:348] = b"ni1\0"
     (tmp_path / "a.nii").write_bytes(data)
     assert told(tmp_path / "a.nii") == (
-        "a.nii: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is b'ni1'; convert an ANALYZE or .hdr/.img "
+        "a.nii: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is "
+        "b'ni1'; convert an ANALYZE or .hdr/.img "
         "pair first."
     )
 
@@ -227,10 +238,14 @@ NOT_ONE_GREY_VOLUME = {
     "2d, .nrrd": AXES.format("3 to 5 axes", "dimension", 2),
     "2d, .mha": AXES.format("3 or 4 axes", "NDims", 2),
     "4d": ONE_VOLUME.format("9 x 7 x 5 x 2"),
-    "colour, .nii": "expected one number per voxel, but the file holds 3 (vectors); export grey values.",
+    "colour, .nii": (
+        "expected one number per voxel, but the file holds 3 (vectors); export grey values."
+    ),
     "colour, .nrrd": "expected one number per voxel, got 3; export grey values.",
     "colour, .mha": AXES.format("one number per voxel", "ElementNumberOfChannels", 3),
-    "vector, .nii": "expected one number per voxel, but the file holds 2 (vectors); export grey values.",
+    "vector, .nii": (
+        "expected one number per voxel, but the file holds 2 (vectors); export grey values."
+    ),
     "vector, .nrrd": "expected one number per voxel, got 2; export grey values.",
     "vector, .mha": AXES.format("one number per voxel", "ElementNumberOfChannels", 2),
 }
@@ -257,7 +272,8 @@ def test_not_one_grey_volume(tmp_path: Path, suffix: str, kind: str) -> None:
 def test_nifti_colours_and_complex_numbers(tmp_path: Path, name: str, dtype: Any) -> None:
     nib.Nifti1Image(np.zeros((9, 7, 5), dtype), np.eye(4)).to_filename(tmp_path / "a.nii")
     assert told(tmp_path / "a.nii") == (
-        f"a.nii: expected one number per voxel, but the NIfTI header says {name} (colours, complex or very long numbers); export the "
+        f"a.nii: expected one number per voxel, but the NIfTI header says {name} (colours, "
+        "complex or very long numbers); export the "
         "scan as grey values."
     )
 

@@ -1,4 +1,4 @@
-"""Which of the places that a NIfTI header gives is believed, what is refused, and what the user is told of it."""
+"""Which of a NIfTI header's placements is used, what is refused, and what the user is told."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quaternion(matrix: np.ndarray) -> tuple[float, float, float]:
     """b, c, d of a rotation about an axis by less than 180 degrees."""
     real = np.sqrt(1 + np.trace(matrix)) / 2
     lower = (matrix[2, 1] - matrix[1, 2], matrix[0, 2] - matrix[2, 0], matrix[1, 0] - matrix[0, 1])
-    return tuple(value / (4 * real) for value in lower)  # type: ignore[return-value]
+    return tuple(value / (4 * real) for value in lower)
 
 
 def save(
@@ -92,7 +92,10 @@ def test_of_two_places_the_one_that_itk_takes_wins_with_a_warning(
         offset=(17.0, 20.0, 30.0),
     )
     assert finding_texts(read_image(path)) == (
-        f"the sform and the qform of the header disagree by up to 10 voxels: the {taken} is used, as ITK does",
+        (
+            f"the sform and the qform of the header disagree by up to 10 voxels: the {taken} is "
+            "used, as ITK does"
+        ),
     )
     place = (17.0 if taken == "sform" else 10.0, 20.0, 30.0)
     assert np.allclose(ends_of(path), corners(np.diag(STEPS), place), atol=1e-3)
@@ -115,8 +118,10 @@ def test_two_places_of_opposite_directions_are_refused(
         sform_code=sform_code,
     )
     assert told(path) == (
-        "a.nii: expected sform and qform of the NIfTI header to agree, but they turn the scan into opposite directions, so that "
-        "its left and right are unknown; set the code of the wrong one (sform_code or qform_code) to 0."
+        "a.nii: expected sform and qform of the NIfTI header to agree, but they turn the scan "
+        "into opposite directions, so that "
+        "its left and right are unknown; set the code of the wrong one (sform_code or "
+        "qform_code) to 0."
     )
 
 
@@ -133,7 +138,8 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_sform_that_places_nothing_is_refused(tmp_path: Path, fault: str) -> None:
     assert told(save(tmp_path / "a.nii", FAULTS[fault])) == (
-        f"a.nii: expected axes of positive length at right angles, but the sform of the NIfTI header {fault}; repair the header "
+        "a.nii: expected axes of positive length at right angles, but the sform of the NIfTI "
+        f"header {fault}; repair the header "
         "or export the scan again."
     )
 
@@ -159,7 +165,8 @@ QFORM_FAULTS = {
 def test_a_qform_that_places_nothing_is_refused_or_gives_way(tmp_path: Path, fault: str) -> None:
     turn, steps = QFORM_FAULTS[fault]
     assert told(save(tmp_path / "a.nii", None, turn, pixdim=(1.0, *steps))) == (
-        f"a.nii: expected axes of positive length at right angles, but the qform of the NIfTI header {fault}; repair the header "
+        "a.nii: expected axes of positive length at right angles, but the qform of the NIfTI "
+        f"header {fault}; repair the header "
         "or export the scan again."
     )
     path = save(tmp_path / "b.nii", np.diag(STEPS), turn, pixdim=(1.0, *steps), sform_code=2)
@@ -175,7 +182,8 @@ def test_without_both_places_the_spacing_must_be_right(
 ) -> None:
     text = " x ".join(f"{step:g}" for step in steps)
     assert told(save(tmp_path / "a.nii", pixdim=(1.0, *steps))) == (
-        f"a.nii: expected a positive spacing on every axis, but the NIfTI header's pixdim is {text}; repair the header or export "
+        "a.nii: expected a positive spacing on every axis, but the NIfTI header's pixdim is "
+        f"{text}; repair the header or export "
         "the scan again."
     )
 
@@ -183,7 +191,10 @@ def test_without_both_places_the_spacing_must_be_right(
 def test_without_both_places_the_axes_are_assumed_aloud(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii")
     assert finding_texts(read_image(path)) == (
-        "the header has neither sform nor qform: its axes are assumed to be left, posterior, superior; check the sides",
+        (
+            "the header has neither sform nor qform: its axes are assumed to be left, posterior, "
+            "superior; check the sides"
+        ),
     )
     assert np.allclose(ends_of(path), [[0, 0, 0], [8 * 0.7, 6 * 0.8, 4 * 2.5]], atol=1e-3)
 
@@ -191,7 +202,10 @@ def test_without_both_places_the_axes_are_assumed_aloud(tmp_path: Path) -> None:
 def test_a_spacing_that_the_sform_contradicts_is_told(tmp_path: Path) -> None:
     path = save(tmp_path / "a.nii", np.diag(STEPS), pixdim=(1.0, 1.0, 1.0, 1.0))
     assert finding_texts(read_image(path)) == (
-        "the header's pixdim is 1 x 1 x 1, but its sform gives a spacing of 0.7 x 0.8 x 2.5: the sform is used",
+        (
+            "the header's pixdim is 1 x 1 x 1, but its sform gives a spacing of 0.7 x 0.8 x 2.5: "
+            "the sform is used"
+        ),
     )
     assert np.allclose(ends_of(path), corners(np.diag(STEPS)), atol=1e-3)
 

@@ -149,7 +149,7 @@ def test_real_files_of_other_formats_equal_their_nifti(shared_ct: Path) -> None:
 def test_equal_labels_give_equal_files_whenever_and_wherever_they_are_written(
     tmp_path: Path,
 ) -> None:
-    """A gzip stream may hold a name and a time (RFC 1952): checksums of results would change with both."""
+    """A gzip stream may hold a name and a time (RFC 1952): checksums would change with both."""
     labels = np.zeros((4, 5, 6), dtype=np.uint8)
     labels[1:3, 2, 3] = 1
     write_labels(tmp_path / "a.nii.gz", labels, make_grid(np.eye(3), labels.shape))

@@ -57,7 +57,10 @@ def test_a_damaged_table_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"a,b\n" + b"x" * 200_000)
     with pytest.raises(
         UserError,
-        match=r"a\.csv: expected a CSV file, but it is damaged \(field larger than field limit \(131072\)\)",
+        match=(
+            r"a\.csv: expected a CSV file, but it is damaged \(field larger than field limit "
+            r"\(131072\)\)"
+        ),
     ):
         read_csv(tmp_path / "a.csv")
     with pytest.raises(UserError, match="got a folder, a pipe or a device"):

@@ -39,9 +39,8 @@ def test_devices_pipes_folders_and_missing_files(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):
-        assert (
-            told(read, path)
-            == f"{path.name}: expected a text file, got a folder, a pipe or a device; check the path."
+        assert told(read, path) == (
+            f"{path.name}: expected a text file, got a folder, a pipe or a device; check the path."
         )
     assert (
         told(read, tmp_path / "none")

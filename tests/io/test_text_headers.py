@@ -1,4 +1,4 @@
-"""NRRD and MetaImage: what is read, what is assumed aloud, what is refused, each with its sentence."""
+"""NRRD and MetaImage: what is read, assumed aloud or refused, each with its sentence."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def meta(folder: Path, changes: Changes, data: bytes = RAW, name: str = "a.mha")
 
 
 def is_right(path: Path, like_itk: bool = True) -> bool:
-    """Whether voxels and place are those of the unchanged file, and the result of a prediction lies there too."""
+    """Whether voxels and place are those of the unchanged file, and a result lies there too."""
     scan = read_image(path)
     if like_itk:
         array, grid = load_itk(path)
@@ -135,7 +135,8 @@ def test_voxels_in_several_files(tmp_path: Path, suffix: str, value: str) -> Non
     (tmp_path / names[2]).write_bytes(b"")
     if "02" not in value:
         assert told(path) == (
-            f"{path.name}: expected 126 bytes of voxels (9 x 7 x 1 of 2 bytes), but the file holds 0; it is truncated or "
+            f"{path.name}: expected 126 bytes of voxels (9 x 7 x 1 of 2 bytes), but the file "
+            "holds 0; it is truncated or "
             "damaged: copy or export it again."
         )
 
@@ -193,10 +194,12 @@ def test_one_frame_of_a_metaimage_file_is_a_volume(tmp_path: Path) -> None:
     }
     assert is_right(meta(tmp_path, four), like_itk=False)
     assert told(meta(tmp_path, four | {"DimSize": "9 7 5 2"}, RAW * 2)) == (
-        "a.mha: expected one 3D volume, but the file holds 9 x 7 x 5 x 2 values; give one volume per file."
+        "a.mha: expected one 3D volume, but the file holds 9 x 7 x 5 x 2 values; give one "
+        "volume per file."
     )
     assert told(meta(tmp_path, four | {"TransformMatrix": "1 0 0 1 0 1 0 0 0 0 1 0 0 0 0 1"})) == (
-        "a.mha: expected three axes in space and one in time, but the direction [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, "
+        "a.mha: expected three axes in space and one in time, but the direction [[1.0, 0.0, "
+        "0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, "
         "1.0, 0.0], [1.0, 0.0, 0.0, 1.0]] mixes them; repair the header."
     )
 
@@ -206,30 +209,41 @@ def test_sizes_that_no_scanner_has(tmp_path: Path, scale: float) -> None:
     path = meta(tmp_path, {"ElementSpacing": f"{0.7 * scale} {0.8 * scale} {2.5 * scale}"})
     if scale < 1e-3:
         assert told(path) == (
-            "a.mha: expected voxels of at least 0.0001 mm, but the header gives a spacing of 7e-31 x 8e-31 x 2.5e-30 mm; check whether its "
+            "a.mha: expected voxels of at least 0.0001 mm, but the header gives a spacing of "
+            "7e-31 x 8e-31 x 2.5e-30 mm; check whether its "
             "spacing is in mm."
         )
     elif scale < 1:
         assert read_image(path).grid.spacing_mm[0] == pytest.approx(0.0025), "a mouse's bone"
     else:
         assert told(path) == (
-            "a.mha: expected a scan of at most 4 m along each axis and 8 m³ in all, but the header makes it 6.3 x 5.6 x 12.5 m; "
+            "a.mha: expected a scan of at most 4 m along each axis and 8 m³ in all, but the "
+            "header makes it 6.3 x 5.6 x 12.5 m; "
             "check its sizes, and whether its spacing is in mm."
         )
 
 
 MISSING = {
-    "a.nrrd, space+": "the header gives no orientation; taken instead: left, posterior, superior; check size, sides and place",
+    "a.nrrd, space+": (
+        "the header gives no orientation; taken instead: left, posterior, superior; check size, "
+        "sides and place"
+    ),
     "a.nrrd, space directions": (
-        "the header gives no spacing and no orientation; taken instead: 1 mm and left, posterior, superior; check size, sides "
+        "the header gives no spacing and no orientation; taken instead: 1 mm and left, "
+        "posterior, superior; check size, sides "
         "and place"
     ),
-    "a.nrrd, space origin": "the header gives no origin; taken instead: 0; check size, sides and place",
+    "a.nrrd, space origin": (
+        "the header gives no origin; taken instead: 0; check size, sides and place"
+    ),
     "a.mha, TransformMatrix": (
-        "the header gives no orientation; taken instead: left, posterior, superior; check size, sides and place"
+        "the header gives no orientation; taken instead: left, posterior, superior; check "
+        "size, sides and place"
     ),
     "a.mha, Offset": "the header gives no origin; taken instead: 0; check size, sides and place",
-    "a.mha, ElementSpacing": "the header gives no spacing; taken instead: 1 mm; check size, sides and place",
+    "a.mha, ElementSpacing": (
+        "the header gives no spacing; taken instead: 1 mm; check size, sides and place"
+    ),
 }
 
 
@@ -258,7 +272,10 @@ REPAIR = "; repair the header or export the scan again."
 NO_LENGTH = (
     "expected three axes of positive length and a finite origin, but the header gives steps of"
 )
-SHEARED = "expected axes at right angles, but direction is not orthonormal: off by {}, allowed 0.001; resample the scan to a regular grid first."
+SHEARED = (
+    "expected axes at right angles, but direction is not orthonormal: off by {}, allowed 0.001; "
+    "resample the scan to a regular grid first."
+)
 PATTERN = "expected a pattern such as 'slice%03d.raw 1 120 1', got {!r}; repair the header."
 
 
@@ -270,18 +287,32 @@ NRRD_REFUSED: list[tuple[Changes, bytes, str]] = [
     ({}, RAW[:-1], f"{EXPECTED}holds 629{LENGTH}"),
     ({}, RAW + b"\0", f"{EXPECTED}{SURPLUS}"),
     ({"encoding": "gzip"}, gzip.compress(RAW + b"\0"), f"{EXPECTED}{SURPLUS}"),
-    ({"encoding": "gzip"}, gzip.compress(RAW[:-1]), f"expected 5 slices, but the file ends in slice 5{LENGTH}"),
+    (
+        {"encoding": "gzip"},
+        gzip.compress(RAW[:-1]),
+        f"expected 5 slices, but the file ends in slice 5{LENGTH}",
+    ),
     ({"encoding": "gzip"}, gzip.compress(RAW)[:-9], EARLY),
     ({"encoding": "gzip"}, gzip.compress(RAW)[:-4], EARLY),
     ({"encoding": "bzip2"}, bz2.compress(RAW)[:-3], EARLY),
     (
         {"encoding": "ascii"},
         TEXT.replace(b" ", b" x", 1),
-        "the file cannot be read: a value of its voxels is no number of the type int16; export it again.",
+        ("the file cannot be read: a value of its voxels is no number of the type int16; export it "
+         "again."),
     ),
-    ({"dimension": "2", "sizes": "9 7", "space directions": WITHOUT}, RAW, f"expected 3 to 5 axes in the header field 'dimension', got '2'{REPAIR}"),
     (
-        {"dimension": "4", "sizes": "3 9 7 5", "kinds": "RGB-color domain domain domain", "space directions": "none (1,0,0) (0,1,0) (0,0,1)"},
+        {"dimension": "2", "sizes": "9 7", "space directions": WITHOUT},
+        RAW,
+        f"expected 3 to 5 axes in the header field 'dimension', got '2'{REPAIR}",
+    ),
+    (
+        {
+            "dimension": "4",
+            "sizes": "3 9 7 5",
+            "kinds": "RGB-color domain domain domain",
+            "space directions": "none (1,0,0) (0,1,0) (0,0,1)",
+        },
         RAW * 3,
         "expected one number per voxel, got 3; export grey values.",
     ),
@@ -289,36 +320,104 @@ NRRD_REFUSED: list[tuple[Changes, bytes, str]] = [
         {"kinds": "vector domain domain"},
         RAW,
         header(
-            "number of domain axes in the NRRD file (2) doesn't match dimension of space in which orientation is defined (3). This is "
+            "number of domain axes in the NRRD file (2) doesn't match dimension of space in which "
+            "orientation is defined (3). This is "
             "not supported."
         ),
     ),
-    ({"space directions": WITHOUT, "spacings": "0.7 0 2.5"}, RAW, header("axis 1 spacing (0) invalid")),
-    ({"space directions": WITHOUT, "spacings": "0.7 -1 2.5"}, RAW, f"expected a positive number for each axis in the header field 'spacings', got '0.7 -1 2.5'{REPAIR}"),
-    ({"space": WITHOUT, "space origin": WITHOUT, "space directions": WITHOUT, "spacings": "0.7 nan 2.5"}, RAW, f"expected a positive number for each axis in the header field 'spacings', got '0.7 nan 2.5'{REPAIR}"),
+    (
+        {"space directions": WITHOUT, "spacings": "0.7 0 2.5"},
+        RAW,
+        header("axis 1 spacing (0) invalid"),
+    ),
+    (
+        {"space directions": WITHOUT, "spacings": "0.7 -1 2.5"},
+        RAW,
+        ("expected a positive number for each axis in the header field 'spacings', got '0.7 -1 "
+         f"2.5'{REPAIR}"),
+    ),
+    (
+        {
+            "space": WITHOUT,
+            "space origin": WITHOUT,
+            "space directions": WITHOUT,
+            "spacings": "0.7 nan 2.5",
+        },
+        RAW,
+        ("expected a positive number for each axis in the header field 'spacings', got '0.7 nan "
+         f"2.5'{REPAIR}"),
+    ),
     (
         {"space directions": "(0.7,0,0) (0,0,0) (0,0,2.5)"},
         RAW,
-        f"{NO_LENGTH} [[0.7, 0.0, 0.0], [nan, nan, nan], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, 3.0]{REPAIR}",
+        (f"{NO_LENGTH} [[0.7, 0.0, 0.0], [nan, nan, nan], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, "
+         f"3.0]{REPAIR}"),
     ),
     ({"space directions": "(0.7,0.1,0) (0,0.8,0) (0,0,2.5)"}, RAW, SHEARED.format(0.14)),
-    ({"space": "left-posterior-superioq"}, RAW, header('couldn\'t parse space "left-posterior-superioq"')),
-    ({"space units": '"um" "um" "um"'}, RAW, f"expected lengths in mm in the header field 'space units', got '\"um\" \"um\" \"um\"'{REPAIR}"),
+    (
+        {"space": "left-posterior-superioq"},
+        RAW,
+        header('couldn\'t parse space "left-posterior-superioq"'),
+    ),
+    (
+        {"space units": '"um" "um" "um"'},
+        RAW,
+        ('expected lengths in mm in the header field \'space units\', got \'"um" "um" '
+         f'"um"\'{REPAIR}'),
+    ),
     ({"spce": "x"}, RAW, header('failed to parse "spce" as field identifier')),
-    ({"datafile": "a.raw", "data file": "b.raw"}, RAW, "the header gives the field 'data file' twice; remove one of the lines."),
+    (
+        {"datafile": "a.raw", "data file": "b.raw"},
+        RAW,
+        "the header gives the field 'data file' twice; remove one of the lines.",
+    ),
     ({"endian": WITHOUT}, RAW, header("type (short) and encoding (raw) require endian info")),
-    ({"encoding": "hex"}, RAW, f"expected raw, gzip, gz, bzip2, bz2, ascii, text or txt in the header field 'encoding', got 'hex'{REPAIR}"),
-    ({"type": "block"}, RAW, f"expected a number type in the header field 'type', got 'block'{REPAIR}"),
-    ({"sizes": WITHOUT}, RAW, "expected the field 'sizes' in the header, but it is missing or empty; check the file."),
-    ({"sizes": "9 7 5.5"}, RAW, f"expected a whole number for each axis in the header field 'sizes', got '9 7 5.5'{REPAIR}"),
-    ({"sizes": "9 7"}, RAW, f"expected a whole number for each axis in the header field 'sizes', got '9 7'{REPAIR}"),
-    ({"space origin": "(1,2)"}, RAW, f"expected a point '(x,y,z)' in the header field 'space origin', got '(1,2)'{REPAIR}"),
-    ({"space origin": "(1,2,1_0)"}, RAW, f"expected a point '(x,y,z)' in the header field 'space origin', got '(1,2,1_0)'{REPAIR}"),
-    ({"data file": "b.raw"}, b"", "its voxels should be in 'b.raw', which does not exist; copy both files."),
+    (
+        {"encoding": "hex"},
+        RAW,
+        ("expected raw, gzip, gz, bzip2, bz2, ascii, text or txt in the header field 'encoding', "
+         f"got 'hex'{REPAIR}"),
+    ),
+    (
+        {"type": "block"},
+        RAW,
+        f"expected a number type in the header field 'type', got 'block'{REPAIR}",
+    ),
+    (
+        {"sizes": WITHOUT},
+        RAW,
+        "expected the field 'sizes' in the header, but it is missing or empty; check the file.",
+    ),
+    (
+        {"sizes": "9 7 5.5"},
+        RAW,
+        f"expected a whole number for each axis in the header field 'sizes', got '9 7 5.5'{REPAIR}",
+    ),
+    (
+        {"sizes": "9 7"},
+        RAW,
+        f"expected a whole number for each axis in the header field 'sizes', got '9 7'{REPAIR}",
+    ),
+    (
+        {"space origin": "(1,2)"},
+        RAW,
+        f"expected a point '(x,y,z)' in the header field 'space origin', got '(1,2)'{REPAIR}",
+    ),
+    (
+        {"space origin": "(1,2,1_0)"},
+        RAW,
+        f"expected a point '(x,y,z)' in the header field 'space origin', got '(1,2,1_0)'{REPAIR}",
+    ),
+    (
+        {"data file": "b.raw"},
+        b"",
+        "its voxels should be in 'b.raw', which does not exist; copy both files.",
+    ),
     (
         {"encoding": "gzip", "byte skip": "-1"},
         gzip.compress(RAW),
-        "expected the slices divided evenly among the data files, and a byte skip of -1 only for uncompressed voxels, but the header gives "
+        "expected the slices divided evenly among the data files, and a byte skip of -1 only for "
+        "uncompressed voxels, but the header gives "
         "1 deflate file(s) for 5 slices and a byte skip of -1; save it as one file.",
     ),
 ]  # fmt: skip
@@ -337,36 +436,86 @@ META_REFUSED: list[tuple[Changes, bytes, str]] = [
     (
         {"CompressedData": "True"},
         zlib.compress(RAW)[:-1] + b"!",
-        "the file cannot be read: its compressed voxels are damaged: Error -6 Incorrect checksum found; copy or export it again.",
+        ("the file cannot be read: its compressed voxels are damaged: Error -6 Incorrect checksum "
+         "found; copy or export it again."),
     ),
     (
         {"CompressedData": "True"},
         zlib.compress(RAW) + b"\0\0!",
         "the file cannot be read: other bytes follow its compressed voxels; export it again.",
     ),
-    ({"NDims": "2", "DimSize": "9 7"}, RAW, f"expected 3 or 4 axes in the header field 'NDims', got '2'{REPAIR}"),
+    (
+        {"NDims": "2", "DimSize": "9 7"},
+        RAW,
+        f"expected 3 or 4 axes in the header field 'NDims', got '2'{REPAIR}",
+    ),
     ({"NDims": "99"}, RAW, f"expected 3 or 4 axes in the header field 'NDims', got '99'{REPAIR}"),
-    ({"NDims": WITHOUT}, RAW, "expected the field 'NDims' in the header, but it is missing or empty; check the file."),
-    ({"DimSize": "9 7"}, RAW, f"expected a whole number for each axis in the header field 'DimSize', got '9 7'{REPAIR}"),
-    ({"ElementNumberOfChannels": "3"}, RAW * 3, f"expected one number per voxel in the header field 'ElementNumberOfChannels', got '3'{REPAIR}"),
-    ({"ElementType": "MET_UCHAR_ARRAY"}, RAW, f"expected a number type in the header field 'ElementType', got 'MET_UCHAR_ARRAY'{REPAIR}"),
+    (
+        {"NDims": WITHOUT},
+        RAW,
+        "expected the field 'NDims' in the header, but it is missing or empty; check the file.",
+    ),
+    (
+        {"DimSize": "9 7"},
+        RAW,
+        f"expected a whole number for each axis in the header field 'DimSize', got '9 7'{REPAIR}",
+    ),
+    (
+        {"ElementNumberOfChannels": "3"},
+        RAW * 3,
+        ("expected one number per voxel in the header field 'ElementNumberOfChannels', got "
+         f"'3'{REPAIR}"),
+    ),
+    (
+        {"ElementType": "MET_UCHAR_ARRAY"},
+        RAW,
+        f"expected a number type in the header field 'ElementType', got 'MET_UCHAR_ARRAY'{REPAIR}",
+    ),
     (
         {"ElementSpacing": "0.7 0 2.5"},
         RAW,
-        f"{NO_LENGTH} [[0.7, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, 3.0]{REPAIR}",
+        (f"{NO_LENGTH} [[0.7, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, "
+         f"3.0]{REPAIR}"),
     ),
-    ({"ElementSpacing": "0.7 -0.8 2.5"}, RAW, f"expected a positive number for each axis in the header field 'ElementSpacing', got '0.7 -0.8 2.5'{REPAIR}"),
-    ({"ElementSpacing": "0.7 NaN 2.5"}, RAW, f"expected a positive number for each axis in the header field 'ElementSpacing', got '0.7 NaN 2.5'{REPAIR}"),
-    ({"Offset": "1e-999 2 3"}, RAW, f"expected a number for each axis in the header field 'Offset', got '1e-999 2 3'{REPAIR}"),
+    (
+        {"ElementSpacing": "0.7 -0.8 2.5"},
+        RAW,
+        ("expected a positive number for each axis in the header field 'ElementSpacing', got '0.7 "
+         f"-0.8 2.5'{REPAIR}"),
+    ),
+    (
+        {"ElementSpacing": "0.7 NaN 2.5"},
+        RAW,
+        ("expected a positive number for each axis in the header field 'ElementSpacing', got '0.7 "
+         f"NaN 2.5'{REPAIR}"),
+    ),
+    (
+        {"Offset": "1e-999 2 3"},
+        RAW,
+        f"expected a number for each axis in the header field 'Offset', got '1e-999 2 3'{REPAIR}",
+    ),
     (
         {"TransformMatrix": "1 0 0 0 0 0 0 0 1"},
         RAW,
-        f"{NO_LENGTH} [[0.7, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, 3.0]{REPAIR}",
+        (f"{NO_LENGTH} [[0.7, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 2.5]] mm from [1.0, 2.0, "
+         f"3.0]{REPAIR}"),
     ),
     ({"TransformMatrix": "1 0.1 0 0 1 0 0 0 1"}, RAW, SHEARED.format(0.1)),
-    ({"BinaryDataByteOrderMSB": "Tru"}, RAW, f"expected True or False in the header field 'BinaryDataByteOrderMSB', got 'Tru'{REPAIR}"),
-    ({"DistanceUnits": "cm"}, RAW, f"expected lengths in mm in the header field 'DistanceUnits', got 'cm'{REPAIR}"),
-    ({"ElementDataFile": "v.raw"}, RAW, "its voxels should be in 'v.raw', which does not exist; copy both files."),
+    (
+        {"BinaryDataByteOrderMSB": "Tru"},
+        RAW,
+        f"expected True or False in the header field 'BinaryDataByteOrderMSB', got 'Tru'{REPAIR}",
+    ),
+    (
+        {"DistanceUnits": "cm"},
+        RAW,
+        f"expected lengths in mm in the header field 'DistanceUnits', got 'cm'{REPAIR}",
+    ),
+    (
+        {"ElementDataFile": "v.raw"},
+        RAW,
+        "its voxels should be in 'v.raw', which does not exist; copy both files.",
+    ),
     ({"ElementDataFile": "%s.raw 1 2 1"}, RAW, PATTERN.format("%s.raw 1 2 1")),
     ({"ElementDataFile": "s%d.raw 1 999999999 1"}, RAW, PATTERN.format("s%d.raw 1 999999999 1")),
 ]  # fmt: skip
@@ -396,16 +545,19 @@ def test_a_line_that_is_no_field(tmp_path: Path) -> None:
     path = meta(tmp_path, {})
     path.write_bytes(path.read_bytes().replace(b"Offset = 1 2 3", b"Offset 1 2 3\x1b[2J"))
     assert told(path) == (
-        "a.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got 'Offset 1 2 3\\x1b[2J'; check the "
+        "a.mha: expected a MetaImage file with a name, '=' and a value on each line of its "
+        "header, got 'Offset 1 2 3\\x1b[2J'; check the "
         "file."
     )
     path.write_bytes(b"NDims = 3\nElementDataFilf = LOCAL\n")
     assert told(path) == (
-        "a.mha: expected a MetaImage file, but its header does not say where the voxels are (ElementDataFile); check the file."
+        "a.mha: expected a MetaImage file, but its header does not say where the voxels are "
+        "(ElementDataFile); check the file."
     )
     (tmp_path / "a.nrrd").write_bytes(b"NRRX0004\n")
     assert told(tmp_path / "a.nrrd") == (
-        "a.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file."
+        "a.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to "
+        "5; check the file."
     )
 
 
@@ -426,7 +578,8 @@ def test_a_header_reads_no_file_outside_its_folder(
     make, key = (nrrd, "data file") if suffix == ".nhdr" else (meta, "ElementDataFile")
     told_name = f"{name}1" if way == "pattern" else name
     assert told(make(folder, {key: value}, listed, f"a{suffix}")) == (
-        f"a{suffix}: expected its voxels in the folder of the header, got {told_name!r}; move the file there and repair the header."
+        f"a{suffix}: expected its voxels in the folder of the header, got {told_name!r}; move "
+        "the file there and repair the header."
     )
     (folder / "below").mkdir()
     (folder / "below" / "v.raw").write_bytes(RAW)
@@ -443,7 +596,7 @@ def test_simpleitk_reads_checked_fields_only(
 
     opened: list[str] = []
 
-    class Reader(SimpleITK.ImageFileReader):  # type: ignore[misc]
+    class Reader(SimpleITK.ImageFileReader):
         def SetFileName(self, fn: str) -> None:  # noqa: N802
             opened.append(fn)
             super().SetFileName(fn)

@@ -58,7 +58,8 @@ def test_scale_is_applied_and_int16_kept_where_exact(
 def test_a_shift_that_is_no_number_is_refused(tmp_path: Path) -> None:
     save_scaled(tmp_path / "scan.nii", make_hu(), 1.0, float("nan"))
     assert told(tmp_path / "scan.nii") == (
-        "scan.nii: the NIfTI header is damaged: values are to be scaled by 1 and shifted by nan; export the scan again."
+        "scan.nii: the NIfTI header is damaged: values are to be scaled by 1 and shifted by "
+        "nan; export the scan again."
     )
 
 
@@ -152,7 +153,7 @@ def test_labels_that_resampling_has_mixed_with_the_background(
 def test_labels_that_were_rounded_to_the_steps_of_their_scale(
     tmp_path: Path, num_labels: int, dtype: type
 ) -> None:
-    """Floating point labels that nibabel stores as integers: in uint8, 1 of 2 labels becomes 128 * 2/255 = 1.004."""
+    """Float labels that nibabel stores as integers: in uint8, 1 of 2 is 128 * 2/255 = 1.004."""
     want = np.resize(np.arange(num_labels + 1), (5, 7, 9))
     image = nib.Nifti1Image(want.T.astype(np.float64), np.eye(4))
     image.set_data_dtype(dtype)
@@ -201,7 +202,8 @@ def test_voxels_without_a_number_count_as_air_with_a_warning(
         "2 of 315 voxels (0.63 %) hold no number (NaN or infinity) and count as air, -1024 HU",
     )
     assert told(tmp_path / "scan.nii.gz", read_labels) == (
-        f"scan.nii.gz: expected a label map of whole numbers, but the file holds values such as {value:g}; is it an image or a "
+        "scan.nii.gz: expected a label map of whole numbers, but the file holds values such "
+        f"as {value:g}; is it an image or a "
         "probability map?"
     )
 
@@ -273,7 +275,10 @@ def test_every_number_type_of_the_other_byte_order(tmp_path: Path, suffix: str, 
             "i8": "longlong",
             "f4": "float",
         }
-        head = f"NRRD0001\ntype: {names.get(code, 'double')}\ndimension: 3\nsizes: 9 7 5\nendian: big\nencoding: raw\n\n"
+        head = (
+            f"NRRD0001\ntype: {names.get(code, 'double')}\ndimension: 3\nsizes: 9 7 5\n"
+            "endian: big\nencoding: raw\n\n"
+        )
         path.write_bytes(head.encode() + big.tobytes())
     else:
         names = {
@@ -285,7 +290,10 @@ def test_every_number_type_of_the_other_byte_order(tmp_path: Path, suffix: str, 
             "i8": "LONG_LONG",
             "f4": "FLOAT",
         }
-        head = f"NDims = 3\nDimSize = 9 7 5\nElementType = MET_{names.get(code, 'DOUBLE')}\nBinaryDataByteOrderMSB = True\n"
+        head = (
+            f"NDims = 3\nDimSize = 9 7 5\nElementType = MET_{names.get(code, 'DOUBLE')}\n"
+            "BinaryDataByteOrderMSB = True\n"
+        )
         path.write_bytes(f"{head}ElementDataFile = LOCAL\n".encode() + big.tobytes())
     image = read_image(path)
     assert image.array.dtype == np.int16
@@ -308,8 +316,10 @@ def test_a_format_imports_no_library_of_another(tmp_path: Path, suffix: str, ban
     path = tmp_path / f"scan{suffix}"
     save_itk(path, make_hu(), make_grid(np.eye(3)))
     code = (
-        "import sys; from pathlib import Path; from medseg.io.read import read_image; from medseg.io.write import "
-        "write_image; p = Path(sys.argv[1]); v = read_image(p); write_image(p, v.array, v.grid, v.header); "
+        "import sys; from pathlib import Path; from medseg.io.read import read_image; from "
+        "medseg.io.write import "
+        "write_image; p = Path(sys.argv[1]); v = read_image(p); write_image(p, v.array, "
+        "v.grid, v.header); "
         "sys.exit(sys.argv[2] in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy against an independent sum in fp64, against MONAI and against its own numerical gradient."""
+"""Dice plus cross-entropy against a sum in fp64, MONAI and its own numerical gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def naive(logits: Tensor, target: Tensor, loss: DiceCrossEntropyLoss) -> float:
         p, t = probs[group, k], (target[group] == k).double()
         scores.append((2 * (p * t).sum() + loss.smooth) / (p.sum() + t.sum() + loss.smooth))
     entropy = [-torch.log(probs[n, target[n, z, y, x], z, y, x])
-               for n in range(len(logits)) for z, y, x in itertools.product(*map(range, target.shape[1:]))]  # fmt: skip
+               for n in range(len(logits)) for z, y,
+               x in itertools.product(*map(range, target.shape[1:]))]  # fmt: skip
     return float(
         loss.dice_weight * (1 - torch.stack(scores).mean())
         + loss.ce_weight * torch.stack(entropy).mean()
@@ -140,7 +141,7 @@ def test_layout_changes_nothing() -> None:
 )
 def test_senseless_arguments_are_refused(arguments: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        DiceCrossEntropyLoss(**arguments)  # type: ignore[arg-type]
+        DiceCrossEntropyLoss(**arguments)
 
 
 def test_misfits_are_refused() -> None:

@@ -69,8 +69,10 @@ def test_one_term_of_ours_is_passed_through_unchanged() -> None:
 
 
 VOXELWISE: list[tuple[type, dict[str, Any]]] = [
-    (DiceCrossEntropyLoss, {}), (monai.losses.DiceCELoss, {}), (monai.losses.DiceFocalLoss, {}), (monai.losses.TverskyLoss, {}),
-    (monai.losses.GeneralizedDiceLoss, {}), (monai.losses.FocalLoss, {}), (nn.CrossEntropyLoss, {}), (nn.BCEWithLogitsLoss, {}),
+    (DiceCrossEntropyLoss, {}), (monai.losses.DiceCELoss, {}), (monai.losses.DiceFocalLoss, {}),
+    (monai.losses.TverskyLoss, {}),
+    (monai.losses.GeneralizedDiceLoss, {}), (monai.losses.FocalLoss, {}), (nn.CrossEntropyLoss, {}),
+    (nn.BCEWithLogitsLoss, {}),
     (nn.MSELoss, {}),
 ]  # fmt: skip
 
@@ -118,7 +120,10 @@ def test_outputs_without_a_weight_are_refused(weights: list[float]) -> None:
 def test_a_loss_of_distances_cannot_ignore_voxels() -> None:
     with pytest.raises(
         ValueError,
-        match=r"HausdorffDTLoss is not a sum over voxels, so it cannot leave out the voxels of task\.ignore_label",
+        match=(
+            "HausdorffDTLoss is not a sum over voxels, so it cannot leave out the voxels of "
+            r"task\.ignore_label"
+        ),
     ):
         adapted(monai.losses.HausdorffDTLoss, 255)
 

@@ -30,7 +30,7 @@ def covering_rows(
     is_allowed: Callable[[Row], bool] = lambda _: True,
     of: str | None = None,
 ) -> list[Row]:
-    """Rows that together hold every allowed pair, always the same ones; with `of`, every pair of that factor.
+    """Rows that together hold every allowed pair, always the same; with `of`, pairs of that factor.
 
     They are made greedily: each begins with a pair that is missing, and takes on the value that
     brings the most missing pairs.

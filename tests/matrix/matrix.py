@@ -1,4 +1,4 @@
-"""Covering array of networks, stages, losses and switches: every pair of values in a training of two steps.
+"""Covering array of networks, stages, losses and switches: every pair trains two steps.
 
 A row trains, resumes bit-equal and predicts; a combination in `REFUSED` is refused with the
 sentence that is stated there. `python tests/matrix/matrix.py docs/matrix.md` runs the full array,
@@ -110,9 +110,12 @@ PAGE = """# Networks, stages, losses and switches together
 
     make matrix
 
-{num_rows} small trainings of two steps ([each row](matrix/rows.csv)) hold every pair of values of two columns of this
-table at least once; the last {num_rank_rows} do so with several ranks. Each row trains; a run that is stopped after the
-first step and resumed ends with the same weights, bit for bit; and its checkpoint predicts. `tests/matrix` checks the
+{num_rows} small trainings of two steps ([each row](matrix/rows.csv)) hold every pair of values \
+of two columns of this
+table at least once; the last {num_rank_rows} do so with several ranks. Each row trains; a \
+run that is stopped after the
+first step and resumed ends with the same weights, bit for bit; and its checkpoint predicts. \
+`tests/matrix` checks the
 rows of one rank in the slow tests.
 
 **{num_passed} of {num_rows} rows train, resume and predict.**
@@ -158,8 +161,10 @@ def arguments_of(table: Path, row: Mapping[str, str]) -> list[str]:
     values = {**{factor: next(iter(known)) for factor, known in FACTORS.items()}, **row}
     batch_size = int(values["accumulate"]) * (2 if "ranks" in row else 1)
     common = [
-        f"stage.batch_size={max(2, batch_size)}", f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
-        "spacing.target_spacing_mm=[6.0,6.0,6.0]", "augment=none", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
+        f"stage.batch_size={max(2, batch_size)}", f"data.cases='{table}'",
+        f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
+        "spacing.target_spacing_mm=[6.0,6.0,6.0]", "augment=none", "logger=none",
+        "trainer.accelerator=cpu", "trainer.threads=1", "steps=2",
         "stage.validate_every=2", "checkpoint_every=1",
     ]  # fmt: skip
     own = [{**FACTORS, "ranks": RANKS}[factor][value] for factor, value in values.items()]
@@ -174,7 +179,7 @@ def compose(table: Path, row: Mapping[str, str], run_dir: Path) -> TrainConfig:
 
 
 def train_and_resume(table: Path, row: Mapping[str, str], folder: Path) -> Path:
-    """Train a row in this process in one go, and again with a stop after the first step; returns the run folder."""
+    """Train a row here in one go, and again with a stop after step 1; returns the run folder."""
     whole, stopped = folder / "whole", folder / "stopped"
     config = compose(table, row, whole)
     check_objects(config)
@@ -193,7 +198,7 @@ def train_and_resume(table: Path, row: Mapping[str, str], folder: Path) -> Path:
 
 
 def train_and_resume_ranks(table: Path, row: Mapping[str, str], folder: Path) -> Path:
-    """The same with several ranks: the checkpoint of the first step is copied while the run goes on, and resumed from."""
+    """The same with several ranks: resumes from a copy of the first step's checkpoint."""
     whole, stopped = folder / "whole", folder / "stopped"
     command = [sys.executable, "-m", "medseg.commands.cli", "train"]
     first, last = stopped / "checkpoints" / "last.ckpt", whole / "checkpoints" / "last.ckpt"
@@ -233,7 +238,7 @@ def assert_equal_weights(*run_dirs: Path) -> None:
 
 
 def run_row(table: Path, row: Mapping[str, str], folder: Path, others: Mapping[str, Path]) -> None:
-    """Train, resume and predict; `others` holds a checkpoint of each stage, for the stage that the row does not train.
+    """Train, resume and predict; `others` holds a checkpoint of each stage, for the untrained one.
 
     Raises:
         UserError: If the row is refused.
@@ -249,7 +254,7 @@ def run_row(table: Path, row: Mapping[str, str], folder: Path, others: Mapping[s
 
 
 def main() -> None:
-    """Run all rows, one after the other, and write the page that the command line names after each."""
+    """Run all rows one after the other; after each, write the page named on the command line."""
     page, lines = Path(sys.argv[1]), []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

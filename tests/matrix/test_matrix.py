@@ -1,4 +1,4 @@
-"""Covering array of networks, stages, losses and switches: every row trains, resumes bit-equal and predicts, or is refused as stated."""
+"""Covering array of all factors: each row trains, resumes bit-equal, predicts or is refused."""
 
 from __future__ import annotations
 

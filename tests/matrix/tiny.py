@@ -11,7 +11,7 @@ from medseg.io.write import write_image, write_labels
 
 
 def make_tiny_table(folder: Path) -> Path:
-    """Write the scans: two blocks of air in a body, sizes and spacings all different; labels 1 and 2."""
+    """Write scans: two blocks of air in a body, sizes and spacings all different; labels 1, 2."""
     rng = np.random.default_rng(0)
     lines = ["case,image,labels,patient,split"]
     for index, split in enumerate(("train", "train", "val", "test")):

@@ -1,4 +1,4 @@
-"""The count of a step: by hand, by other means, and the same whether or not anything is computed."""
+"""The count of a step: by hand, by other means, and the same with and without computing."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ STATEFUL = [
 def test_the_state_of_any_optimizer_is_counted(
     optimizer: Any, options: dict[str, Any], num_copies: int
 ) -> None:
-    """Against what is really there after a step: whatever tensors the optimiser holds, by the storages below them."""
+    """Against what exists after a step: the optimiser's tensors, by the storages below them."""
 
     def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = optimizer(parameters, lr=0.01, **options)

@@ -50,9 +50,11 @@ def call(image):
         return network(image)
 
 def resident(key):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+    status = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in status if line.startswith(key)) * 1024
 
-per_voxel = forward_bytes_per_voxel(network, call, (1, 1, *(3 * step for step in network.divisor)), torch.device("cpu"))
+size = (1, 1, *(3 * step for step in network.divisor))
+per_voxel = forward_bytes_per_voxel(network, call, size, torch.device("cpu"))
 image = torch.randn(1, 1, 192, 192, 160)
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
 before = resident("VmRSS")

@@ -1,4 +1,4 @@
-"""Every pair of values of all switches, in as few runs as that takes: each takes two steps, or meets the refusal that is stated."""
+"""Every pair of values of all switches, in few runs: each takes two steps or is refused."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_is_refused_says_why_before_anything_runs(values: Row, said: str) -
     def begin() -> None:
         config = compose(values)
         check_objects(config)
-        switches.switch_on(make_network(config), config.memory, "cpu")  # type: ignore[arg-type]
+        switches.switch_on(make_network(config), config.memory, "cpu")
 
     with pytest.raises(UserError) as caught:
         begin()

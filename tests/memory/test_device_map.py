@@ -1,4 +1,4 @@
-"""Parts of a network on devices of their own: what is computed stays, and the plan is the best one."""
+"""Parts of a network on their own devices: results stay, and the plan is the best one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_two_devices_compute_what_one_does(places: dict[str, str], home: str) ->
 
 
 class Copies(TorchFunctionMode):
-    """Notes the tensors that `Tensor.to` is asked to move to another device, and whether the host waits for them."""
+    """Notes the tensors that `Tensor.to` moves to another device, and whether the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_the_strategy_of_a_device_map_moves_the_parts_and_keeps_the_rest_at_home
     module = nn.Module()
     module.network = make(0)
     strategy = DeviceMapStrategy(torch.device("cpu"), {"encoder": "meta"})
-    strategy._lightning_module = strategy.model = module  # type: ignore[assignment]
+    strategy._lightning_module = strategy.model = module
     strategy.model_to_device()
     on_meta = [name for name, weight in module.network.named_parameters() if weight.is_meta]
     assert on_meta == [

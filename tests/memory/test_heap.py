@@ -1,4 +1,4 @@
-"""Heap of the C library: memory of freed tensors goes back to the system also where other tensors lie behind it."""
+"""Heap of the C library: freed tensors' memory returns also from below living tensors."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_what_a_kernel_does_not_write_of_its_workspace_is_not_resident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Kernel:
-        """Writes a quarter of a workspace of 256 MiB, in large or small blocks, and a result of 64 MiB."""
+        """Writes a quarter of a 256 MiB workspace, in large or small blocks; a result of 64 MiB."""
 
         _schema = SimpleNamespace(is_mutable=False)
 

@@ -1,4 +1,4 @@
-"""Switches and counts on networks of MONAI: the same gradients, the operations that are repeated, the bytes that are kept."""
+"""Switches and counts on networks of MONAI: gradients, repeated operations, kept bytes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ from medseg.training.network import make_described_network
 
 NETS = "monai.networks.nets."
 NETWORKS: dict[str, dict[str, Any]] = {
-    "segresnet": {"_target_": f"{NETS}SegResNet", "init_filters": 8, "blocks_down": (1, 1, 2), "blocks_up": (1, 1)},
+    "segresnet": {
+        "_target_": f"{NETS}SegResNet",
+        "init_filters": 8,
+        "blocks_down": (1, 1, 2),
+        "blocks_up": (1, 1),
+    },
     "dynunet": {
-        "_target_": f"{NETS}DynUNet", "kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), "filters": (8, 16, 16),
+        "_target_": f"{NETS}DynUNet", "kernel_size": (3, 3, 3), "strides": (1, 2, 2),
+        "upsample_kernel_size": (2, 2), "filters": (8, 16, 16),
         "deep_supervision": True,
     },
     "swin_unetr": {"_target_": f"{NETS}SwinUNETR", "feature_size": 12},
@@ -65,7 +71,7 @@ def step(network: nn.Module, size: tuple[int, ...], seed: int = 1) -> dict[str, 
 
 
 def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
-    """Bytes that a computed forward pass leaves behind, without weights and image: found among all objects that Python knows.
+    """Bytes that a computed forward pass leaves behind, without weights and image.
 
     A hook hands out what autograd saves; the inputs of recomputed blocks are held by closures.
     """
@@ -81,7 +87,8 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
         return tensor
 
     gc.collect()
-    gc.freeze()  # what lives now is no longer among the objects: millions, in a process of many tests
+    # What lives now is no longer among the objects: millions, in a process of many tests.
+    gc.freeze()
     try:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(network(image))
@@ -143,8 +150,12 @@ def test_checkpointing_changes_no_gradient_repeats_its_blocks_and_keeps_fewer_by
     with FlopCounterMode(display=False) as forward, torch.no_grad():
         plain(torch.randn(1, 1, *size))
     assert flops["none"] < flops["sqrt"] < flops["all"] <= flops["none"] + forward.get_total_flops()
-    kept = {policy: kept_bytes(copy.deepcopy(make(name) if policy == "none" else apply_switches(make(name), checkpointing=policy)), size)
-            for policy in networks}  # fmt: skip
+    kept = {}
+    for policy in networks:
+        network = make(name)
+        if policy != "none":
+            network = apply_switches(network, checkpointing=policy)
+        kept[policy] = kept_bytes(copy.deepcopy(network), size)
     assert kept["all"] < kept["sqrt"] < kept["none"]
     assert kept["all"] < 0.75 * kept["none"]
 
@@ -181,7 +192,7 @@ def test_blocks_are_chosen_by_name_and_by_pattern() -> None:
 
 @pytest.mark.parametrize("name", ["segresnet", "dynunet"])
 def test_parts_on_several_devices_meet_on_one(name: str) -> None:
-    """With tensors that have a device but no memory: no operation mixes devices, and the logits come home."""
+    """With tensors of a device but no memory: no operation mixes devices; logits come home."""
     network = build_on_meta(lambda: make(name)).requires_grad_(False)
     device_map = dict.fromkeys(list(network.blocks())[1::2], "cuda:1")
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -271,7 +282,7 @@ def test_recomputed_windows_of_swin_unetr_draw_the_same_random_numbers(
     from monai.networks.nets.swin_unetr import BasicLayer
 
     torch.manual_seed(0)
-    plain = BasicLayer(8, 2, 2, (4, 4, 4), **{"drop_path": [0.0, 0.0], **rates})  # type: ignore[arg-type]
+    plain = BasicLayer(8, 2, 2, (4, 4, 4), **{"drop_path": [0.0, 0.0], **rates})
     lean = copy.deepcopy(plain)
     checkpoint_blocks({"layer": lean}, "all")
     grads = []

@@ -69,13 +69,19 @@ MEMORY = "33 25 0:29 {root} {{top}} rw - cgroup cgroup rw,memory\n"
             {"job/memory.limit_in_bytes": f"{GIB}\n", "memory.limit_in_bytes": f"{2 * GIB}\n"},
             GIB,
         ),
-        ("4:memory:/../host\n", MEMORY.format(root="/docker/1"), {"memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        (
+            "4:memory:/../host\n",
+            MEMORY.format(root="/docker/1"),
+            {"memory.limit_in_bytes": f"{GIB}\n"},
+            GIB,
+        ),
         ("0::/a\n", UNIFIED, {"a/memory.max": "max\n"}, None),
         ("0::/a\n", UNIFIED, {"a/memory.max": f"{2**60}\n"}, None),
         ("4:memory:/a\n", "", {"a/memory.limit_in_bytes": f"{GIB}\n"}, None),
     ],
     ids=[
-        "v2-root", "v2-outer", "v2-inner", "v1-outer", "v1-container", "v1-elsewhere", "v2-none", "v2-more", "unmounted",
+        "v2-root", "v2-outer", "v2-inner", "v1-outer", "v1-container", "v1-elsewhere", "v2-none",
+        "v2-more", "unmounted",
     ],
 )  # fmt: skip
 def test_the_smallest_bound_of_nested_control_groups_counts(
@@ -165,7 +171,7 @@ def test_the_peak_is_that_of_the_process_alone() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_forked_processes_take_what_they_write_and_old_copies_of_what_their_parent_writes() -> None:
-    """Of 64 MiB that two children share, each writes 8 and the parent rewrites 32, whose old pages the children share."""
+    """Of 64 MiB that two children share, each writes 8; the parent rewrites 32, whose old stay."""
     script = """
 import mmap, os, sys
 from medseg.memory.profile import bytes_beside, private_bytes

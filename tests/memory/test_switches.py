@@ -1,4 +1,4 @@
-"""Every switch proves what it claims: counted operations, counted bytes, refusals; equal results are in `test_laws_of_switches`."""
+"""Every switch proves its claim: counted operations, counted bytes, refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from medseg.models.unet import UNet
 
 def make(norm: str = "instance", block: str = "bottleneck", **arguments: object) -> UNet:
     torch.manual_seed(0)
-    network = UNet(1, 2, width=8, depth=2, norm=norm, block=block, **arguments)  # type: ignore[arg-type]
+    network = UNet(1, 2, width=8, depth=2, norm=norm, block=block, **arguments)
     for name, weight in network.named_parameters():
         if name.endswith(
             "branch.2.1.weight"
@@ -61,7 +61,7 @@ def count_flops(network: nn.Module) -> int:
 
 
 def count_saved_bytes(network: nn.Module) -> int:
-    """Bytes that autograd keeps between forward and backward, each storage counted once, parameters left out."""
+    """Bytes autograd keeps between forward and backward, storages counted once, no parameters."""
     weights = {weight.untyped_storage().data_ptr() for weight in network.parameters()}
     storages: dict[
         int, Tensor
@@ -262,7 +262,7 @@ def test_offload_is_refused_on_cpu() -> None:
 
 
 class PretendedGpu(TorchFunctionMode):
-    """Lets every tensor say that it is on a GPU, and notes how the copies to and from the host are made."""
+    """Lets every tensor say that it is on a GPU, and notes how copies to and from it are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class PretendedGpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
-        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.is_cuda.__get__:
             return True
         if func is torch.empty_like:
             self.copies.append(("memory", {"pin_memory": options.pop("pin_memory", False)}))

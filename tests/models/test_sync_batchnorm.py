@@ -1,4 +1,4 @@
-"""Synchronised batch norm on two ranks equals batch norm on all samples; torch's class works on GPUs only."""
+"""Synchronised batch norm on two ranks equals batch norm on all samples."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PER_RANK = (1, 3)
 
 
 def make_case() -> tuple[Tensor, Tensor, nn.Sequential]:
-    """Features far from zero, the gradient of the output, and a network with a norm that scales and shifts."""
+    """Features far from zero, the output's gradient, and a network with an affine norm."""
     generator = torch.Generator().manual_seed(1)
     features, gradient = torch.randn(
         2, sum(PER_RANK), 3, 4, 5, 6, generator=generator, dtype=torch.float64
     )
     network = nn.Sequential(nn.BatchNorm3d(3, dtype=torch.float64), nn.Tanh())
-    nn.init.uniform_(network[0].weight, 0.5, 2.0, generator=generator)  # type: ignore[arg-type]
-    nn.init.uniform_(network[0].bias, generator=generator)  # type: ignore[arg-type]
+    nn.init.uniform_(network[0].weight, 0.5, 2.0, generator=generator)
+    nn.init.uniform_(network[0].bias, generator=generator)
     return 3.0 * features + 100.0, gradient, network
 
 
@@ -48,7 +48,7 @@ def step(
 def test_one_rank_is_batch_norm_and_names_stay() -> None:
     features, gradient, network = make_case()
     converted = apply_switches(make_case()[2], synchronise=True)
-    assert isinstance(converted[0], nn.SyncBatchNorm)  # type: ignore[index]
+    assert isinstance(converted[0], nn.SyncBatchNorm)
     expected, found = step(network, features, gradient), step(converted, features, gradient)
     assert list(found) == list(expected)
     for name, value in found.items():
@@ -61,7 +61,7 @@ def test_compiled_code_is_refused() -> None:
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    """Take one rank's part of the samples through the norm; both ranks may share a GPU, since gloo connects them."""
+    """Take one rank's samples through the norm; ranks may share a GPU: gloo connects them."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2
     )

@@ -102,7 +102,7 @@ def test_what_our_unet_states_is_what_a_trace_finds(stem: str) -> None:
 
 
 class Odd(nn.Module):
-    """Modules that are no blocks: without parameters, called twice, with an input changed in place; and one with two inputs, which is."""
+    """Modules that are no blocks (no parameters, called twice, in place), and one of two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class ByValue(nn.Module):
 
 
 class Returning(nn.Module):
-    """Returns what a function makes of three channels of logits, in evaluation what another makes of them."""
+    """Returns a function of three channels of logits, and in evaluation another one."""
 
     def __init__(
         self,
@@ -228,7 +228,10 @@ class Returning(nn.Module):
         ),
         (
             lambda: nn.Conv3d(1, 3, 3),
-            r"but returned \(1, 3, 62, 62, 62\); it does not fit cubes of 64, 96, .* state model\.divisor",
+            (
+                r"but returned \(1, 3, 62, 62, 62\); it does not fit cubes of 64, 96, .* state "
+                r"model\.divisor"
+            ),
         ),
         (
             lambda: Returning(lambda x: {"logits": x, "features": x.mean((2, 3, 4))}),
@@ -320,5 +323,5 @@ def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwis
     trained = outputs_of(form(outputs), is_training=True)
     assert isinstance(trained, list)
     assert all(torch.equal(one, other) for one, other in zip(trained, outputs, strict=True))
-    assert torch.equal(outputs_of(form(outputs), is_training=False), outputs[0])  # type: ignore[arg-type]
-    assert torch.equal(outputs_of(form(outputs[:1]), is_training=True), outputs[0])  # type: ignore[arg-type]
+    assert torch.equal(outputs_of(form(outputs), is_training=False), outputs[0])
+    assert torch.equal(outputs_of(form(outputs[:1]), is_training=True), outputs[0])

@@ -34,7 +34,7 @@ def image(batch: int = 1) -> Tensor:
 
 def make(**arguments: object) -> UNet:
     torch.manual_seed(0)
-    network = UNet(1, 3, **{"width": 8, **arguments})  # type: ignore[arg-type]
+    network = UNet(1, 3, **{"width": 8, **arguments})
     # The zero scale at the end of a branch would hide what the branch does.
     for norm in network.modules():
         if isinstance(norm, InstanceNorm | nn.GroupNorm | nn.BatchNorm3d | ChannelNorm):
@@ -79,7 +79,7 @@ def test_no_bias_before_a_norm(stem: str, norm: str) -> None:
 def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
     network = make(stem=stem, refine=4)
     assert all(grad.abs().sum() > 0 for grad in gradients(network, image(2)))
-    nn.init.zeros_(network.head.cells.weight)  # type: ignore[union-attr]
+    nn.init.zeros_(network.head.cells.weight)
     voxel, inputs = (
         (7, 9, 20),
         image().requires_grad_(),
@@ -87,7 +87,7 @@ def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
     logits = network(inputs)
     assert logits.shape == (1, 3, *SIZE)
     logits[0, 1][voxel].backward()
-    seen = (inputs.grad[0, 0] != 0).nonzero()  # type: ignore[index]
+    seen = (inputs.grad[0, 0] != 0).nonzero()
     assert len(seen) == 5**3
     assert (seen - torch.tensor(voxel)).abs().max() == 2
 
@@ -115,7 +115,7 @@ def test_every_convolution_gives_the_size_of_its_level(stem: str, halvings: int)
 
 def test_channels_double_up_to_the_limit() -> None:
     network = make(width=8, depth=4, max_width=32)
-    widths = [level[-1].branch[-1].scale.numel() for level in network.encoder]  # type: ignore[index, union-attr]
+    widths = [level[-1].branch[-1].scale.numel() for level in network.encoder]
     assert widths == [8, 16, 32, 32, 32]
 
 
@@ -132,7 +132,8 @@ def test_wrong_channels_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("width", 0), ("depth", 0), ("block", "dense"), ("stem", "patch"), ("norm", "layer"), ("blocks_per_level", 0),
+    [("width", 0), ("depth", 0), ("block", "dense"), ("stem", "patch"), ("norm", "layer"),
+        ("blocks_per_level", 0),
      ("blocks_per_level", (1, 1)), ("reduction", 3), ("max_width", 0), ("refine", -1)],
 )  # fmt: skip
 def test_senseless_arguments_are_refused(name: str, value: object) -> None:
@@ -156,9 +157,9 @@ def test_cells_go_to_channels_and_back() -> None:
 def test_instance_norm_is_torchs(batch: int) -> None:
     features = torch.randn(batch, 4, 5, 6, 7, dtype=torch.float64) * 3 + 2
     norm = make_norm("instance", 4).double()
-    nn.init.uniform_(norm.weight)  # type: ignore[arg-type]
-    nn.init.uniform_(norm.bias)  # type: ignore[arg-type]
-    expected = F.instance_norm(features, weight=norm.weight, bias=norm.bias)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.weight)
+    nn.init.uniform_(norm.bias)
+    expected = F.instance_norm(features, weight=norm.weight, bias=norm.bias)
     torch.testing.assert_close(norm(features), expected)
     torch.testing.assert_close(
         norm(features.contiguous(memory_format=torch.channels_last_3d)), expected
@@ -186,8 +187,8 @@ def test_norms_of_half_precision_are_computed_in_fp32(norm: str, dtype: torch.dt
 def test_channel_norm_is_that_of_numpy_at_each_voxel(channels_last: bool) -> None:
     features = torch.randn(2, 6, 3, 4, 5, dtype=torch.float64) * 3 + 2
     norm = make_norm("channel", 6).double()
-    nn.init.uniform_(norm.weight)  # type: ignore[arg-type]
-    nn.init.uniform_(norm.bias)  # type: ignore[arg-type]
+    nn.init.uniform_(norm.weight)
+    nn.init.uniform_(norm.bias)
     values = features.numpy()
     values = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
     scale, shift = (one.detach().view(-1, 1, 1, 1).numpy() for one in (norm.weight, norm.bias))
@@ -352,7 +353,7 @@ def test_strides_that_do_not_fit_are_refused(strides: object) -> None:
 def test_small_features_are_computed_in_the_format_of_the_weights(
     shape: tuple[int, int, int], kernel: int, dilation: int, is_small: bool
 ) -> None:
-    """Where an axis has two voxels or fewer, or the kernel is deeper than the image; only on a CPU, and only fp32 weights."""
+    """Where an axis has two voxels at most or the kernel is deeper; on CPUs, fp32 weights only."""
     torch.manual_seed(0)
     convolution = Conv3d(2, 3, kernel, padding=dilation * (kernel // 2), dilation=dilation)
     features = torch.randn(1, 2, *shape)

@@ -27,7 +27,7 @@ def toy() -> dict[str, Any]:
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> MakeFolder:
-    """A function that writes a toy as a model folder and returns it; its network has random weights."""
+    """A function that writes a toy as a model folder with random weights and returns the folder."""
 
     def make(toy: dict[str, Any], parent: Path = tmp_path / "model", **changes: Any) -> Path:
         pytest.importorskip("dynamic_network_architectures")

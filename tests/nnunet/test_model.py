@@ -1,4 +1,4 @@
-"""Models of nnU-Net: the labels that its own predictor gave, under any budget and in any orientation."""
+"""Models of nnU-Net: its own predictor's labels, under any budget and in any orientation."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def reoriented(volume: Volume, order: tuple[int, ...], flips: tuple[bool, ...]) 
     """The same scan, stored along other axes."""
     steps = tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)
     array = np.ascontiguousarray(volume.array.transpose(order)[steps])
-    return Volume(array, volume.grid.reoriented(order, flips), None)  # type: ignore[arg-type]
+    return Volume(array, volume.grid.reoriented(order, flips), None)
 
 
 @pytest.mark.parametrize(("seen", "key"), [(Seen.stored, "stored"), (Seen.RAS, "reoriented")])

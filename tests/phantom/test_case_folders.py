@@ -157,7 +157,8 @@ def test_a_process_that_dies_is_one_sentence(
 
     monkeypatch.setattr(dataset, "Worker", DyingWorker)
     said = (
-        r"phantom_00\d: the phantom could not be made: its process was killed, as the system does when memory is full; free "
+        r"phantom_00\d: the phantom could not be made: its process was killed, as the system "
+        "does when memory is full; free "
         r"some memory and start the command again, which keeps the phantoms that are finished\.$"
     )
     with pytest.raises(UserError, match=said):

@@ -1,4 +1,4 @@
-"""Laws of the scenes: every label is there, sides are the patient's, channels show the same body, cases differ."""
+"""Laws of the scenes: labels exist, sides are the patient's, channels agree, cases differ."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_data_set_has_a_column_for_each_channel(tmp_path: Path) -> None:
     head, first, _ = table.read_text(encoding="utf-8").splitlines()
     assert head == "case,image,image_1,labels,patient,split"
     assert first == (
-        "phantom_000,phantom_000/image.nii.gz,phantom_000/image_1.nii.gz,phantom_000/labels.nii.gz,phantom_000,train"
+        "phantom_000,phantom_000/image.nii.gz,phantom_000/image_1.nii.gz,phantom_000/"
+        "labels.nii.gz,phantom_000,train"
     )
     images, labels = make_scene(TWO)
     for name, (image, grid) in zip(("image", "image_1"), images, strict=True):

@@ -1,4 +1,4 @@
-"""Choice of switches: what may vary under each permission, the order of other runs, and the arguments that are printed."""
+"""Choice of switches: what each permission may vary, order of runs, printed arguments."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Model:
 def candidate(model: Model, *overrides: str, validation: int = 0) -> Candidate:
     """A candidate whose processes take `BASE` bytes beside the step, and `OTHER_S` seconds."""
     beside: Any = Estimate(
-        memory=None,  # type: ignore[arg-type]
+        memory=None,
         allocator={STEP: 0},
         resident={STEP: BASE, "validation": validation},
         compute_seconds=0.0,
@@ -146,7 +146,7 @@ def candidate(model: Model, *overrides: str, validation: int = 0) -> Candidate:
         num_workers=1,
         busy_processors=0,
     )
-    return Candidate(compose(*overrides), model, beside)  # type: ignore[arg-type]
+    return Candidate(compose(*overrides), model, beside)
 
 
 def models() -> list[Model]:
@@ -162,7 +162,7 @@ def candidates() -> list[Candidate]:
 
 
 def all_options(found: list[Candidate]) -> list[Option]:
-    return [one.option(chosen) for one in found for chosen in one.model.sets()]  # type: ignore[attr-defined]
+    return [one.option(chosen) for one in found for chosen in one.model.sets()]
 
 
 def test_the_bytes_and_seconds_beside_the_step_count() -> None:
@@ -276,7 +276,7 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
             f"memory of {memory.accumulate}",
             timeline,
         )
-        assert one.beside == expected  # type: ignore[comparison-overlap]
+        assert one.beside == expected
         assert one.config.memory == memory
 
 

@@ -23,7 +23,7 @@ MIB = 2**20
 def test_the_heap_is_at_the_peak_as_large_as_it_was_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three small blocks of 3 MiB, freed before a large one of 40 MiB; a workspace of 2 MiB comes from the heap as well."""
+    """Three blocks of 3 MiB, freed before one of 40 MiB; a workspace of 2 MiB is heap as well."""
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
     costs = KernelCosts(tmp_path, torch.device("cpu"))
     costs.costs = {"small": Cost(2 * MIB, 2 * MIB, 0, 0.0), "large": Cost(0, 0, 0, 0.0)}
@@ -69,7 +69,7 @@ def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
 def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     batch_size: int, unstacked_mib: int
 ) -> None:
-    """Batches of 12 MiB in two micro-batches: beside the sample that is made, those before it wait to be stacked."""
+    """Batches of 12 MiB in two micro-batches: earlier samples wait beside the one in the making."""
     config: Any = SimpleNamespace(
         data=SimpleNamespace(prefetch=2),
         ema_decay=None,

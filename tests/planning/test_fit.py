@@ -1,4 +1,4 @@
-"""Rows of the printed front, and the room that the chosen switches leave: the largest batch and patch by two counted steps."""
+"""Rows of the printed front, and the largest batch and patch, by two counted steps."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(
     counts = iter([1300, 990])
     monkeypatch.setattr(fit, "fastest_option", fastest)
     monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=next(counts)))
-    chosen = fit.verified([], 1000, math.inf, SHAPE, None)  # type: ignore[arg-type]
+    chosen = fit.verified([], 1000, math.inf, SHAPE, None)
     assert chosen is not None
     assert chosen[1].peak == 990, "the count, not the model"
     assert within == [1000, 1000 - 300 - 1]
@@ -223,9 +223,9 @@ def test_the_choice_is_the_last_line_and_lies_in_the_file(
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "choose: memory.checkpointing=[a]"
     assert (
-        "chosen: 975.0 MiB, with a margin of 5 % within 2 GiB; 1.100 s per step. Of 4 sets of switches"
-        in said[-2]
-    )
+        "chosen: 975.0 MiB, with a margin of 5 % within 2 GiB; 1.100 s per step. Of 4 sets of "
+        "switches"
+    ) in said[-2]
     ((_, budget, max_seconds, shape, machine),) = search.verified
     assert (budget, max_seconds, shape, machine) == (int(2 * 2**30 / 1.05), 3.0, SHAPE, "machine")
     facts = json.loads(output.read_text())
@@ -258,9 +258,9 @@ def test_where_nothing_fits_the_least_demanding_set_is_named(
     assert len(search.verified) == 1, "a run that cannot fit is not searched"
     assert search.verified[0][2] == math.inf
     assert (
-        f"the smallest needs {690 * 1.05 / 1024:.2f} GiB and takes 1.6 s per step with memory.checkpointing=[c]"
-        in said.err
-    )
+        f"the smallest needs {690 * 1.05 / 1024:.2f} GiB and takes 1.6 s per step with "
+        "memory.checkpointing=[c]"
+    ) in said.err
     assert ("allow=other_run" in said.err) == (allow != "other_run")
 
 
@@ -307,7 +307,7 @@ def test_a_run_fits_at_all_by_its_least_demanding_switches(
 
     monkeypatch.setattr(fit, "estimate", count)
     config = compose("stage.batch_size=4", "allow=same_result")
-    assert fit.fits_at_all(config, SHAPE, "machine", 1000) == fits  # type: ignore[arg-type]
+    assert fit.fits_at_all(config, SHAPE, "machine", 1000) == fits
     ((switches, shape, machine),) = counted
     assert (switches.checkpointing, switches.accumulate, shape, machine) == (
         "all",
@@ -325,7 +325,7 @@ def test_what_each_switch_saves_is_the_difference_to_the_set_without_it(
         "reasons",
         lambda *_: [("recompute a", option(1000, 1.0, [])), ("other", option(900, 2.0, []))],
     )
-    fit.print_reasons(None, option(980, 1.1, ["a"]), [])  # type: ignore[arg-type]
+    fit.print_reasons(None, option(980, 1.1, ["a"]), [])
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [["recompute", "a", "-20.0", "+0.100"], ["other", "+80.0", "-0.900"]]
 
@@ -339,7 +339,7 @@ def test_after_three_tries_no_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fit, "fastest_option", fastest)
     monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=2000))
-    assert fit.verified([], 1000, math.inf, SHAPE, None) is None  # type: ignore[arg-type]
+    assert fit.verified([], 1000, math.inf, SHAPE, None) is None
     assert len(within) == 3
     monkeypatch.setattr(fit, "fastest_option", lambda *_: None)
-    assert fit.verified([], 1000, math.inf, SHAPE, None) is None  # type: ignore[arg-type]
+    assert fit.verified([], 1000, math.inf, SHAPE, None) is None

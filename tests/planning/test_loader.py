@@ -1,4 +1,4 @@
-"""Loader tuning: the settings that are tried, the one that is proposed, and equal batches under all of them."""
+"""Loader tuning: settings tried, the one proposed, and equal batches under all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from medseg.training.assemble import make_data_module
 
 def compose(table: Path, *overrides: str) -> TuneLoaderConfig:
     common = [
-        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "spacing=isotropic_4mm", "augment=none",
+        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "spacing=isotropic_4mm",
+        "augment=none",
         "trainer.accelerator=cpu", "run_dir=none",
     ]  # fmt: skip
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):

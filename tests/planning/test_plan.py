@@ -1,4 +1,4 @@
-"""Plan: the table of a step, the budget, the largest batch, and the same bytes in a real training."""
+"""Plan: the table of a step, the budget, the largest batch, and a real training's bytes."""
 
 from __future__ import annotations
 
@@ -390,7 +390,8 @@ def test_lightning_takes_what_was_planned(tmp_path: Path) -> None:
         seed=1, accumulate=1, tile_size=None, overlap=0.5, ema_decay=config.ema_decay, metadata={},
     )  # fmt: skip
     batch = {
-        "image": torch.zeros(1, 1, 32, 32, 48), "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
+        "image": torch.zeros(1, 1, 32, 32, 48),
+        "target": torch.zeros(1, 32, 32, 48, dtype=torch.uint8),
         "region": torch.zeros(1, dtype=torch.int64),
         "number": [0],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Processes of a run: tiny trainings that must agree, and the cost of samples of a synthetic case, kept in files."""
+"""Processes of a run: tiny trainings that must agree, and sample costs kept in files."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_samples_of_a_stage_are_made_and_measured_once(
 def test_the_memory_of_a_sample_is_not_taken_from_the_free_heap_of_the_planner(
     tmp_path: Path,
 ) -> None:
-    """A fork would find free pages of this process, which are resident already, and make its samples there."""
+    """A fork would find free pages of this process, already resident, for its samples."""
     config, shape = compose("stage=fine", "spacing=isotropic_3mm"), (64, 64, 64)
     largest = bytearray(30 * MIB)
     del largest  # smaller blocks come from the heap now
@@ -173,7 +173,7 @@ def test_an_old_calibration_is_made_anew(
 
 
 def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -> None:
-    """A program that holds 64 MiB beside the workers is a helper, of which there is one however many workers there are."""
+    """A program of 64 MiB beside the workers is a helper: one, however many workers there are."""
     watch = RehearsalWatch(str(tmp_path / "watch.json"))
     scripts = [f"held = b'1' * {size} * 2**20; print(flush=True); input()" for size in (64, 16, 16)]
     programs = [
@@ -186,7 +186,7 @@ def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -
         assert program.stdout is not None
         program.stdout.readline()
     loader: Any = SimpleNamespace(_iterator=SimpleNamespace(_workers=programs[1:]))
-    watch._read_memory(SimpleNamespace(train_dataloader=loader))  # type: ignore[arg-type]
+    watch._read_memory(SimpleNamespace(train_dataloader=loader))
     others = {child.pid for child in psutil.Process().children(recursive=True)} - {
         program.pid for program in programs
     }
@@ -225,7 +225,7 @@ def test_two_calibrations_are_joined_by_the_mean_of_each_memory() -> None:
 def test_a_rehearsal_leaves_the_computation_out_of_its_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock is set by hand: 0.25 s of forward and backward, 0.5 s of the optimiser, and the rest of each step."""
+    """Clock set by hand: 0.25 s forward and backward, 0.5 s optimiser, the rest of each step."""
     watch = RehearsalWatch(str(tmp_path / "watch.json"))
     now_s = [0.0]
     sizes = iter([100, 300, 200])
@@ -238,23 +238,23 @@ def test_a_rehearsal_leaves_the_computation_out_of_its_steps(
     def step(other_s: float) -> None:
         watch._start_network(network)
         now_s[0] += 0.25
-        watch.on_after_backward(None, None)  # type: ignore[arg-type]
+        watch.on_after_backward(None, None)
         watch._start_computing()
         now_s[0] += 0.5
         watch._stop_computing()
         now_s[0] += other_s
-        watch.on_train_batch_end(None, None, None, None, 0)  # type: ignore[arg-type]
+        watch.on_train_batch_end(None, None, None, None, 0)
 
     for other_s in (9.0, 0.125, 0.25, 0.375):
         step(other_s)
     assert watch.steps_s == [0.125, 0.25, 0.375], "the first step has no start"
-    watch.on_validation_end(None, None)  # type: ignore[arg-type]
+    watch.on_validation_end(None, None)
     step(7.0)
     assert watch.steps_s == [0.125, 0.25, 0.375]
     for _ in range(3):
-        watch._start_network(SimpleNamespace(training=False))  # type: ignore[arg-type]
+        watch._start_network(SimpleNamespace(training=False))
     watch.helpers, watch.worker, watch.copies = 1, 2, 3
-    watch.on_train_end(None, None)  # type: ignore[arg-type]
+    watch.on_train_end(None, None)
     numbers = json.loads((tmp_path / "watch.json").read_text())
     assert numbers == {
         "main": 300,
@@ -286,7 +286,7 @@ def test_the_memory_of_workers_and_helpers_is_the_largest_seen(
     sizes.update({1: 50, 2: 50, 3: 5})
     watch._read_memory(trainer)
     assert (watch.helpers, watch.worker, watch.copies) == (7, 80, 85)
-    watch._read_memory(SimpleNamespace(train_dataloader=None))  # type: ignore[arg-type]
+    watch._read_memory(SimpleNamespace(train_dataloader=None))
     assert (watch.helpers, watch.worker) == (105, 80)
 
 

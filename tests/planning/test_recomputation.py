@@ -1,4 +1,4 @@
-"""Recomputed blocks: peaks of the model equal counted ones, and its optimum equals that of all sets."""
+"""Recomputed blocks: peaks of the model equal counted ones; its optimum is that of all sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps around an exported network, by its metadata alone: MONAI transforms and an inferer without imports of medseg.
+"""The steps around an exported network, by its metadata alone, without imports of medseg.
 
 Images are arrays (C, z, y, x) with axes towards superior, posterior and left. The filters are those
 of medseg.
@@ -26,7 +26,7 @@ CROP_SHAPE = "crop_shape"
 def axis_weights(
     num_outputs: int, num_inputs: int, scale: float, offset: float, is_antialiased: bool = True
 ) -> Tensor:
-    """Compute the filter along one axis: linear, or a triangle of the output's spacing where that is coarser.
+    """Compute the filter along one axis: linear, or a triangle of the coarser output's spacing.
 
     Args:
         num_outputs: Voxels of the output.
@@ -68,7 +68,7 @@ def filtered(image: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class Prepared(MapTransform):
-    """Turn an oriented scan into the network's input: resampled, cropped to the body, normalised, padded."""
+    """Turn an oriented scan into the network's input: resample, crop, normalise, pad."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Prepared(MapTransform):
 
     @staticmethod
     def _normalise(image: Tensor, values: Tensor, channel: Mapping[str, Any]) -> Tensor:
-        """Map the values of a channel to the range of the network, by its window or by the scan's own values."""
+        """Map a channel to the range of the network, by its window or the scan's own values."""
         if channel["normalise"] == "window":
             low, high = channel["window_hu"]
             return (image.clamp(low, high) - low) * (2 / (high - low)) + AIR
@@ -173,7 +173,7 @@ class Prepared(MapTransform):
         return (image.clamp(low, high) - low) * (2 / (high - low) if high > low else 0.0) + AIR
 
     def _pad(self, image: Tensor) -> Tensor:
-        """Pad (C, z, y, x) at the end of each axis: the last slice is repeated, air fills the rest."""
+        """Pad (C, z, y, x) at the end of each axis: repeat the last slice, fill with air."""
         least = [max(pair) for pair in zip(image.shape[1:], self.least_size, strict=True)]
         depth, height, width = (
             -(-size // step) * step for size, step in zip(least, self.multiple_of, strict=True)
@@ -191,10 +191,10 @@ class Prepared(MapTransform):
 
 
 class TileInferer(Inferer):
-    """Run the network on a whole image or on overlapping tiles; returns probabilities (1, K, z, y, x)."""
+    """Run the network on a whole image or on tiles; returns probabilities (1, K, z, y, x)."""
 
     def __init__(self, tile_size: Sequence[int] | None, overlap: float) -> None:
-        """Take the tile of the metadata, (z, y, x) or None, and the share of it that a neighbour covers too."""
+        """Take the metadata's tile, (z, y, x) or None, and the share that neighbours overlap."""
         super().__init__()
         self.tile_size, self.overlap = tile_size, overlap
 
@@ -254,7 +254,7 @@ class Restored(MapTransform):
     """Turn probabilities into a label map on the voxels of the scan as they are stored."""
 
     def __init__(self, keys: Any, image_key: str, values: Sequence[int], is_flipped: bool) -> None:
-        """Take the key of the image from `Prepared`, the label values of the classes after the background, and whether it was flipped."""
+        """Take the key of the image, the label values of classes, and whether it was flipped."""
         super().__init__(keys)
         self.image_key, self.values, self.is_flipped = image_key, values, is_flipped
 

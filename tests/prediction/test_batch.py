@@ -1,4 +1,4 @@
-"""Where results go, what is refused before anything is loaded, and what a bad case costs the others: nothing."""
+"""Where results go, what is refused before loading, and that bad cases harm no others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def scans(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
-    """Predict with stand-ins that open no scan; returns what they shall raise, by the step and the name of the case."""
+    """Predict with stand-ins that open no scan; returns what they raise, by step and case."""
     raises: dict[tuple[str, str], Any] = {}
 
     def fail(step: str, scan: Scan) -> None:
@@ -143,7 +143,8 @@ def test_references_of_a_table_are_not_overwritten(tmp_path: Path, column: str) 
     with pytest.raises(UserError) as caught:
         predict(table, tmp_path / "masks", "split=test")
     assert str(caught.value) == (
-        f"{tmp_path}/masks/z.nii.gz is a file of the case y and would be overwritten; give another output"
+        f"{tmp_path}/masks/z.nii.gz is a file of the case y and would be overwritten; give "
+        "another output"
     )
     assert (tmp_path / "masks" / "z.nii.gz").read_bytes() == b"drawn by hand"
 

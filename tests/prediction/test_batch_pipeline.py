@@ -1,4 +1,4 @@
-"""The next case is read while the present one is computed and the last one is finished, proven by threads that wait for each other."""
+"""The next case is read while one is computed and the last is finished (threads that wait)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Log:
 
 
 def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
-    """A case is not computed to its end before the next is read and the last one is finished: one after the other it would stand still."""
+    """If a case were computed to its end before the next is read, the steps would stand still."""
     log = Log()
 
     def read(case: int, is_ahead: bool) -> str:
@@ -75,12 +75,12 @@ def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
 
 
 def test_one_case_ahead_and_one_behind_at_most() -> None:
-    """However quick the steps are, reading does not run ahead by two, nor finishing lag behind by two."""
+    """However quick the steps are, reading and finishing differ from computing by one case."""
     log = Log()
     events = {
-        "read": lambda case, _: log.add(f"read {case}") or case,  # type: ignore[func-returns-value]
-        "compute": lambda case, _: log.add(f"compute {case}") or case,  # type: ignore[func-returns-value]
-        "finish": lambda case, _: log.add(f"finish {case}") or case,  # type: ignore[func-returns-value]
+        "read": lambda case, _: log.add(f"read {case}") or case,
+        "compute": lambda case, _: log.add(f"compute {case}") or case,
+        "finish": lambda case, _: log.add(f"finish {case}") or case,
     }
     run_overlapped(range(20), **events)
     for case in range(18):

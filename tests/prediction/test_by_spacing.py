@@ -1,4 +1,4 @@
-"""Several cascades, each for its range of spacings: which one a scan gets, why, and what becomes of one that fits none."""
+"""Several cascades, each for its range of spacings: which one a scan gets, why, or none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def configured(source: Path, output: Path, by_spacing: str) -> PredictConfig:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracles in the place of checkpoints: the thin one works at 1 mm, the thick one on each scan's own grid."""
+    """Oracles for checkpoints: the thin one works at 1 mm, the thick one on the scan's grid."""
 
     def load_stage(path: Path, name: str, *_: Any) -> Any:
         spacing_mm: Any = None if path.name == "thick" else (1.0, 1.0, 1.0)
@@ -58,7 +58,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_scan(path: Path, depth: int, slice_mm: float) -> np.ndarray:
-    """Two bright blocks in 120 mm, cut into slices of any thickness; stored with the slices as the last array axis."""
+    """Two bright blocks in 120 mm, in slices of any thickness along the last array axis."""
     labels = np.zeros((64, 80, depth), dtype=np.uint8)
     inner = slice(depth // 6, depth - depth // 6)
     labels[16:48, 50:70, inner], labels[16:48, 10:30, inner] = 1, 2
@@ -92,9 +92,9 @@ def test_each_scan_gets_the_cascade_of_its_spacing(
         "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
     )
     assert (
-        "c: its coarsest spacing of 8 mm lies in no range of by_spacing (thin 0 … 2.5 mm, thick 2.5 … 8 mm); give checkpoints"
-        in said
-    )
+        "c: its coarsest spacing of 8 mm lies in no range of by_spacing (thin 0 … 2.5 mm, "
+        "thick 2.5 … 8 mm); give checkpoints"
+    ) in said
     assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == [
         "a.nii.gz",
         "b.nii.gz",

@@ -198,7 +198,7 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """While `a` is computed, `b`, which is read already or about to be, is written by somebody else."""
+    """While `a` is computed, `b`, which is read already or soon, is written by someone else."""
     done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     for path in (folder / "out").iterdir():
         path.unlink()
@@ -221,7 +221,7 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
 def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second begins to write while the first has written its label map and not yet its report; it waits, and is then refused."""
+    """The second begins to write between the first's label map and report: waits, is refused."""
     other_scan(folder)
     output, write_labels, entered = (
         folder / "one.nii.gz",
@@ -264,7 +264,10 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
     (winner,) = (name for name, code in codes.items() if code == 0)
     (loser,) = (name for name, code in codes.items() if code == 2)
     assert report["input"].endswith(f"{winner}.nii.gz")
-    said = f"{loser}: {output}: another prediction, of {folder / 'scans' / winner}.nii.gz, has written it while this one ran; give another"
+    said = (
+        f"{loser}: {output}: another prediction, of {folder / 'scans' / winner}.nii.gz, has "
+        "written it while this one ran; give another"
+    )
     assert said in capsys.readouterr().err
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 

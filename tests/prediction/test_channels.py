@@ -1,4 +1,4 @@
-"""Tasks of several channels: from the command line, a case table and Python, each channel on the grid of the first."""
+"""Tasks of several channels, from command line, table and Python, on the first one's grid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FOUR = replace(
 
 
 class Both(nn.Module):
-    """Foreground is where all channels are bright; left and right as in `CoarseOracle` where there are two labels."""
+    """Foreground is where all channels are bright; sides as in `CoarseOracle` for two labels."""
 
     divisor = (8, 8, 8)
 
@@ -67,7 +67,7 @@ def mr_of(labels: np.ndarray, rng_seed: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A CT and, on a grid of its own that is shifted and finer, a second channel of the same blocks."""
+    """A CT and a second channel of the same blocks on a grid of its own, shifted and finer."""
     volume, labels = scan()
     write_image(tmp_path / "ct.nii.gz", volume.array, volume.grid)
     fine = GRID.resampled((2.0, 0.9, 0.8)).crop(VoxelBox((2, 3, 4), (38, 86, 126)))
@@ -147,7 +147,8 @@ def test_channels_from_python_are_placed_as_those_of_files(
     away = Volume(mr_of(labels), replace(volume.grid, origin_xyz_mm=(5000.0, 0.0, 0.0)))
     with pytest.raises(
         UserError,
-        match="expected image_1 to show the same patient region as image, but the two do not overlap",
+        match="expected image_1 to show the same patient region as image, "
+        "but the two do not overlap",
     ):
         segmenter.segment([volume, away])
 

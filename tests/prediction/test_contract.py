@@ -1,4 +1,4 @@
-"""The shares of `inference.max_ram_gib`: never more than what is left, refused where too little is."""
+"""The shares of `inference.max_ram_gib`: at most what is left, refused if too little."""
 
 from __future__ import annotations
 

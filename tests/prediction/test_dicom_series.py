@@ -1,4 +1,4 @@
-"""One DICOM series among several: the same choice for every command, and what its reading did reaches the user."""
+"""One DICOM series among several: the same choice in all commands; remarks reach the user."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """A scan, the same upside down in HU, and a topogram; the labels of the scan; a table of both."""
+    """A scan, the same upside down in HU, a topogram; the scan's labels; a table of both."""
     volume, labels = scan()
     folder = tmp_path / "study 1"
     save_grid(folder / "a", volume.array, volume.grid, uid="1.2.3.4", SeriesNumber=3)

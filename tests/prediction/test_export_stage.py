@@ -1,4 +1,4 @@
-"""Exports run outside of medseg and give its labels: the steps of their metadata, ONNX and OpenVINO on real scans."""
+"""Exports run outside of medseg and give its labels: their steps, ONNX and OpenVINO."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
         case = step(case)
     with torch.inference_mode():
         inferer = TileInferer(described["tile_size"], described["overlap"])
-        case["pred"] = inferer(case["image"][None], Logits(stage.network.network))[0]  # type: ignore[operator]
+        case["pred"] = inferer(case["image"][None], Logits(stage.network.network))[0]
     restored = Restored("pred", "image", [1, 2], False)(case)["pred"]
     theirs = np.asarray(restored)[0].transpose(2, 1, 0)
     assert share_equal(ours, theirs) > 0.999
@@ -157,7 +157,7 @@ def test_the_output_must_be_a_file_of_a_known_format(tmp_path: Path) -> None:
 def test_the_cascade_gives_the_same_labels_with_exported_networks(
     name: str, shared_ct: Path, tmp_path: Path
 ) -> None:
-    """Label maps of three scans, with both networks of the cascade replaced by their exported files."""
+    """Labels of three scans, with both networks of the cascade replaced by exported files."""
     stages = [
         load_stage(
             shipped_weights("lungs", one),
@@ -177,7 +177,7 @@ def test_the_cascade_gives_the_same_labels_with_exported_networks(
     for stage in stages:
         output = tmp_path / stage.name / name
         assert export_stage(stage, output).fixed_size is None
-        stage.network.networks[0].forward = load_exported(output)  # type: ignore[index, union-attr, assignment]
+        stage.network.networks[0].forward = load_exported(output)
     for scan, expected in zip(scans, ours, strict=True):
         found = cascade.segment(scan).labels
         assert (

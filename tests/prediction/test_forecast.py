@@ -1,4 +1,4 @@
-"""Forecast of a prediction: bytes by hand, the memory contract as a law, and the seconds of cases that this machine has finished."""
+"""Forecast of a prediction: bytes by hand, the memory contract, and seconds of past cases."""
 
 from __future__ import annotations
 

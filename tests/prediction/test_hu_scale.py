@@ -72,7 +72,8 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(
     labels, report = predict(folder, "hu")
     wrong, warned = predict(folder, "high")
     said = (
-        "this is no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and data.hu_offset "
+        "this is no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and "
+        "data.hu_offset "
         "(for predict: hu_slope and hu_offset)"
     )
     assert any(warning.endswith(said) for warning in warned["warnings"])

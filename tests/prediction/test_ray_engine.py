@@ -1,4 +1,4 @@
-"""Cohorts on Ray: actors, nodes and the driver die, and each case is computed once and equals `engine=local`."""
+"""Cohorts on Ray: whatever dies, each case is computed once and equals `engine=local`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,10 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(
     monkeypatch.setattr(ray_engine, "has_ray", lambda: False)
     with pytest.raises(
         UserError,
-        match=r"engine=ray: Ray is not installed; run pip install 'medseg\[ray\]', or choose engine=local",
+        match=(
+            r"engine=ray: Ray is not installed; run pip install 'medseg\[ray\]', or choose "
+            "engine=local"
+        ),
     ):
         predict(
             f"input='{scans}'",
@@ -108,7 +111,8 @@ def test_an_address_without_a_cluster_is_one_sentence(
     for address in ("127.0.0.1:1", "head:port"):
         with pytest.raises(
             UserError,
-            match=rf"^ray\.address={address}: no cluster can be reached \(.*\); correct the address$",
+            match=rf"^ray\.address={address}: no cluster can be reached \(.*\); "
+            "correct the address$",
         ):
             predict(*given, f"ray.address='{address}'")
 
@@ -136,7 +140,7 @@ def test_under_torchrun_it_is_refused(
 
 
 class FakeRay:
-    """Ray's calls, of which one at a time ends, in an order that a generator of random numbers draws."""
+    """Ray's calls, of which one at a time ends, in an order drawn at random."""
 
     class exceptions:  # noqa: N801
         class RayError(Exception):
@@ -158,7 +162,10 @@ class FakeRay:
         """Make an actor."""
         number = self.num_actors
         self.num_actors += 1
-        call = lambda kind: SimpleNamespace(remote=lambda *given: (kind, number, given, object()))  # noqa: E731
+
+        def call(kind: str) -> SimpleNamespace:
+            return SimpleNamespace(remote=lambda *given: (kind, number, given, object()))
+
         return SimpleActor(number, call("load"), call("predict"))
 
     def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
@@ -305,7 +312,10 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
         run_cohort(FakeRay(lambda *_: False, mistake), 2)
     with pytest.raises(
         UserError,
-        match=r"actors die while they load the weights \(The actor died\.\); give them more memory with ray\.memory_gib",
+        match=(
+            r"actors die while they load the weights \(The actor died\.\); give them more memory "
+            r"with ray\.memory_gib"
+        ),
     ):
         run_cohort(FakeRay(lambda *_: False, death), 2)
 
@@ -321,7 +331,10 @@ def test_the_nodes_have_room_for_whole_actors() -> None:
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.5, "memory": 2 * gib}) == 2
     with pytest.raises(
         UserError,
-        match=r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; lower threads",
+        match=(
+            r"an actor needs 8 CPUs, 2 GPUs and 2\.00 GiB, which no node of the cluster has; "
+            "lower threads"
+        ),
     ):
         ray_engine.count_room(nodes, {"CPU": 8.0, "GPU": 2.0, "memory": 2 * gib})
 
@@ -467,7 +480,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     expected: tuple[float, float, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two nodes of 6 processors with 9 and 6 GiB, one of them with two GPUs; one that is dead does not count."""
+    """Two nodes of 6 processors with 9 and 6 GiB, one with two GPUs; a dead one does not count."""
     cluster = Cluster(
         [
             node("own", CPU=6.0, GPU=2.0, memory=9.0 * GIB),
@@ -499,7 +512,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
         ray=RayOptions(gpus=gpus, memory_gib=memory_gib, num_actors=num_actors, retries=7),
     )  # fmt: skip
     observer = Observer()
-    ray_engine.predict_on_ray(cases, None, config, observer)  # type: ignore[arg-type]
+    ray_engine.predict_on_ray(cases, None, config, observer)
     expected_gpus, memory, count = expected
     assert cluster.calls["actor"] == {
         "num_cpus": 2,

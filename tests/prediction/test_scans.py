@@ -26,7 +26,7 @@ from medseg.prediction.options import PredictConfig
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer in place of checkpoints; what the audit thinks of blocks is another test's."""
+    """Networks that know the answer as checkpoints, without the audit of the blocks."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -80,7 +80,10 @@ def test_what_a_reader_assumed_is_told_and_kept(
         scans / "moved.nii.gz"
     )
     assert predict(scans, tmp_path / "out") == 0
-    warning = "the sform and the qform of the header disagree by up to 9.6 voxels: the sform is used, as ITK does"
+    warning = (
+        "the sform and the qform of the header disagree by up to 9.6 voxels: the sform is used, "
+        "as ITK does"
+    )
     assert f"medseg: moved: {warning}" in capsys.readouterr().err
     assert warning in report(tmp_path / "out" / "moved.json")["warnings"]
     assert not any("sform" in text for text in report(tmp_path / "out" / "good.json")["warnings"])
@@ -107,15 +110,29 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     assert predict(scans, tmp_path / "out") == 1
     said = capsys.readouterr().err.replace(f"{scans}/", "").splitlines()
     assert said == [
-        "medseg: colours.nii: expected one number per voxel, but the NIfTI header says RGB (colours, complex or very long "
+        "medseg: colours.nii: expected one number per voxel, but the NIfTI header says RGB "
+        "(colours, complex or very long "
         "numbers); export the scan as grey values.",
-        "medseg: cut.nii.gz: the file cannot be read: its compressed voxels end too early; copy or export it again.",
-        "medseg: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a version up to 5; check the file.",
-        "medseg: header.mhd: its voxels should be in 'header.zraw', which does not exist; copy both files.",
-        "medseg: html.mha: expected a MetaImage file with a name, '=' and a value on each line of its header, got '<html>404 not "
+        (
+            "medseg: cut.nii.gz: the file cannot be read: its compressed voxels end too early; "
+            "copy or export it again."
+        ),
+        (
+            "medseg: empty.nrrd: expected a NRRD file, but it does not start with 'NRRD' and a "
+            "version up to 5; check the file."
+        ),
+        (
+            "medseg: header.mhd: its voxels should be in 'header.zraw', which does not exist; "
+            "copy both files."
+        ),
+        "medseg: html.mha: expected a MetaImage file with a name, '=' and a value on each "
+        "line of its header, got '<html>404 not "
         "found</html>'; check the file.",
         *(
-            f"medseg: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds -1000; export it again."
+            (
+                f"medseg: nothing_{suffix}.{suffix}: expected a scan, but every voxel holds "
+                "-1000; export it again."
+            )
             for suffix in ("mha", "nii", "nrrd")
         ),
         "medseg: 8 of 9 cases failed",
@@ -145,7 +162,10 @@ def test_voxels_without_a_number_and_a_single_slice_go_through_with_a_warning(
     )
     nib.Nifti1Image(volume.array[12:13].T, image.affine).to_filename(scans / "slice.nii.gz")
     assert predict(scans, tmp_path / "out") == 0
-    warning = f"{26 * 5 * 130} of {26 * 90 * 130} voxels (5.6 %) hold no number (NaN or infinity) and count as air, -1024 HU"
+    warning = (
+        f"{26 * 5 * 130} of {26 * 90 * 130} voxels (5.6 %) hold no number (NaN or infinity) and "
+        "count as air, -1024 HU"
+    )
     assert report(tmp_path / "out" / "gaps.json")["warnings"] == [warning]
     assert is_right(tmp_path / "out" / "gaps.nii.gz")
     assert read_labels(tmp_path / "out" / "slice.nii.gz").array.shape == (1, 90, 130)
@@ -162,7 +182,8 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
     with pytest.raises(UserError) as caught:
         predict(scans, tmp_path / "file" / "out")
     assert str(caught.value) == (
-        f"{tmp_path}/file/out: cannot be written (a part of its path is a file); check the folder, its permissions and its space."
+        f"{tmp_path}/file/out: cannot be written (a part of its path is a file); check the "
+        "folder, its permissions and its space."
     )
     assert (tmp_path / "file").read_bytes() == b"kept"
 
@@ -190,7 +211,8 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
         if len(kept) == 1:
             return write_again(path, *arguments)
         raise UserError(
-            f"{path}: cannot be written (No space left on device); check the folder, its permissions and its space."
+            f"{path}: cannot be written (No space left on device); check the folder, its "
+            "permissions and its space."
         )
 
     monkeypatch.setattr(target, full_at_the_second)
@@ -198,7 +220,8 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
     said = capsys.readouterr().err.splitlines()
     suffix = ".nii.gz" if "nifti" in target.split(".") else ".json"
     assert said == [
-        f"medseg: late: {tmp_path}/out/late{suffix}: cannot be written (No space left on device); check the folder, its permissions "
+        f"medseg: late: {tmp_path}/out/late{suffix}: cannot be written (No space left on "
+        "device); check the folder, its permissions "
         "and its space.",
         "medseg: 1 of 2 cases failed",
     ]

@@ -1,4 +1,4 @@
-"""Segmenting from Python: the same labels as the command's, of the kind that was given, also from several threads."""
+"""Segmenting from Python: the command's labels, of the given kind, from several threads."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
 
 @pytest.mark.slow
 def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
-    """With the included weights, in a process of its own, which says that `import medseg` brings no torch."""
+    """Included weights in their own process, which shows that `import medseg` brings no torch."""
     for index in range(2):
         phantom = make_phantom(
             PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110))
@@ -194,13 +194,16 @@ def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
 import sys, medseg
 assert not {"torch", "numpy", "nibabel"} & set(sys.modules)
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from medseg import LungSegmenter
 from medseg.io.read import read_labels
 import json
 segmenter = LungSegmenter(accelerator="cpu")
 with ThreadPoolExecutor(2) as threads:
-    for index, result in enumerate(threads.map(segmenter.segment, ["scans/0.nii.gz", "scans/1.nii.gz"])):
-        assert (result.labels.array == read_labels(__import__("pathlib").Path(f"out/{index}.nii.gz")).array).all()
+    results = threads.map(segmenter.segment, ["scans/0.nii.gz", "scans/1.nii.gz"])
+    for index, result in enumerate(results):
+        written = read_labels(Path(f"out/{index}.nii.gz"))
+        assert (result.labels.array == written.array).all()
         print(json.dumps(result.volumes_ml))
 """
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A batch of DICOM: each study is a case, wherever its files lie, and `series=` chooses inside each."""
+"""A batch of DICOM: each study is a case, wherever its files lie; `series=` chooses inside."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_a_flat_folder_of_several_patients(
     assert predict(flat, out) == 1
     said = capsys.readouterr().err
     assert (
-        f"medseg: {flat}: by the patients and studies in their headers the DICOM files are 2 cases: "
+        f"medseg: {flat}: by the patients and studies in their headers the DICOM files are 2 "
+        "cases: "
         "anna_20240101, bert_20240101\n"
     ) in said
     assert (
@@ -190,7 +191,7 @@ def spread(whole: Path, cohort: Path) -> None:
 
 
 def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -> None:
-    """A folder is a batch also where its files turn out to be one scan; a file of the series is none."""
+    """A folder is a batch even if its files are one scan; a file of the series is none."""
     spread_over, flat = tmp_path / "spread", tmp_path / "flat"
     series(tmp_path / "whole", "anna", 2)
     spread(tmp_path / "whole", spread_over)

@@ -30,7 +30,7 @@ def turned(degrees: float) -> tuple[tuple[float, float, float], ...]:
 
 
 def ramp(grid: VoxelGrid) -> np.ndarray:
-    """An image that is linear in the world, so that every correct interpolation gives its exact value."""
+    """An image linear in the world: every correct interpolation gives its exact value."""
     indices = np.stack(np.meshgrid(*map(np.arange, grid.shape), indexing="ij"), axis=-1)
     return (grid.index_to_world_xyz_mm(indices) @ [1.0, -2.0, 3.0]).astype(np.float32)
 
@@ -95,7 +95,10 @@ def test_what_a_channel_does_not_show(tmp_path: Path) -> None:
     write_image(tmp_path / "away.nrrd", np.zeros(GRID.shape, np.int16), away)
     with pytest.raises(
         UserError,
-        match=r"away.nrrd: expected image_1 to show the same patient region as .*a.nrrd, but the two do not overlap",
+        match=(
+            r"away.nrrd: expected image_1 to show the same patient region as .*a.nrrd, but the "
+            r"two do not overlap"
+        ),
     ):
         read_channels([tmp_path / "a.nrrd", tmp_path / "away.nrrd"], [0, 0])
 
@@ -105,7 +108,8 @@ def test_a_missing_channel_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_channels([tmp_path / "a.nrrd", None, tmp_path / "c.nrrd"], [0, 0, 0])
     assert str(caught.value) == (
-        f"{tmp_path / 'a.nrrd'}: expected the channels image, image_1, image_2, but image_1 is missing; give a file for each."
+        f"{tmp_path / 'a.nrrd'}: expected the channels image, image_1, image_2, but image_1 "
+        "is missing; give a file for each."
     )
     with pytest.raises(
         UserError, match=r"c\.nrrd: this file or folder does not exist; check the path\."
@@ -139,7 +143,10 @@ def test_a_4d_file_holds_the_channels_along_its_last_axis(tmp_path: Path, suffix
     assert nib.load(tmp_path / "labels.nii.gz").shape == volumes[0].T.shape
     with pytest.raises(
         UserError,
-        match=r"expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 volumes",
+        match=(
+            "expected 2 channels, but the file holds 7 x 6 x 5 x 3 values; give a 4D file of 2 "
+            "volumes"
+        ),
     ):
         read_channels([path] * 2, [0.0] * 2)
     with pytest.raises(UserError, match="expected one 3D volume"):

@@ -1,4 +1,4 @@
-"""A crop agrees with padding, also where the box reaches outside: slices go on, in plane lies one value."""
+"""A crop agrees with padding, also outside: slices go on, in plane lies one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A constant outside the field of view of a CT is found by its lack of noise, and replaced by air."""
+"""A constant outside the field of view of a CT has no noise, and is replaced by air."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_fill_becomes_air_and_nothing_else(
     ],
 )
 def test_an_image_without_a_fill_stays(image: np.ndarray) -> None:
-    """Air, tissue at the border, an image without noise, air that was clipped, and padding below air."""
+    """Air, tissue at the border, an image without noise, clipped air, and padding below air."""
     assert find_fill(image) is None
 
 
@@ -82,7 +82,8 @@ def test_the_caller_keeps_the_own_image_and_is_told() -> None:
     assert checked.facts[0].low_hu == -1024
     (finding,) = (one for one in checked.findings if one.code == "padding")
     assert str(finding) == (
-        "25.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant was filled in outside the field of view; "
+        "25.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant "
+        "was filled in outside the field of view; "
         "nothing to do: it is read as air, -1024 HU"
     )
     assert check_channels([image], ["mr"]).images[0] is image

@@ -1,4 +1,4 @@
-"""Laws of resampling, on grids with three different sizes and spacings, an oblique direction and an origin off zero."""
+"""Laws of resampling, on oblique grids of different sizes and spacings, origin off zero."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_weights_keep_sum_and_position_and_only_those_of_the_cubic_are_negative(
 
 
 def test_a_coarser_grid_averages_instead_of_skipping() -> None:
-    """A pattern finer than the target vanishes; plain linear sampling would keep all of its contrast (or alias)."""
+    """A pattern finer than the target vanishes; plain linear sampling would keep or alias it."""
     checker = np.indices(SOURCE.shape).sum(0) % 2 * 2.0 - 1.0
     grid = VoxelGrid(SOURCE.shape, (1.0, 1.0, 1.0))
     result = resample_image(checker, grid, grid.resampled((2.0, 2.0, 2.0)), 0.0).numpy()
@@ -220,7 +220,7 @@ def test_a_target_coarser_than_the_source_is_skipped_through_only_by_linear(
 
 @pytest.mark.parametrize("spacing_mm", [0.3, 0.71, 0.99])
 def test_cubic_is_that_of_pillow(spacing_mm: float) -> None:
-    """Pillow's bicubic is Keys' with a = -1/2; at the border it leaves out the taps that ours clamps."""
+    """Pillow's bicubic is Keys' with a = -1/2; it omits the taps at the border that ours clamps."""
     grid = VoxelGrid((1, 40, 51), (1.0, 1.0, 1.0))
     image_hu = noise_hu(grid.shape)
     target = grid.resampled((1.0, spacing_mm, spacing_mm))
@@ -451,7 +451,7 @@ def test_wrong_shape_and_other_axes_are_refused() -> None:
 
 
 def test_slabs_are_small_and_write_each_voxel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What bounds the memory: no slab reads much more than its share, and together they are the field of view."""
+    """Memory is bounded: no slab reads much more than its share; together they are the field."""
     monkeypatch.setattr(resample, "SLAB_VOXELS", 40_000)
     for spacing_mm in SPACINGS:
         target = SOURCE.resampled(spacing_mm)

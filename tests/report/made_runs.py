@@ -76,7 +76,8 @@ def make_run(
                 )
     if status == "finished":
         summary: dict[str, Any] = {
-            "status": "finished", "steps": steps, "val_dice_best": dice, "train_s": steps * step_s, "peak_gib": peak_gib,
+            "status": "finished", "steps": steps, "val_dice_best": dice, "train_s": steps * step_s,
+            "peak_gib": peak_gib,
             "num_parameters": 1_450_000, "checkpoint": str(run_dir / "checkpoints" / "best.ckpt"),
         }  # fmt: skip
         (run_dir / "summary.json").write_text(json.dumps(summary))
@@ -162,7 +163,10 @@ def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
         "seed": "1",
         "steps": str(STEPS),
     }
-    refused = "stage.batch_size=1 cannot be divided among 1 rank(s) × memory.accumulate=2; choose a multiple of 2"
+    refused = (
+        "stage.batch_size=1 cannot be divided among 1 rank(s) × memory.accumulate=2; choose a "
+        "multiple of 2"
+    )
     make_run(
         folder / "12", {**asked, "memory.accumulate": "2"}, 0.0, status="refused", message=refused
     )
@@ -171,7 +175,7 @@ def make_sweep(folder: Path, *, pictures: bool = True) -> Path:
 
 
 def make_evaluation(folder: Path) -> Path:
-    """Scores of three cases, the second one worse than in its baseline; returns the folder of the scores."""
+    """Scores of three cases, the second worse than in its baseline; returns the folder."""
     grid = VoxelGrid((16, 30, 40), (8.0, 6.0, 6.0), (0.0, 0.0, 0.0))
     lungs = {"left_lung": 1, "right_lung": 2}
     task = Task(

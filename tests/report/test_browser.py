@@ -1,4 +1,4 @@
-"""The pages in a real browser: tables, charts, pictures, sorting, filters, keyboard, hover, both colour schemes, no errors."""
+"""The pages in a real browser: content, sorting, filters, keyboard, colours, no errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .made_runs import make_evaluation, make_sweep
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The report of a sweep of fourteen jobs, and of an evaluation with a baseline; each file alone in its folder."""
+    """Reports of a sweep of fourteen jobs and of an evaluation; each file alone in its folder."""
     folder = make_sweep(tmp_path_factory.mktemp("a sweep (1)"))
     report(ReportConfig(str(folder), None, 24, "6"))
     scores = make_evaluation(tmp_path_factory.mktemp("scores"))
@@ -47,7 +47,8 @@ def opened(browser: Any, path: Path) -> Any:
     browser.get(path.as_uri())
     wait(
         lambda: browser.execute_script(
-            "return [...document.querySelectorAll('.chart')].every((one) => one.querySelector('svg'))"
+            "return [...document.querySelectorAll('.chart')].every((one) => "
+            "one.querySelector('svg'))"
         )
     )
     return browser
@@ -63,7 +64,10 @@ def wait(is_true: Callable[[], Any]) -> None:
 
 def texts(page: Any, selector: str) -> list[str]:
     found: list[str] = page.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].filter((one) => one.checkVisibility()).map((one) => one.textContent.trim())",
+        (
+            "return [...document.querySelectorAll(arguments[0])].filter((one) => "
+            "one.checkVisibility()).map((one) => one.textContent.trim())"
+        ),
         selector,
     )
     return found
@@ -72,9 +76,11 @@ def texts(page: Any, selector: str) -> list[str]:
 def dots(page: Any, chart: str) -> list[Any]:
     """Points of the chart with this heading."""
     found: list[Any] = page.execute_script(
-        """const figure = [...document.querySelectorAll('.charts figure')].find((one) => one.firstChild.textContent === arguments[0]);
+        """const figures = [...document.querySelectorAll('.charts figure')];
+        const figure = figures.find((one) => one.firstChild.textContent === arguments[0]);
         figure.scrollIntoView({block: 'center'});
-        return [...figure.querySelectorAll('.mark-symbol path')].filter((one) => getComputedStyle(one).opacity !== '0')""",
+        const points = [...figure.querySelectorAll('.mark-symbol path')];
+        return points.filter((point) => getComputedStyle(point).opacity !== '0')""",
         chart,
     )
     return found
@@ -84,7 +90,8 @@ def dots(page: Any, chart: str) -> list[Any]:
 def test_tables_pictures_and_charts_are_there(page: Any) -> None:
     assert page.title.endswith("medseg report")
     assert texts(page, "h2") == [
-        "Best setting", "Validation cases, worst first", "Pictures of validation cases", "Differences to the baseline", "Settings", "Runs", "Failures",
+        "Best setting", "Validation cases, worst first", "Pictures of validation cases",
+        "Differences to the baseline", "Settings", "Runs", "Failures",
         "Curves", "What it costs", "Dice by key",
     ]  # fmt: skip
     assert len(texts(page, "section:has(#runs) tbody tr")) == 14
@@ -103,7 +110,8 @@ def test_tables_pictures_and_charts_are_there(page: Any) -> None:
     )
     assert page.execute_script("return document.images.length") == 10
     heights = page.execute_script(
-        "return [...document.querySelectorAll('.chart svg')].map((one) => one.getBoundingClientRect().height)"
+        "return [...document.querySelectorAll('.chart svg')].map((one) => "
+        "one.getBoundingClientRect().height)"
     )
     assert len(heights) == 7
     assert all(height > 150 for height in heights)
@@ -151,7 +159,10 @@ def test_a_setting_is_brought_to_the_front_by_the_keyboard_and_a_picture_enlarge
     from selenium.webdriver.common.by import By
 
     def opacities() -> set[str]:
-        lines = "return [...document.querySelectorAll('.charts figure .mark-line path')].map((one) => getComputedStyle(one).opacity)"
+        lines = (
+            "return [...document.querySelectorAll('.charts figure .mark-line path')].map((one) => "
+            "getComputedStyle(one).opacity)"
+        )
         return set(page.execute_script(lines))
 
     button = page.find_elements(By.CSS_SELECTOR, ".legend button")[0]
@@ -184,7 +195,8 @@ def test_it_fits_narrow_and_wide_light_and_dark(
     # Until Vega draws a chart anew, the style sheet shrinks the old drawing with its text.
     charts = """return [...document.querySelectorAll('.chart svg')].map((one) => {
       const shown = one.getBoundingClientRect().width;
-      return shown <= one.closest('.chart').clientWidth + 1 && Math.abs(shown - one.viewBox.baseVal.width) < 2;
+      const fits = shown <= one.closest('.chart').clientWidth + 1;
+      return fits && Math.abs(shown - one.viewBox.baseVal.width) < 2;
     })"""
     wait(lambda: all(page.execute_script(charts)))
     assert page.execute_script("return document.documentElement.scrollWidth") <= width
@@ -193,14 +205,18 @@ def test_it_fits_narrow_and_wide_light_and_dark(
     assert (brightness > 128) == (scheme == "light")
     # Colours of the charts are variables that the browser resolves.
     fills = page.execute_script(
-        "return [...document.querySelectorAll('.chart text')].map((one) => getComputedStyle(one).fill)"
+        "return [...document.querySelectorAll('.chart text')].map((one) => "
+        "getComputedStyle(one).fill)"
     )
     assert set(fills) == {"rgb(92, 101, 112)" if scheme == "light" else "rgb(154, 164, 176)"}
     # No text of a chart is cut by its edge, and it is as large as on a desktop.
     cut = page.execute_script(
-        """return [...document.querySelectorAll('.chart svg')].flatMap((svg) => [...svg.querySelectorAll('text')].filter((text) => {
+        """const drawings = [...document.querySelectorAll('.chart svg')];
+        return drawings.flatMap((svg) => [...svg.querySelectorAll('text')].filter((text) => {
           const [inner, outer] = [text.getBoundingClientRect(), svg.getBoundingClientRect()];
-          return inner.left < outer.left - 1.5 || inner.right > outer.right + 1.5 || inner.bottom > outer.bottom + 1.5 || inner.height < 10 && inner.width < 10;
+          const leaves = inner.left < outer.left - 1.5 || inner.right > outer.right + 1.5;
+          const isSmall = inner.height < 10 && inner.width < 10;
+          return leaves || inner.bottom > outer.bottom + 1.5 || isSmall;
         }).map((text) => text.textContent))"""
     )
     assert [text for text in cut if text] == []
@@ -250,7 +266,8 @@ def test_filters_leave_rows_pictures_and_points(cases: Any) -> None:
 @pytest.mark.slow
 def test_charts_have_names_and_labels_for_screen_readers(cases: Any) -> None:
     labels = cases.execute_script(
-        "return [...document.querySelectorAll('[role=\"graphics-document\"]')].map((one) => one.getAttribute('aria-label'))"
+        "return [...document.querySelectorAll('[role=\"graphics-document\"]')].map((one) => "
+        "one.getAttribute('aria-label'))"
     )
     assert len([label for label in labels if "results" in label]) == 3
     assert (

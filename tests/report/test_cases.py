@@ -1,4 +1,4 @@
-"""Page of an evaluation: order of the cases, links to pictures and viewers, differences, volumes of errors."""
+"""Page of an evaluation: order of cases, links, differences, volumes of errors."""
 
 from __future__ import annotations
 

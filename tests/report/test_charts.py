@@ -1,4 +1,4 @@
-"""Charts of the report: points and links, scales of axes, text of users; `test_browser.py` draws them."""
+"""Charts of the report: points and links, scales of axes, text of users."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ def made(
     """Runs that differ in one or two keys."""
     return compare(
         [
-            Run(f"{EVIL}{number}", Path(), status, settings={key: value, "other": number}, summary={"val_dice_best": dice, "peak_gib": value})
+            Run(
+                f"{EVIL}{number}",
+                Path(),
+                status,
+                settings={key: value, "other": number},
+                summary={"val_dice_best": dice, "peak_gib": value},
+            )
             for number, (value, dice) in enumerate(zip(values, dices, strict=False))
         ]
     )  # fmt: skip
@@ -111,7 +117,8 @@ def test_a_dice_near_one_is_stretched() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "is_log"),
     [
-        ("key", [1e-4, 1e-3, 1e-2], True), ("key", [1, 10, 100], True), ("key", [1.0, 4.0, 7.0], False), ("key", [0.0, 1.0, 10.0], False),
+        ("key", [1e-4, 1e-3, 1e-2], True), ("key", [1, 10, 100], True),
+        ("key", [1.0, 4.0, 7.0], False), ("key", [0.0, 1.0, 10.0], False),
         ("optimizer.lr", [1e-3, 2e-3, 3e-3], True), ("schedule.max_lr", [1e-3, 2e-3, 3e-3], True),
     ],
 )  # fmt: skip
@@ -170,9 +177,11 @@ def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
 def test_charts_of_cases_lead_to_the_cases_and_follow_the_filters() -> None:
     names = ("a", "b", "c")
     results = [
-        {"case": case, "region": "left_lung", "dice": dice, "volume_ref_ml": 2000.0, "error_ml": -3.0, "delta": delta, "row": row, "link": f"#case-{row}",
+        {"case": case, "region": "left_lung", "dice": dice, "volume_ref_ml": 2000.0,
+            "error_ml": -3.0, "delta": delta, "row": row, "link": f"#case-{row}",
          "colour": "var(--hue-0)"}
-        for row, (case, dice, delta) in enumerate(zip(names, (0.5, 0.97, 0.99), (0.1, -0.2, 0.0), strict=True))
+        for row, (case, dice,
+            delta) in enumerate(zip(names, (0.5, 0.97, 0.99), (0.1, -0.2, 0.0), strict=True))
     ]  # fmt: skip
     for chart in (dice_by_region(results), volume_errors(results), case_differences(results)):
         assert "indexof(shown, datum.row)" in chart.spec["transform"][0]["filter"]

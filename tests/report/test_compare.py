@@ -65,8 +65,15 @@ def test_two_keys_that_merely_change_together_are_both_shown() -> None:
 
 def test_a_chosen_group_stands_for_the_keys_that_it_sets() -> None:
     made = [
-        Run(str(i), Path(), "finished", settings={"memory.precision": p, "memory.offload": False, "lr": lr}, overrides={"memory": m})
-        for i, (m, p, lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
+        Run(
+            str(i),
+            Path(),
+            "finished",
+            settings={"memory.precision": p, "memory.offload": False, "lr": lr},
+            overrides={"memory": m},
+        )
+        for i, (m, p,
+            lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
     ]  # fmt: skip
     (memory, lr) = compare(made).columns
     assert (memory.key, memory.values, memory.also) == (
@@ -210,7 +217,7 @@ def test_runs_without_scores_of_cases_establish_nothing() -> None:
 
 
 def test_of_equal_settings_one_is_rarely_established_as_the_best() -> None:
-    """Of six equal settings the best mean was better than the worst in 30 % of the draws without a correction."""
+    """Of six equal settings the best mean beat the worst in 30 % of draws without correction."""
     rng = np.random.default_rng(0)
     num_established = 0
     for _ in range(150):

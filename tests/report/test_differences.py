@@ -1,4 +1,4 @@
-"""Paired differences: SciPy's interval and rank test over patients, pairs that do not count, false positives."""
+"""Paired differences: SciPy's interval and rank test over patients, uncounted pairs."""
 
 from __future__ import annotations
 

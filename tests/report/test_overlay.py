@@ -50,7 +50,7 @@ def _draw(
 
 @pytest.mark.parametrize("source", ["pred", "reference"])
 def test_left_is_on_the_viewers_right(tmp_path: Path, source: str) -> None:
-    """Larger x is the patient's left; a label there colours the right half of axial and coronal panels only."""
+    """Larger x is the patient's left; its label colours the right of axial and coronal views."""
     labels, empty = _labels(1, slice(40, 52)), np.zeros(SHAPE, dtype=np.uint8)
     # A second label in the middle keeps the view from centring on the first.
     frame = _labels(2, slice(8, 12))

@@ -55,9 +55,12 @@ def made(tmp_path: Path, count: int) -> list[Run]:
     return [
         Run(
             f"run {number} {EVIL}", tmp_path, "failed" if number == 1 else "finished", message=EVIL,
-            settings={"task.name": f"{EVIL}{number % 5}", "lr": number, "seed": number % 2, "steps": 40},
-            summary={"val_dice_best": 0.8 + number / 100, "peak_gib": 1.0 + number, "train_s": 10.0, "checkpoint": EVIL},
-            history=history, pictures=(Picture(tmp_path / "step_000040_0.png", 40, EVIL, {"left": 0.75}),),
+            settings={"task.name": f"{EVIL}{number % 5}", "lr": number, "seed": number % 2,
+                "steps": 40},
+            summary={"val_dice_best": 0.8 + number / 100, "peak_gib": 1.0 + number, "train_s": 10.0,
+                "checkpoint": EVIL},
+            history=history,
+            pictures=(Picture(tmp_path / "step_000040_0.png", 40, EVIL, {"left": 0.75}),),
         )
         for number in range(count)
     ]  # fmt: skip
@@ -115,14 +118,27 @@ def test_every_run_is_in_the_table_and_in_the_curves(tmp_path: Path) -> None:
 
 def test_a_search_shows_its_space_its_best_trials_and_the_best_so_far(tmp_path: Path) -> None:
     runs = [
-        Run(str(number), tmp_path, status, settings={"lr": lr}, overrides={"lr": str(lr)}, summary={"val_dice_best": dice, "peak_gib": 2.0})
+        Run(
+            str(number),
+            tmp_path,
+            status,
+            settings={"lr": lr},
+            overrides={"lr": str(lr)},
+            summary={"val_dice_best": dice, "peak_gib": 2.0},
+        )
         for number, (lr, dice, status) in enumerate(
-            [(0.123456789, 0.5, "finished"), (0.2, 0.4, "finished"), (0.3, 0.9, "pruned"), (0.4, 0.6, "finished")]
+            [
+                (0.123456789, 0.5, "finished"),
+                (0.2, 0.4, "finished"),
+                (0.3, 0.9, "pruned"),
+                (0.4, 0.6, "finished"),
+            ],
         )
     ]  # fmt: skip
     space = {"lr": f"0.1 … 0.5 {EVIL}"}
     study = {
-        "name": "mine", "objectives": {"val_dice": "maximize"}, "space": space, "num_trials": 9, "best": ["3"], "importances": {"lr": 0.75}
+        "name": "mine", "objectives": {"val_dice": "maximize"}, "space": space, "num_trials": 9,
+        "best": ["3"], "importances": {"lr": 0.75}
     }  # fmt: skip
     page = render(compare(runs), study, "t", "f", 0, pytest.fail)
     Outline(page)

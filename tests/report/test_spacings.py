@@ -7,7 +7,8 @@ import math
 from medseg.report.spacings import ALL, Strategy, markdown, means_of
 
 COST = {
-    "spacing": "1×1×1", "saved_bytes_per_voxel": 300.0, "step_peak_mib": 900.0, "whole_peak_mib": 2000.0, "step_s": 0.5, "train_s": 60.0,
+    "spacing": "1×1×1", "saved_bytes_per_voxel": 300.0, "step_peak_mib": 900.0,
+    "whole_peak_mib": 2000.0, "step_s": 0.5, "train_s": 60.0,
 }  # fmt: skip
 
 
@@ -21,7 +22,8 @@ def score(
     hd95_mm: float = 2.0,
 ) -> dict:
     return {
-        "case": case, "slice_mm": slice_mm, "region": region, "trust": trust, "dice": dice, "nsd_1mm": dice / 2, "nsd_2mm": dice,
+        "case": case, "slice_mm": slice_mm, "region": region, "trust": trust, "dice": dice,
+        "nsd_1mm": dice / 2, "nsd_2mm": dice,
         "hd95_mm": hd95_mm, "predict_s": 4.0, "predict_peak_gb": 1.5,
     }  # fmt: skip
 

@@ -91,7 +91,7 @@ def test_words_are_escaped_and_the_page_needs_nothing_else(tmp_path: Path) -> No
     assert "Doe, &lt;b&gt;John" in page
     assert "look &amp; see" in page
     assert "a topogram was &lt;left&gt; out" in page
-    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])  # type: ignore[index]
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert data["labels"][1]["name"] == "</script>"
     assert data["places"] == [{"name": "worst", "mm": [-1.0, -2.0, 3.0]}]
     assert data["differences"] == []

@@ -1,4 +1,4 @@
-"""The viewer in real browsers, opened from its file without a network: slices, labels, keys, no request, no error."""
+"""The viewer in real browsers, from its file alone: slices, labels, keys, no request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLUE, ORANGE, MAGENTA = (56, 189, 248), (251, 146, 60), (255, 47, 208)
 
 @pytest.fixture(scope="module")
 def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A body with a label on each side; the reference has more of the patient's right one, in the upper slices."""
+    """A body with a label on each side; the reference has more of the right in upper slices."""
     image, labels = np.full(GRID.shape, -1000, np.int16), np.zeros(GRID.shape, np.uint8)
     image[:, 5:65, 5:75] = 40
     labels[10:50, 20:50, 45:70], labels[10:50, 20:50, 10:35] = 1, 2
@@ -67,7 +67,8 @@ def shown(driver: Any) -> np.ndarray:
     """Pixels of the part of the page with the slices, (rows, columns, 3)."""
     time.sleep(0.5)
     box = driver.execute_script(
-        "const b = document.getElementById('canvas').getBoundingClientRect(); return [b.x, b.y, b.right, b.bottom]"
+        "const b = document.getElementById('canvas').getBoundingClientRect(); return [b.x, "
+        "b.y, b.right, b.bottom]"
     )
     picture = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
     return np.asarray(picture.crop(tuple(map(round, box)))).astype(int)
@@ -156,7 +157,7 @@ def test_it_fits_narrow_and_wide(viewer: Any, width: int) -> None:
 
 
 class Marionette:
-    """The least of Firefox's remote protocol: numbered commands as JSON with their length, over a socket."""
+    """The least of Firefox's remote protocol: numbered JSON commands with length, by socket."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), 60)

@@ -136,7 +136,7 @@ def test_a_finished_run_names_the_command_that_follows(
 
 
 def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path) -> None:
-    """Otherwise it would train on the patients that the first stage validated, or refuse cases that were accepted."""
+    """Otherwise it would train on validated patients of the first stage, or refuse its cases."""
     (tmp_path / "cases.csv").touch()
     (tmp_path / "best.ckpt").touch()
     overrides = [

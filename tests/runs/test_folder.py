@@ -90,7 +90,8 @@ def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
     )
     assert (config.data.num_workers, config.trainer.devices) == (0, 2)
     assert config.logger == {
-        "_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(run_dir), "name": "csv", "version": "",
+        "_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(run_dir), "name": "csv",
+        "version": "",
     }  # fmt: skip
     assert (config.seed, config.optimizer["lr"], config.stage.name.value) == (7, 0.01, "fine")
     assert config.run_dir == str(run_dir)
@@ -201,7 +202,7 @@ def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> 
 
 def hold(path: Path, is_held: object) -> None:
     with locked(path):
-        is_held.set()  # type: ignore[attr-defined]
+        is_held.set()
         time.sleep(60)
 
 
@@ -267,11 +268,11 @@ def test_a_secret_of_the_logger_is_kept_as_a_reference(
         config = resume(run_dir, *changes)
         assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text()
         assert "xyzzy" not in str(config)
-    assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"  # type: ignore[arg-type]
+    assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"
 
 
 def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | UserError]:
-    """Open a new run in the same folder from several threads at the same moment, with seeds 0, 1, …"""
+    """Open a new run in the same folder from threads at the same moment, with seeds 0, 1, …"""
     together = threading.Barrier(number)
 
     def open_one(seed: int) -> Path | UserError:
@@ -345,8 +346,10 @@ def test_no_start_takes_the_place_of_a_run_that(reason: str, run_dir: Path) -> N
 
 
 DAMAGED_CONFIGS = {
-    "empty": b"", "null": b"null", "a list": b"[]", "a number": b"7", "cut off": b"seed: [1", "zeros": bytes(100), "no text": b"\xff\xfe\x80",
-    "a bomb of aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "deep": b"[" * 5000, "an object": b"!!python/object/apply:os.system [true]",
+    "empty": b"", "null": b"null", "a list": b"[]", "a number": b"7", "cut off": b"seed: [1",
+    "zeros": bytes(100), "no text": b"\xff\xfe\x80",
+    "a bomb of aliases": b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "deep": b"[" * 5000,
+    "an object": b"!!python/object/apply:os.system [true]",
     "another file": b"name: x\n",
 }  # fmt: skip
 
@@ -394,7 +397,8 @@ def test_a_run_of_version_0_1_is_not_resumed(older_run_dir: Path) -> None:
         resume(older_run_dir)
     last = older_run_dir / "checkpoints/last.ckpt"
     assert str(refused.value) == (
-        f"resume={older_run_dir}: this is a run of medseg 0.1, which medseg {__version__} does not resume; start a new run "
+        f"resume={older_run_dir}: this is a run of medseg 0.1, which medseg {__version__} "
+        "does not resume; start a new run "
         f"from its weights with init_from={last}, or use version 0.1"
     )
 

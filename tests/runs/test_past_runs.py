@@ -166,7 +166,8 @@ def test_a_configuration_of_very_many_keys_is_left_out(
 def test_scores_of_older_runs_have_no_patient_and_others_are_shares(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     path.write_text(
-        "step,case,label,dice,picture\n5,a,lung,0.5,x.png\n5,b,lung,1.01,\n5,c,lung,-0.01,\n5,,lung,0.5,\n5,d,,0.5,\n"
+        "step,case,label,dice,picture\n5,a,lung,0.5,x.png\n5,b,lung,1.01,\n5,c,lung,-0.01,\n"
+        "5,,lung,0.5,\n5,d,,0.5,\n"
     )
     assert read_scores(path) == [CaseScore(5, "a", "lung", 0.5, "x.png", "")]
     path.write_text(

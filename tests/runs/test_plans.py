@@ -1,4 +1,4 @@
-"""Plans of a machine: found again for the same run, compared with it, and warned of when they are off."""
+"""Plans of a machine: found for the same run, compared with it, and warned of when off."""
 
 from __future__ import annotations
 

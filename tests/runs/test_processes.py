@@ -68,7 +68,7 @@ def test_no_job_begins_after_a_request_to_stop(
     monkeypatch.setattr(STOP, "install", lambda: None)
     (tmp_path / SUMMARY_FILE).write_text("{}")
     with pytest.raises(SystemExit) as end:
-        processes.run_in_process(None)  # type: ignore[arg-type]
+        processes.run_in_process(None)
     assert end.value.code == 75
 
 
@@ -123,7 +123,7 @@ def failed(**exits: tuple[int, float]) -> Any:
         for name, (code, time) in exits.items()
     }
     error = ChildFailedError.__new__(ChildFailedError)
-    error.failures = failures  # type: ignore[assignment]
+    error.failures = failures
     return error
 
 
@@ -241,13 +241,13 @@ def test_the_exit_code_of_a_rank_is_that_of_its_run(
     monkeypatch.setattr(processes, "run_rank", lambda config: code)
     if code:
         with pytest.raises(SystemExit) as end:
-            processes._rank(None)  # type: ignore[arg-type]
+            processes._rank(None)
         assert end.value.code == code
     else:
-        processes._rank(None)  # type: ignore[arg-type]
+        processes._rank(None)
     monkeypatch.setattr(processes, "start_ranks", lambda config: code)
     with pytest.raises(SystemExit) as end:
-        processes._job(0, None)  # type: ignore[arg-type]
+        processes._job(0, None)
     assert end.value.code == code
     assert methods == [(None, True)] * 2
 

@@ -23,10 +23,11 @@ from medseg.training.options import Strategy
 def test_a_rank_chooses_its_gpu_before_its_group_begins(
     num_gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL, and a stage that is loaded to `cuda`, use the present device; ranks beyond the GPUs run on the CPU."""
+    """NCCL and a stage loaded to `cuda` use the present device; ranks beyond the GPUs the CPU."""
     done: list[str] = []
     settings = {
-        "TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3",
+        "TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2",
+        "LOCAL_WORLD_SIZE": "3",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
     for key, value in settings.items():
@@ -41,7 +42,14 @@ def test_a_rank_chooses_its_gpu_before_its_group_begins(
 
 @pytest.mark.parametrize(
     ("planned", "started", "accumulate"),
-    [((2, 2, 1), (4, 2), 1), ((2, 2, 3), (4, 2), 3), ((2, 2, 1), (2, 2), 2), ((1, 2, 2), (4, 4), 1), ((2, 1, 2), (1, 1), 4), ((2, 2, 1), (3, 3), None)],
+    [
+        ((2, 2, 1), (4, 2), 1),
+        ((2, 2, 3), (4, 2), 3),
+        ((2, 2, 1), (2, 2), 2),
+        ((1, 2, 2), (4, 4), 1),
+        ((2, 1, 2), (1, 1), 4),
+        ((2, 2, 1), (3, 3), None),
+    ],
 )  # fmt: skip
 def test_the_ranks_that_were_started_share_the_micro_batches_of_all_machines(
     planned: tuple[int, int, int],
@@ -115,7 +123,8 @@ def test_the_group_has_the_store_of_this_start(
     num_local: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {
-        "TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": num_local,
+        "TORCHELASTIC_RUN_ID": "run", "RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": num_local,
         "TORCHELASTIC_RESTART_COUNT": "5",
     }  # fmt: skip
     for key, value in settings.items():

@@ -71,7 +71,7 @@ def test_it_survives_the_file_of_the_run_folder() -> None:
     config = composed("optimizer.lr=1e-5")
     assert signature(
         OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(config))))
-    ) == signature(config)  # type: ignore[arg-type]
+    ) == signature(config)
 
 
 def test_a_filter_of_the_resampling_makes_another_run() -> None:

@@ -28,41 +28,93 @@ def uncompiled(_: torch.fx.GraphModule, __: list[torch.Tensor]) -> NoReturn:
 
 WORKER = RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed. ")
 CODE_3 = RuntimeError(
-    "DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost due to multiprocessing."
+    "DataLoader worker (pid 1) exited unexpectedly with exit code 3. Details are lost due to "
+    "multiprocessing."
 )
 UNTOLD = RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")
 UNTOLD.__cause__ = CODE_3
 IN_WORKER = UserError(
-    "Caught UserError in DataLoader worker process 0.\nOriginal Traceback:\n  File\nmedseg.errors.UserError: a.nii: cut off"
+    "Caught UserError in DataLoader worker process 0.\nOriginal Traceback:\n  File\n"
+    "medseg.errors.UserError: a.nii: cut off"
 )
 
 
 @pytest.mark.parametrize(
     ("error", "status", "words"),
     [
-        pytest.param(raised(lambda: torch.empty(10**15)), Status.out_of_memory, "out of memory", id="torch on the host"),
-        pytest.param(raised(lambda: np.empty(10**15)), Status.out_of_memory, "out of memory", id="numpy"),
-        pytest.param(torch.OutOfMemoryError("CUDA out of memory."), Status.out_of_memory, "CUDA", id="GPU"),
-        pytest.param(RuntimeError("CUDA error: out of memory"), Status.out_of_memory, "CUDA", id="GPU, in its driver"),
-        pytest.param(OSError(errno.ENOMEM, "Cannot allocate memory"), Status.out_of_memory, "allocate", id="no memory for a process"),
-        pytest.param(WORKER, Status.failed, "a loader worker ended (DataLoader worker (pid 1) is killed by signal: Killed.", id="worker"),
         pytest.param(
-            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Status.failed, "a loader worker ended ([Errno 104]",
+            raised(lambda: torch.empty(10**15)),
+            Status.out_of_memory,
+            "out of memory",
+            id="torch on the host",
+        ),
+        pytest.param(
+            raised(lambda: np.empty(10**15)), Status.out_of_memory, "out of memory", id="numpy"
+        ),
+        pytest.param(
+            torch.OutOfMemoryError("CUDA out of memory."), Status.out_of_memory, "CUDA", id="GPU"
+        ),
+        pytest.param(
+            RuntimeError("CUDA error: out of memory"),
+            Status.out_of_memory,
+            "CUDA",
+            id="GPU, in its driver",
+        ),
+        pytest.param(
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            Status.out_of_memory,
+            "allocate",
+            id="no memory for a process",
+        ),
+        pytest.param(
+            WORKER,
+            Status.failed,
+            "a loader worker ended (DataLoader worker (pid 1) is killed by signal: Killed.",
+            id="worker",
+        ),
+        pytest.param(
+            ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Status.failed,
+            "a loader worker ended ([Errno 104]",
             id="worker in the middle of a batch",
         ),
         pytest.param(CODE_3, Status.out_of_memory, "out of memory", id="worker at its limit"),
-        pytest.param(UNTOLD, Status.out_of_memory, "out of memory", id="worker at its limit, told by the cause"),
-        pytest.param(MemoryError("Caught MemoryError in a worker.\n  File\nMemoryError"), Status.out_of_memory, "MemoryError", id="in a worker"),
-        pytest.param(IN_WORKER, Status.refused, "a.nii: cut off", id="mistake found by a worker"),
-        pytest.param(OSError(errno.ENOSPC, "No space left on device"), Status.refused, "permissions and space", id="disk"),
-        pytest.param(OSError(errno.EFBIG, "File too large"), Status.refused, "permissions and space", id="limit of a file"),
         pytest.param(
-            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), Status.failed, "another rank",
+            UNTOLD,
+            Status.out_of_memory,
+            "out of memory",
+            id="worker at its limit, told by the cause",
+        ),
+        pytest.param(
+            MemoryError("Caught MemoryError in a worker.\n  File\nMemoryError"),
+            Status.out_of_memory,
+            "MemoryError",
+            id="in a worker",
+        ),
+        pytest.param(IN_WORKER, Status.refused, "a.nii: cut off", id="mistake found by a worker"),
+        pytest.param(
+            OSError(errno.ENOSPC, "No space left on device"),
+            Status.refused,
+            "permissions and space",
+            id="disk",
+        ),
+        pytest.param(
+            OSError(errno.EFBIG, "File too large"),
+            Status.refused,
+            "permissions and space",
+            id="limit of a file",
+        ),
+        pytest.param(
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+            ),
+            Status.failed,
+            "another rank",
             id="rank",
         ),
         pytest.param(NotFiniteError("NaN"), Status.not_finite, "NaN", id="NaN"),
         pytest.param(
-            MisconfigurationException("Cannot use `A` callback with `Trainer` that has no logger."), Status.refused,
+            MisconfigurationException("Cannot use `A` callback with `Trainer` that has no logger."),
+            Status.refused,
             "Lightning refuses the configuration (Cannot use `A` callback", id="callback",
         ),
         pytest.param(UserError("no such file"), Status.refused, "no such file", id="mistake"),

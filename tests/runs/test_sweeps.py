@@ -80,7 +80,17 @@ def test_a_sweep_over_what_names_its_folder_stays_in_one(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "record",
-    ["", "{", "[]", "null", "7", "{}", '{"number": "x"}', '{"number": 0, "status": "finished", "message": "", "overrides": [], "signature": ""}', "[" * 9999],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        "{}",
+        '{"number": "x"}',
+        '{"number": 0, "status": "finished", "message": "", "overrides": [], "signature": ""}',
+        "[" * 9999,
+    ],
 )  # fmt: skip
 def test_a_job_with_a_damaged_record_is_left_out_and_named(
     record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -99,7 +109,8 @@ def test_a_job_with_a_damaged_record_is_left_out_and_named(
 def test_sweeps_that_start_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
     def start(*named: str) -> Path:
         hydra_config = {
-            "overrides": {"task": ["seed=1,2"], "hydra": list(named)}, "sweep": {"dir": str(tmp_path / "now")}, "sweeper": {},
+            "overrides": {"task": ["seed=1,2"], "hydra": list(named)},
+            "sweep": {"dir": str(tmp_path / "now")}, "sweeper": {},
             "launcher": {"_target_": "BasicLauncher"},
         }  # fmt: skip
         config = OmegaConf.create({"hydra": hydra_config})

@@ -1,4 +1,4 @@
-"""Spacing comparison: rows compose, equal stages are trained once, failures are reported, finished rows are kept."""
+"""Spacing comparison: rows compose, equal stages train once, failures are reported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
         hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"),
         pytest.raises(
             UserError,
-            match=r"rows\.anisotropic\.fine: stage\.patch_size: expected multiples of \[8, 16, 16\]",
+            match=r"rows\.anisotropic\.fine: stage\.patch_size: "
+            r"expected multiples of \[8, 16, 16\]",
         ),
     ):
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
@@ -114,10 +115,13 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
     tiny_table: Path, tmp_path: Path
 ) -> None:
     command = [
-        sys.executable, "-m", "medseg.commands.cli", "compare_spacing", f"output={tmp_path / 'out'}", "steps=2", "model.width=4",
-        f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "logger=none", "data.num_workers=0",
+        sys.executable, "-m", "medseg.commands.cli", "compare_spacing",
+        f"output={tmp_path / 'out'}", "steps=2", "model.width=4",
+        f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "logger=none",
+        "data.num_workers=0",
         "trainer.accelerator=cpu", "stages.fine=[]", "~rows",
-        "+rows={wrong: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=isotropic_4mm', 'optimizer.lr=1e30']}, "
+        "+rows={wrong: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=isotropic_4mm', "
+        "'optimizer.lr=1e30']}, "
         "native: {coarse: ['spacing=isotropic_4mm'], fine: ['spacing=native']}}",
     ]  # fmt: skip
     for attempt in range(2):
@@ -144,7 +148,7 @@ def test_a_failed_row_does_not_affect_the_others_and_finished_trainings_are_kept
 
 
 class Commands:
-    """Stands in for `predict` and `evaluate`: writes what they would write, and ends with given messages."""
+    """Stands in for `predict` and `evaluate`: writes their files, ends with given messages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **failures: str) -> None:
         self.failures = failures
@@ -276,7 +280,8 @@ def test_the_last_message_of_a_command_is_its_failure(
 ) -> None:
     program = tmp_path / "python"
     program.write_text(
-        f"#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\nexit {code}\n"
+        "#!/bin/sh\necho 'medseg: first' >&2\necho 'medseg: coarse=x does not exist' >&2\n"
+        f"exit {code}\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(recipes, "MEDSEG", (str(program),))

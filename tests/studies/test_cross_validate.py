@@ -90,7 +90,8 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
         "volume_pred_ml": 1.0,
         "volume_ref_ml": 2.0,
     }
-    rows = [{"case": c, "fold": 0, "region": "left_lung", "trust": t, **scores, "share_in_crop": 0.999, "total_s": 1.0}
+    rows = [{"case": c, "fold": 0, "region": "left_lung", "trust": t, **scores,
+        "share_in_crop": 0.999, "total_s": 1.0}
             for c, t in (("a", "reference"), ("b", "reference"), ("c", "absent"))]  # fmt: skip
     rows[1]["dice"] = 0.9
     rows[2] |= {"volume_pred_ml": 7.0, "volume_ref_ml": 0.0}
@@ -108,9 +109,9 @@ def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
     )
     assert "Mean Dice, absent" not in text, "where nothing is, millilitres say more"
     assert (
-        "Largest false-positive volume where the region is absent (1): 7.0 ml: c left_lung (scores/overlays/c.png)"
-        in text
-    )
+        "Largest false-positive volume where the region is absent (1): 7.0 ml: c left_lung "
+        "(scores/overlays/c.png)"
+    ) in text
     assert "| a | 0 | left_lung | reference | 0.5000 | 0.250 | none | 1 | 2 | 99.90 % |" in text
     assert "Diseased" not in text, "no such scan"
     scans, pieces = text.split("Pieces cut out of these scans:")
@@ -128,10 +129,12 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
     )
     (tmp_path / "folds.md").write_text("table\n")
     cases = {f"c{n}": Case(f"c{n}", Path("i"), Path("l"), f"p{n // 2}") for n in range(24)}
-    rows = [{"case": name, "fold": n // 2 % 3, "agreement": 0.98, "dice": 0.98 - 0.001 * n, "trust": "reference"}
+    rows = [{"case": name, "fold": n // 2 % 3, "agreement": 0.98, "dice": 0.98 - 0.001 * n,
+        "trust": "reference"}
             for n, name in enumerate(cases)]  # fmt: skip
     rows += [{"case": "c0", "fold": 0, "agreement": agreement, "dice": 0.0, "trust": trust}
-             for agreement, trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
+             for agreement,
+             trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
     write_bound(rows, cases, config)
     # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the
     # last.
@@ -286,7 +289,10 @@ def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
     gap = [replace(case, fold=2 * number) for number, case in enumerate(plain[:2])]
     with pytest.raises(
         UserError,
-        match=r"fold 1 of the case table validates no case.*number the folds in its column fold from 0",
+        match=(
+            r"fold 1 of the case table validates no case.*"
+            "number the folds in its column fold from 0"
+        ),
     ):
         check_folds(gap, 3)
     check_folds([replace(case, fold=number) for number, case in enumerate(gap)], 2)

@@ -1,4 +1,4 @@
-"""Ladder: rows that add up to the lean experiment; measured, trained and drawn, and not repeated when started again."""
+"""Ladder: rows up to the lean experiment are measured, trained and drawn, once each."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
     memory = replace(
         ladder_config().memory, precision=Precision.bf16, checkpointing=["stem", "head"]
     )
-    assert [ladder_app.picture_name(row, {"precision": "bf16", "checkpointing": "stem"}) for row in rows] == [
+    assert [ladder_app.picture_name(row,
+        {"precision": "bf16", "checkpointing": "stem"}) for row in rows] == [
         "MONAI's UNet", "plain, bf16, checkpointing stem"
     ]  # fmt: skip
     measured = {"saved_per_voxel": 100.0, "peak_bytes": 2**20, "parameter_bytes": 2**19}
@@ -147,7 +148,8 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
             widths.append(picture.size[0])
     assert widths[0] < widths[1], "panels without values are left out"
     assert (tmp_path / "ladder.csv").read_text(encoding="utf-8").splitlines() == [
-        "row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,seconds_per_step,device,"
+        "row,arguments,precision,checkpointing,saved_bytes_per_voxel,peak_mib,parameters_mib,"
+        "seconds_per_step,device,"
         "peak_allocated_mib,dice,train_s",
         "MONAI's UNet,,bf16,none,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
         "plain,b=2,bf16,stem head,100.0,1.0,0.5,1.0,2 CPU threads,,0.9,7.0",
@@ -162,7 +164,8 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
         ladder_app.ladder_rows(ladder_config(), ["trainer.accelerator=cpu", "model.width=4"])
     )
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config, other = (ladder_app.compose(rows[0]._replace(arguments=(*rows[0].arguments, *added))) for added in ((), ("memory.checkpointing=all",)))  # fmt: skip
+        config, other = (ladder_app.compose(rows[0]._replace(arguments=(*rows[0].arguments,
+            *added))) for added in ((), ("memory.checkpointing=all",)))  # fmt: skip
     first = ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
     assert first["peak_bytes"] > 0
     monkeypatch.setattr(ladder_app, "Worker", None)
@@ -179,7 +182,10 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
     [
         (
             -signal.SIGKILL,
-            "its process was killed, as the system does when memory is full; choose a smaller shape",
+            (
+                "its process was killed, as the system does when memory is full; choose a smaller "
+                "shape"
+            ),
         ),
         (1, "its process ended with exit code 1; start it again"),
     ],
@@ -201,9 +207,12 @@ def test_a_row_whose_process_ends_says_how(
 @pytest.mark.slow
 def test_climbs_trains_and_keeps_what_is_done(tiny_table: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "medseg.commands.cli", "ladder", f"output={tmp_path / 'l'}", "shape=[32,32,32]", "timed_steps=1",
-        "train=true", "steps=2", f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "logger=none",
-        "data.num_workers=0", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu", "~rows",
+        sys.executable, "-m", "medseg.commands.cli", "ladder", f"output={tmp_path / 'l'}",
+        "shape=[32,32,32]", "timed_steps=1",
+        "train=true", "steps=2", f"data.cases={tiny_table}",
+        f"data.cache={tiny_table.parent / 'cache'}", "logger=none",
+        "data.num_workers=0", "spacing.target_spacing_mm=[4.0,4.0,4.0]", "trainer.accelerator=cpu",
+        "~rows",
         "+rows={first row: ['model.width=4'], half: ['memory.precision=bf16']}",
     ]  # fmt: skip
     for attempt in range(2):

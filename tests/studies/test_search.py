@@ -1,4 +1,4 @@
-"""A search gives each trial its turn, once; whatever ends a trial is recorded and the search goes on."""
+"""A search gives each trial its turn, once; whatever ends a trial, the search goes on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def entry(_, config):
         for step in (10, 20, 30):
             print(f"{step},{dice * step / 30},0.1", file=file, flush=True)
             time.sleep(0.7 if is_slow else 0)
-    (run_dir / "summary.json").write_text(json.dumps({"status": "finished", "val_dice_best": dice, "peak_gib": 1.0}))
+    summary = {"status": "finished", "val_dice_best": dice, "peak_gib": 1.0}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
 """
 
 
@@ -364,10 +365,22 @@ def test_trials_say_the_searched_keys_and_the_command_line_the_others(
 @pytest.mark.parametrize(
     ("key", "parameter", "said"),
     [
-        ("optimizer.lrr", {"type": "float", "low": 1, "high": 2}, "(got an unexpected keyword argument 'lrr'); did you mean lr?"),
-        ("optimizer.lr", {"type": "float", "low": -1, "high": 2}, "optimizer.lr: must lie in (0, inf), but got -1"),
+        (
+            "optimizer.lrr",
+            {"type": "float", "low": 1, "high": 2},
+            "(got an unexpected keyword argument 'lrr'); did you mean lr?",
+        ),
+        (
+            "optimizer.lr",
+            {"type": "float", "low": -1, "high": 2},
+            "optimizer.lr: must lie in (0, inf), but got -1",
+        ),
         ("model.width", {"type": "float", "low": 1, "high": 2.5}, "model.width: Value '2.5'"),
-        ("memory", {"type": "choice", "choices": ["plain", "tiny"]}, "'memory/tiny'; there are: amp,"),
+        (
+            "memory",
+            {"type": "choice", "choices": ["plain", "tiny"]},
+            "'memory/tiny'; there are: amp,",
+        ),
     ],
 )  # fmt: skip
 def test_a_value_that_no_run_could_have_is_refused(
@@ -465,10 +478,14 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(
     (conf / "mine.yaml").write_text(space(**drawn))
     seed = seed_that_draws(["1e+30", "0.01", "1e-09"], trials.config(4, **drawn).sweep, tmp_path)
     arguments = [
-        "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=4", "sweep.sampler=random", f"sweep.seed={seed}",
-        "sweep.prune_after_trials=1", "sweep.prune_after_steps=20", "steps=120", "stage.validate_every=20", "spacing=isotropic_4mm",
-        "model.width=4", "augment=none", "schedule=constant", "optimizer.lr=0.01", f"data.cases={tiny_table}",
-        f"data.cache={tiny_table.parent / 'cache'}", "data.num_workers=0", "logger=none", "trainer.accelerator=cpu", "trainer.threads=1",
+        "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=4",
+        "sweep.sampler=random", f"sweep.seed={seed}",
+        "sweep.prune_after_trials=1", "sweep.prune_after_steps=20", "steps=120",
+        "stage.validate_every=20", "spacing=isotropic_4mm",
+        "model.width=4", "augment=none", "schedule=constant", "optimizer.lr=0.01",
+        f"data.cases={tiny_table}",
+        f"data.cache={tiny_table.parent / 'cache'}", "data.num_workers=0", "logger=none",
+        "trainer.accelerator=cpu", "trainer.threads=1",
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
     killed = forked.run([sys.executable, "-c", KILLED_SEARCH, *arguments], cwd=tmp_path)
@@ -496,11 +513,14 @@ def test_two_searches_in_one_folder_share_its_trials(
 ) -> None:
     folder = tmp_path / "a search (1)"
     code = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_job; from medseg.runs import processes; "
-        "from medseg.commands.entry import run_command; processes._job = fake_job.entry; run_command('search')"
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import fake_job; from medseg.runs "
+        "import processes; "
+        "from medseg.commands.entry import run_command; processes._job = fake_job.entry; "
+        "run_command('search')"
     )
     command = [
-        sys.executable, "-c", code, str(tmp_path), "--config-dir", str(tmp_path / "conf"), "sweep=mine", "sweep.num_trials=6", "sweep.pruner=none",
+        sys.executable, "-c", code, str(tmp_path), "--config-dir", str(tmp_path / "conf"),
+        "sweep=mine", "sweep.num_trials=6", "sweep.pruner=none",
         f"hydra.run.dir={folder}",
     ]  # fmt: skip
     folder.mkdir()

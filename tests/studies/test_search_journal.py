@@ -1,4 +1,4 @@
-"""Search journal: each trial runs once, interruptions change no values, and the sampler learns from failed trials."""
+"""Search journal: each trial runs once, interrupted or not; the sampler learns from failures."""
 
 from __future__ import annotations
 
@@ -114,7 +114,10 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path: Path) -> None
     trials = study.trials()
     first, _ = next(trials)
     trials.close()
-    holder = "import sys\nfrom pathlib import Path\nfrom medseg.io.atomic import locked\nwith locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    holder = (
+        "import sys\nfrom pathlib import Path\nfrom medseg.io.atomic import locked\nwith "
+        "locked(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    )
     command = [sys.executable, "-c", holder, str(tmp_path / str(first.number) / TRIAL_LOCK_FILE)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Loops of the studies with the training, the measuring and the installing replaced: order, arguments, tables, exit codes."""
+"""Loops of the studies without trainings: order, arguments, tables, exit codes."""
 
 from __future__ import annotations
 
@@ -85,16 +85,17 @@ def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.Mo
         PlainConvUNet=lambda **arguments: made.update(arguments),
         UNet=lambda **arguments: made.update(arguments),
     )
-    monkeypatch.setitem(sys.modules, "monai.networks.nets", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "monai.networks.nets", module)
     baselines.make_baseline("monai", 4)
     assert made == {
-        "spatial_dims": 3, "in_channels": 1, "out_channels": 4, "channels": (16, 32, 64, 128, 256), "strides": (2, 2, 2, 2),
+        "spatial_dims": 3, "in_channels": 1, "out_channels": 4, "channels": (16, 32, 64, 128, 256),
+        "strides": (2, 2, 2, 2),
         "num_res_units": 2, "norm": "batch",
     }  # fmt: skip
     made.clear()
     for name in ("dynamic_network_architectures", "dynamic_network_architectures.architectures"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "dynamic_network_architectures.architectures.unet", module)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "dynamic_network_architectures.architectures.unet", module)
     baselines.make_baseline("nnunet", 4)
     expected = {
         "input_channels": 1,
@@ -213,7 +214,7 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
         ((8, 16, 24), 5, None),
     ):
         before = len(calls)
-        ladder.measure(folder, config, shape, steps, baseline, None)  # type: ignore[arg-type]
+        ladder.measure(folder, config, shape, steps, baseline, None)
         assert len(calls) == before + 1
     for error, said in (
         (WorkerDiedError(-signal.SIGKILL), "its process was killed"),

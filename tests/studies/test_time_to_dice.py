@@ -1,4 +1,4 @@
-"""Time to Dice: rows are timed until the target, stopped at a multiple or a limit, and continued when started again."""
+"""Time to Dice: rows are timed to the target, stopped at a limit, continued at a restart."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row(tiny_table: Path, tmp_path: Path, study: TimeToDiceConfig) -> TrainConfi
 
 
 class Training:
-    """A training that takes a CPU minute between two validations, ten steps apart; its Dice rises by 0.1."""
+    """A training of a CPU minute between two validations (ten steps); its Dice rises by 0.1."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, last_step: int = 1000, code: int = 0
@@ -158,10 +158,15 @@ def test_processes_that_have_ended_count() -> None:
 
 def command(table: Path, folder: Path, *arguments: str) -> list[str]:
     return [
-        sys.executable, "-m", "medseg.commands.cli", "time_to_dice", f"output={folder / 't'}", "stage=coarse", f"data.cases={table}",
-        f"data.cache={folder / 'cache'}", "logger=none", "data.num_workers=0", "trainer.accelerator=cpu", "trainer.threads=1",
-        "spacing=isotropic_4mm", "augment=none", "schedule=constant", "steps=2000", "stage.validate_every=10", "~rows",
-        "+rows={learns: ['model.width=16', 'optimizer.lr=0.01'], idle: ['model.width=4', 'optimizer.lr=1e-9']}", *arguments,
+        sys.executable, "-m", "medseg.commands.cli", "time_to_dice", f"output={folder / 't'}",
+        "stage=coarse", f"data.cases={table}",
+        f"data.cache={folder / 'cache'}", "logger=none", "data.num_workers=0",
+        "trainer.accelerator=cpu", "trainer.threads=1",
+        "spacing=isotropic_4mm", "augment=none", "schedule=constant", "steps=2000",
+        "stage.validate_every=10", "~rows",
+        ("+rows={learns: ['model.width=16', 'optimizer.lr=0.01'], idle: ['model.width=4', "
+         "'optimizer.lr=1e-9']}"),
+        *arguments,
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches: the gradient of the whole batch where loss and norm look at one sample at a time, and a note where not."""
+"""Micro-batches: the whole batch's gradient where loss and norm see one sample, or a note."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from medseg.training.notes import notes
 from medseg.training.options import TrainConfig
 
 SMALL = [
-    "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd", "optimizer.lr=0.1",
-    "schedule=poly", "trainer.gradient_clip=null", "steps=2", "stage.batch_size=4", "stage.patch_size=[12,16,20]",
+    "model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]", "stage=fine", "optimizer=sgd",
+    "optimizer.lr=0.1",
+    "schedule=poly", "trainer.gradient_clip=null", "steps=2", "stage.batch_size=4",
+    "stage.patch_size=[12,16,20]",
 ]  # fmt: skip
 
 
@@ -104,9 +106,9 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     assert max((parts[name] - weight).abs().max().item() for name, weight in whole.items()) > 1e-6
     assert not notes(compose(override))
     (note,) = notes(compose(override, "memory.accumulate=2"))
-    assert (
-        note
-        == f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 rank), so the result differs from that of the whole batch"
+    assert note == (
+        f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 "
+        "rank), so the result differs from that of the whole batch"
     )
     assert not notes(compose("memory.accumulate=2"))
     (note,) = notes(compose(override, "stage.patch_size=null"))
@@ -146,7 +148,7 @@ class Live(pl.Callback):
 
 
 def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[..., Any]) -> None:
-    """No graph is kept by the logged loss, and the next step finds no activation and no gradient of the last."""
+    """No graph is kept by the logged loss; the next step finds no activation and no gradient."""
     tracker = MemoryTracker()
     live = Live(tracker)
     batches = [make_batch(range(n, n + 1)) for n in range(6)]
@@ -167,14 +169,17 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
 def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(
     tiny_table: Path, tmp_path: Path
 ) -> None:
-    """The crops of a step are padded to no common shape, so neither norms nor the loss see other voxels."""
+    """Crops of a step are padded to no common shape, so norms and loss see no other voxels."""
     losses = {}
     for accumulate in (1, 2):
         run_dir = tmp_path / str(accumulate)
         overrides = [
-            f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "stage=fine",
-            "spacing.target_spacing_mm=[4.0,4.0,4.0]", "stage.batch_size=2", f"memory.accumulate={accumulate}", "optimizer=sgd",
-            "schedule=constant", "augment=none", "model.width=4", "steps=2", "history_every=1", "logger=none", "trainer.accelerator=cpu",
+            f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
+            "data.num_workers=0", "stage=fine",
+            "spacing.target_spacing_mm=[4.0,4.0,4.0]", "stage.batch_size=2",
+            f"memory.accumulate={accumulate}", "optimizer=sgd",
+            "schedule=constant", "augment=none", "model.width=4", "steps=2", "history_every=1",
+            "logger=none", "trainer.accelerator=cpu",
             "trainer.threads=1", f"run_dir='{run_dir}'",
         ]  # fmt: skip
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):

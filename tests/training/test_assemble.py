@@ -1,4 +1,4 @@
-"""Objects of a run: what the configuration says reaches the optimiser, the schedule and Lightning's trainer."""
+"""Objects of a run: the configuration reaches optimiser, schedule and Lightning's trainer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_kernel_search_is_on_only_where_it_is_asked_for(
 def test_unused_parameters_are_searched_only_where_a_step_may_leave_some_out(
     overrides: list[str], is_searched: bool, compose: Callable[..., TrainConfig]
 ) -> None:
-    """Without the search such a step waits for gradients for ever; with it every step walks through the graph."""
+    """Without the search a step waits for gradients for ever; with it each step walks the graph."""
     config = compose("trainer=ddp", "trainer.devices=2", "stage.batch_size=2", *overrides)
     strategy = make_trainer(config, []).strategy
     assert isinstance(strategy, DDPStrategy)

@@ -80,7 +80,7 @@ class Killed(BaseException):
 
 
 class Line(SegmentationModule):
-    """One weight that each sample moves; its score is the weight that is validated, so that every validation is the best."""
+    """One weight that each sample moves; its score is that weight, so each validation is best."""
 
     def __init__(
         self, ema_decay: float | None, kill_at: int | None = None, accumulate: int = 2
@@ -105,7 +105,7 @@ class Line(SegmentationModule):
 
     @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.network.weight.detach().clone()  # type: ignore[operator, union-attr]
+        weight: Tensor = self.network.weight.detach().clone()
         return weight
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -119,17 +119,17 @@ class Line(SegmentationModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.validated.append(self.weight)
-        self.log("val/dice", self.network.weight.sum())  # type: ignore[operator, union-attr]
+        self.log("val/dice", self.network.weight.sum())
         return batch
 
     def train_dataloader(self) -> DataLoader[Any]:
         sampler = StepBatchSampler(STEPS, 2, self.accumulate, start_step=self.trainer.global_step)
         return DataLoader(
             [torch.tensor([float(n)]) for n in range(2 * STEPS)], batch_sampler=sampler
-        )  # type: ignore[arg-type]
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader([torch.ones(1)])  # type: ignore[arg-type]
+        return DataLoader([torch.ones(1)])
 
 
 def fit(
@@ -138,10 +138,13 @@ def fit(
     """Train, from `last.ckpt` where there is one."""
     module = Line(ema_decay, kill_at, accumulate)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, accumulate_grad_batches=accumulate,
+        accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1,
+        accumulate_grad_batches=accumulate,
         val_check_interval=EVERY * accumulate,
-        check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, callbacks=[Checkpoints(folder, EVERY, 3, None, StopRequest())],
+        check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[Checkpoints(folder, EVERY, 3, None, StopRequest())],
         default_root_dir=folder,
     )  # fmt: skip
     last = folder / "last.ckpt"

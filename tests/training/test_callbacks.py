@@ -37,14 +37,14 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
     }
     batch["spacing_mm"] = [(2.0, 1.0, 1.5)]
     pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
-    pictures.on_validation_batch_end(trainer, None, labels, [batch], 0)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, [batch], 0)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000007_0.png"]
 
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("Invalid affine transformation matrix")
 
     monkeypatch.setattr(callbacks, "overlay_montage", fail)
-    pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)
     said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
     assert capsys.readouterr().err == said
 
@@ -52,7 +52,7 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
 def test_a_picture_leaves_nothing_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of a figure refer to each other; the collector would find 7 MiB a picture only some validations later."""
+    """Parts of a figure form cycles; the collector would free 7 MiB a picture much later."""
     alive = []
 
     class Figure:
@@ -79,7 +79,7 @@ def test_a_picture_leaves_nothing_in_memory(
     batch["spacing_mm"] = [(1.0, 1.0, 1.0)]
     pictures = ValidationPictures(tmp_path, [View({1: "left_lung"}, False)])
     for number in range(2):
-        pictures.on_validation_batch_end(trainer, None, labels, [batch], number)  # type: ignore[arg-type]
+        pictures.on_validation_batch_end(trainer, None, labels, [batch], number)
     assert [figure() for figure in alive] == [None, None]
 
 
@@ -110,7 +110,7 @@ def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: 
         pictures.drawn["Doe, John", 0] = "step_000020_0.png"
         scores = ValidationScores(path, pictures)
         trainer: Any = SimpleNamespace(is_global_zero=True, global_step=step)
-        scores.on_train_start(trainer, None)  # type: ignore[arg-type]
+        scores.on_train_start(trainer, None)
         return scores
 
     scores = started(0)
@@ -134,12 +134,12 @@ def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path)
     scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "lung"}, False)]))
     scores.patients = {"a_1": "a"}
     trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=40)
-    scores.on_train_start(trainer, None)  # type: ignore[arg-type]
+    scores.on_train_start(trainer, None)
     module: Any = SimpleNamespace(case_scores={("a_1", 0, 1): 0.8})
     scores.on_validation_end(trainer, module)
     assert [(row["step"], row["patient"]) for row in read_csv(path)] == [("20", ""), ("40", "a")]
     resumed = ValidationScores(path, scores.pictures)
-    resumed.on_train_start(trainer, None)  # type: ignore[arg-type]
+    resumed.on_train_start(trainer, None)
     assert [row["patient"] for row in resumed.rows] == ["", "a"]
 
 
@@ -150,18 +150,18 @@ def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[
         "region": torch.tensor([0, 1]),
         "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)],
     }
-    said.on_train_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
-    said.on_validation_batch_end(None, None, None, [batch], 0)  # type: ignore[arg-type]
+    said.on_train_batch_end(None, None, None, [batch], 0)
+    said.on_validation_batch_end(None, None, None, [batch], 0)
     assert capsys.readouterr().out.splitlines() == [
         "a, left_lung: distortion 2.00, voxels of 3×1.5×2 mm",
         "b, right_lung: distortion 1.00, voxels of 1×1×1 mm",
     ]
-    said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)  # type: ignore[arg-type]
+    said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)
     assert capsys.readouterr().out.count("distortion") == 2
     known: Any = [
         batch | {"region": None}
     ]  # reading this would fail: printed regions are not read again
-    said.on_train_batch_end(None, None, None, known, 0)  # type: ignore[arg-type]
+    said.on_train_batch_end(None, None, None, known, 0)
 
 
 def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(
@@ -176,8 +176,8 @@ def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(
         MemorySnapshot(tmp_path / "memory_snapshot.pickle"),
         SimpleNamespace(global_rank=2),
     )
-    snapshot.on_train_start(trainer, None)  # type: ignore[arg-type]
-    snapshot.on_exception(trainer, None, MemoryError())  # type: ignore[arg-type]
+    snapshot.on_train_start(trainer, None)
+    snapshot.on_exception(trainer, None, MemoryError())
     assert called == ["record", str(tmp_path / "memory_snapshot_2.pickle")]
 
 
@@ -212,7 +212,7 @@ def test_a_picture_gets_the_arrays_of_the_case_and_its_names(
         sanity_checking=False, is_global_zero=True, global_step=70, loggers=[]
     )
     batch = case_batch("b", region=1)
-    pictures.on_validation_batch_end(trainer, None, labels, batch, 1)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, batch, 1)
     ((image, pred, target, spacing_mm, path), options) = drawn[0]
     way = -1 if is_mirrored else 1
     assert (image == batch[0]["image"][0, 0].numpy()[..., ::way]).all()
@@ -240,7 +240,7 @@ def test_pictures_are_drawn_of_the_first_cases_by_one_rank_and_not_in_a_trial(
             sanity_checking=is_trial, is_global_zero=is_first_rank, global_step=5, loggers=[]
         )
         for index, name in enumerate("abc"):
-            pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
+            pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)
     assert titles == ["a, step 5", "b, step 5"]
 
 
@@ -254,13 +254,13 @@ def test_a_case_whose_picture_failed_keeps_no_older_one(
         sanity_checking=False, is_global_zero=True, global_step=5, loggers=[]
     )
     for name, index in (("a", 0), ("b", 1)):
-        pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)  # type: ignore[arg-type]
+        pictures.on_validation_batch_end(trainer, None, labels, case_batch(name), index)
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(callbacks, "overlay_montage", fail)
-    pictures.on_validation_batch_end(trainer, None, labels, case_batch("a"), 0)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, case_batch("a"), 0)
     assert pictures.drawn == {("b", 0): "step_000005_1.png"}
 
 
@@ -291,7 +291,7 @@ def test_a_picture_goes_to_tensorboard_in_colour(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(
         sanity_checking=False, is_global_zero=True, global_step=5, loggers=[Board(), object()]
     )
-    pictures.on_validation_batch_end(trainer, None, labels, batch, 0)  # type: ignore[arg-type]
+    pictures.on_validation_batch_end(trainer, None, labels, batch, 0)
     ((name, pixels, step, options),) = added
     assert (name, step, options) == ("validation/0", 5, {"dataformats": "HWC"})
     assert pixels.ndim == 3
@@ -315,5 +315,5 @@ def test_scores_are_written_by_one_rank_and_not_in_a_trial(tmp_path: Path) -> No
     resumed = ValidationScores(path, scores.pictures)
     for is_first_rank, step, num_rows in ((False, 5, 0), (True, 4, 0), (True, 5, 1)):
         trainer = SimpleNamespace(is_global_zero=is_first_rank, global_step=step)
-        resumed.on_train_start(trainer, None)  # type: ignore[arg-type]
+        resumed.on_train_start(trainer, None)
         assert len(resumed.rows) == num_rows

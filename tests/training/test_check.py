@@ -46,38 +46,116 @@ def check(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([*SEGRESNET, "model.init_filter=8"], r"model: SegResNet does not take .*did you mean init_filters\? Its arguments are"),
-        ([*SEGRESNET, "model.out_channels=5"], "model: out_channels=5, but the task has 2 classes; leave out_channels out"),
+        (
+            [*SEGRESNET, "model.init_filter=8"],
+            r"model: SegResNet does not take .*did you mean init_filters\? Its arguments are",
+        ),
+        (
+            [*SEGRESNET, "model.out_channels=5"],
+            "model: out_channels=5, but the task has 2 classes; leave out_channels out",
+        ),
         ([*SEGRESNET, "model.init_filters=9"], "model: "),
-        ([*SEGRESNET, "model.num_groups=123456"], "model: num_groups=123456 of the network, expected numbers up to 65536"),
-        ([*SEGRESNET, "model.divisor=[3,3,3]"], r"model: divisor=\[3, 3, 3\]: SegResNet fails on an input of \[45, 45, 45\] voxels"),
-        ([*SEGRESNET, "model.blocks=[encoder.*]"], r"model: blocks names 'encoder\.\*', which is no module of the network"),
-        ([*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"], r"stage\.patch_size: expected multiples of 8"),
-        ([*SEGRESNET, "memory.checkpointing=[encoder]"], "memory: checkpointing names 'encoder', which is no block; the blocks are"),
-        ([*SEGRESNET, "trainer=ddp", "stage.batch_size=2", "trainer.sync_batchnorm=true", "trainer.accelerator=auto"], "batch norm only"),
-        (["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "memory.checkpointing=all"], r"memory\.checkpointing: no block of"),
-        (["model._target_=torch.nn.Linear"], "model: the constructor of Linear has no argument for the number of channels of the image"),
-        (UNETR, r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
-        ([*UNETR, "stage.patch_size=[32,32,32]"], r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only"),
-        ([*SEGRESNET, "loss.output_weights=[1,0.5]"], r"loss\.output_weights=\[1\.0, 0\.5\]: expected 1 numbers, one for each output"),
-        (["metrics.dice._target_=monai.metrics.DiceMetric"], r"metrics\.dice: history\.csv already has a column val_dice"),
-        (["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"], r"lr_scaling=sqrt: optimizer\.lr is missing"),
-        (["lr_scaling=linear"], "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt"),
+        (
+            [*SEGRESNET, "model.num_groups=123456"],
+            "model: num_groups=123456 of the network, expected numbers up to 65536",
+        ),
+        (
+            [*SEGRESNET, "model.divisor=[3,3,3]"],
+            r"model: divisor=\[3, 3, 3\]: SegResNet fails on an input of \[45, 45, 45\] voxels",
+        ),
+        (
+            [*SEGRESNET, "model.blocks=[encoder.*]"],
+            r"model: blocks names 'encoder\.\*', which is no module of the network",
+        ),
+        (
+            [*SEGRESNET, "stage.patch_size=[36,40,40]", "inference.tile_size=[40,40,40]"],
+            r"stage\.patch_size: expected multiples of 8",
+        ),
+        (
+            [*SEGRESNET, "memory.checkpointing=[encoder]"],
+            "memory: checkpointing names 'encoder', which is no block; the blocks are",
+        ),
+        (
+            [
+                *SEGRESNET,
+                "trainer=ddp",
+                "stage.batch_size=2",
+                "trainer.sync_batchnorm=true",
+                "trainer.accelerator=auto",
+            ],
+            "batch norm only",
+        ),
+        (
+            ["model._target_=torch.nn.Conv3d", "model.kernel_size=1", "memory.checkpointing=all"],
+            r"memory\.checkpointing: no block of",
+        ),
+        (
+            ["model._target_=torch.nn.Linear"],
+            ("model: the constructor of Linear has no argument for the number of channels of the "
+             "image"),
+        ),
+        (
+            UNETR,
+            r"stage\.patch_size=None: the network accepts inputs of \[32, 32, 32\] voxels only",
+        ),
+        (
+            [*UNETR, "stage.patch_size=[32,32,32]"],
+            r"inference\.tile_size=None: the network accepts inputs of \[32, 32, 32\] voxels only",
+        ),
+        (
+            [*SEGRESNET, "loss.output_weights=[1,0.5]"],
+            r"loss\.output_weights=\[1\.0, 0\.5\]: expected 1 numbers, one for each output",
+        ),
+        (
+            ["metrics.dice._target_=monai.metrics.DiceMetric"],
+            r"metrics\.dice: history\.csv already has a column val_dice",
+        ),
+        (
+            ["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"],
+            r"lr_scaling=sqrt: optimizer\.lr is missing",
+        ),
+        (
+            ["lr_scaling=linear"],
+            "the steps of AdamW do not grow with the gradient; choose lr_scaling=sqrt",
+        ),
         (["lr_scaling=linear", *LION], "the steps of Lion do not grow with the gradient"),
-        (["lr_scaling=linear", "optimizer=lamb"], "the steps of Lamb do not grow with the gradient"),
-        (["optimizer.amsgrad=maybe"], r"optimizer\.amsgrad: AdamW needs true or false, but got 'maybe'"),
+        (
+            ["lr_scaling=linear", "optimizer=lamb"],
+            "the steps of Lamb do not grow with the gradient",
+        ),
+        (
+            ["optimizer.amsgrad=maybe"],
+            r"optimizer\.amsgrad: AdamW needs true or false, but got 'maybe'",
+        ),
         (["optimizer.betas=0.9"], r"optimizer\.betas: AdamW needs a list, but got 0\.9"),
         (["optimizer.maximize=true"], "a step of AdamW goes up the gradient"),
         (["schedule=cyclic", "schedule.mode=zigzag"], "mode is invalid"),
         ([*EPOCHS, "schedule.steps_per_epoch=10"], "The specified number of total steps is 10"),
-        ([*EPOCHS, "schedule.steps_per_epoch=3000", "steps=4000"], "The specified number of total steps is 3000"),
-        (["loss=dice_focal", "loss.include_background=perhaps"], r"loss\.include_background: DiceFocalLoss needs true or false"),
+        (
+            [*EPOCHS, "schedule.steps_per_epoch=3000", "steps=4000"],
+            "The specified number of total steps is 3000",
+        ),
+        (
+            ["loss=dice_focal", "loss.include_background=perhaps"],
+            r"loss\.include_background: DiceFocalLoss needs true or false",
+        ),
         (["loss=generalized_dice", "loss.w_type=cube"], "loss: "),
         ([*UNET, "model.strides=2"], r"model\.strides: UNet needs a list, but got 2"),
-        ([*MONITOR, "logger=none"], r"callbacks\.lr: LearningRateMonitor writes to a logger, but there is none; choose logger=csv"),
-        (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping", "callbacks.stop.monitor=val/dice", "callbacks.stop.patience=soon"],
+        (
+            [*MONITOR, "logger=none"],
+            (r"callbacks\.lr: LearningRateMonitor writes to a logger, but there is none; choose "
+             "logger=csv"),
+        ),
+        (["callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping",
+            "callbacks.stop.monitor=val/dice", "callbacks.stop.patience=soon"],
          r"callbacks\.stop\.patience: EarlyStopping needs a whole number, but got 'soon'"),
-        (["augment.transforms=[{_target_: monai.transforms.RandGaussianNoised, keys: image, prob: high}]"], r"augment\.transforms\[0\]\.prob: .* needs a number"),
+        (
+            [
+                "augment.transforms=[{_target_: monai.transforms.RandGaussianNoised, keys: image, "
+                "prob: high}]"
+            ],
+            r"augment\.transforms\[0\]\.prob: .* needs a number",
+        ),
     ],
 )  # fmt: skip
 def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said: str) -> None:

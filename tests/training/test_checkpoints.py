@@ -20,7 +20,8 @@ from medseg.training.preemption import SIGNALS, Preempted, StopRequest
 
 # Falls and rises, so that the best is neither the first nor the last.
 SCORES = {
-    1: 0.2, 2: 0.1, 3: 0.3, 4: 0.9, 5: 0.4, 6: 0.5, 7: 0.8, 8: 0.8, 9: 0.7, 10: 0.6, 11: 0.5, 12: 0.6, 13: 0.1, 14: 0.2, 15: 0.2, 16: 0.1,
+    1: 0.2, 2: 0.1, 3: 0.3, 4: 0.9, 5: 0.4, 6: 0.5, 7: 0.8, 8: 0.8, 9: 0.7, 10: 0.6, 11: 0.5,
+    12: 0.6, 13: 0.1, 14: 0.2, 15: 0.2, 16: 0.1,
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def fit(
     checkpoint_every: int | None = None,
     patience: int | None = None,
 ) -> Line:
-    """Train, from `last.ckpt` where there is one; `kill` (or `ask`) names the hook and the step at which the run is killed (asked to stop)."""
+    """Train, from `last.ckpt` if it exists; `kill` or `ask` (to stop) name a hook and a step."""
 
     def die(trainer: pl.Trainer, *_: Any) -> None:
         if kill is not None and trainer.global_step == kill[1]:
@@ -97,10 +98,14 @@ def fit(
     hooks: dict[str, Any] = {kill[0]: die} if kill is not None else {}
     hooks |= {ask[0]: stop} if ask is not None else {}
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, accumulate_grad_batches=accumulate,
-        val_check_interval=every * accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0, logger=False,
+        accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=every * accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
+        logger=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        callbacks=[LambdaCallback(**hooks), Checkpoints(folder, every, checkpoint_every, patience, request)], default_root_dir=folder,
+        callbacks=[LambdaCallback(**hooks),
+            Checkpoints(folder, every, checkpoint_every, patience, request)],
+            default_root_dir=folder,
     )  # fmt: skip
     module = Line(steps, accumulate, num_val)
     last = folder / "last.ckpt"
@@ -309,8 +314,10 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
     )
     saved: list[Path] = []
     trainer: Any = SimpleNamespace(
-        global_step=3, max_steps=9, accumulate_grad_batches=1, world_size=2, num_val_batches=[1], should_stop=False,
-        is_global_zero=False, loggers=[], save_checkpoint=lambda path, weights_only: saved.append(path),
+        global_step=3, max_steps=9, accumulate_grad_batches=1, world_size=2, num_val_batches=[1],
+        should_stop=False,
+        is_global_zero=False, loggers=[], save_checkpoint=lambda path,
+        weights_only: saved.append(path),
     )  # fmt: skip
     checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, 2)
     assert len(saved) == (own or other)
@@ -322,7 +329,7 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
 
 
 def test_loggers_write_their_lines_with_each_checkpoint(tmp_path: Path) -> None:
-    """A run that resumes has all lines up to its checkpoint; that of the saved step itself follows before the next one."""
+    """A resumed run has all lines up to its checkpoint; the saved step's own line follows."""
     events: list[str] = []
 
     def save_checkpoint(path: Path, weights_only: bool) -> None:
@@ -331,7 +338,8 @@ def test_loggers_write_their_lines_with_each_checkpoint(tmp_path: Path) -> None:
 
     logger = SimpleNamespace(save=lambda: events.append("lines"))
     trainer: Any = SimpleNamespace(
-        global_step=2, max_steps=9, accumulate_grad_batches=1, world_size=1, num_val_batches=[1], should_stop=False,
+        global_step=2, max_steps=9, accumulate_grad_batches=1, world_size=1, num_val_batches=[1],
+        should_stop=False,
         is_global_zero=True, loggers=[logger], save_checkpoint=save_checkpoint,
     )  # fmt: skip
     checkpoints = Checkpoints(

@@ -69,7 +69,7 @@ def set_up(
     config: TrainConfig | None = None,
     label_values: dict[int, str] = LABEL_VALUES,
 ) -> CasesDataModule:
-    source = CaseSource(Split((train,), (val,), ()), label_values, 1.0)  # type: ignore[arg-type]
+    source = CaseSource(Split((train,), (val,), ()), label_values, 1.0)
     config = config or config_of()
     config = replace(config, data=replace(config.data, cache=str(cache_dir)))
     data = CasesDataModule(config, [source], TASK, divisor=(8, 8, 8))
@@ -83,7 +83,10 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(
 ) -> None:
     first, second, *_ = read_case_table(tiny_table)
     twin = replace(first, name="twin", patient="somebody else")
-    said = r"The validation case 'twin' has the same voxels as the training case 'case 0'; remove one of them"
+    said = (
+        "The validation case 'twin' has the same voxels as the training case 'case 0'; remove "
+        "one of them"
+    )
     with pytest.raises(UserError, match=said):
         set_up(first, twin, tmp_path)
     assert (
@@ -115,7 +118,7 @@ def test_both_loaders_pin_memory_where_a_gpu_reads_it_or_as_they_are_told(
     first, second, *_ = read_case_table(tiny_table)
     data = set_up(first, second, tmp_path)
     data.pin_memory = pin_memory
-    data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)  # type: ignore[assignment]
+    data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert data.train_dataloader().pin_memory is is_pinned
     assert data.val_dataloader().pin_memory is is_pinned
@@ -132,7 +135,7 @@ def test_the_ranks_share_the_validation_cases_and_take_equally_many(
     ]
     shares = []
     for rank in range(num_ranks):
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=num_ranks)
         shares.append(list(data.val_dataloader().sampler))
     assert {number for share in shares for number in share} == set(range(num_cases)), (
         "each case is validated"
@@ -151,7 +154,7 @@ def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(
     data = set_up(first, second, tmp_path, replace(config, steps=3))
     numbers = {}
     for rank in range(2):
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=1)  # type: ignore[assignment]
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=1)
         batches = list(data.train_dataloader())  # a stack for each of the two samples
         numbers[rank] = [first["number"] + second["number"] for first, second in batches]
     together = [sorted(own + other) for own, other in zip(numbers[0], numbers[1], strict=True)]
@@ -165,7 +168,10 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
     set_up(first, second, tmp_path)
     assert "training cases" not in capsys.readouterr().err
     set_up(first, second, tmp_path, label_values={1: "left_lung", 2: "other", 3: "right_lung"})
-    said = "right_lung: found in 0 of 1 training cases and in 0 of 1 validation cases, so the network cannot learn it"
+    said = (
+        "right_lung: found in 0 of 1 training cases and in 0 of 1 validation cases, so the "
+        "network cannot learn it"
+    )
     assert said in capsys.readouterr().err
 
 
@@ -291,7 +297,10 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
         (
             third,
             second,
-            f"training cases are not those that the run began with ({third.name} added; {first.name} removed)",
+            (
+                f"training cases are not those that the run began with ({third.name} added; "
+                f"{first.name} removed)"
+            ),
         ),
         (
             first,
@@ -308,7 +317,7 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
 def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The cache of a fine stage with `zscore` holds that map, but the coarse stage may have been trained with a window."""
+    """A fine stage with `zscore` caches that map; the coarse stage may be trained on a window."""
     image = np.linspace(-1000, 400, 64, dtype=np.float32).reshape(4, 4, 4)
     own = zscore(image, "ct")
     case: Any = SimpleNamespace(

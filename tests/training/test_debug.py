@@ -74,7 +74,8 @@ def test_anomaly_detection_stops_at_the_operation_that_made_a_nan(fit: Callable[
 
 def data_settings(table: Path) -> list[str]:
     return [
-        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
+        f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", "data.num_workers=0",
+        "spacing=isotropic_4mm",
         "trainer.accelerator=cpu", "logger=none",
     ]  # fmt: skip
 
@@ -105,7 +106,8 @@ def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
 ) -> None:
     table = tmp_path / "table.csv"  # two cases to validate on
     header, *rows = csv.reader(tiny_table.read_text().splitlines())
-    rows = [[case, *(str(tiny_table.parent / file) for file in files), patient, "train" if n < 2 else "val"]
+    rows = [[case, *(str(tiny_table.parent / file) for file in files), patient,
+        "train" if n < 2 else "val"]
             for n, (case, *files, patient, _) in enumerate(rows)]  # fmt: skip
     with table.open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])

@@ -45,9 +45,9 @@ def test_a_loss_of_monai_gets_what_logits_need_and_the_run_says_so(
     config = compose("loss._target_=monai.losses.DiceCELoss", "loss.include_background=false")
     extensions.check_loss(config)
     assert (
-        "loss: DiceCELoss is called with softmax=true to_onehot_y=true, because it gets logits and integer labels"
-        in capsys.readouterr().err
-    )
+        "loss: DiceCELoss is called with softmax=true to_onehot_y=true, because it gets "
+        "logits and integer labels"
+    ) in capsys.readouterr().err
     (loss,) = extensions.make_loss(config).losses
     assert isinstance(loss, monai.losses.DiceCELoss)
     extensions.check_loss(compose())
@@ -98,7 +98,8 @@ def test_a_loss_that_cannot_work_is_one_sentence(overrides: list[str], said: str
 
 MIXED = (
     "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}, "
-    "{_target_: monai.transforms.RandAffined, prob: 0.8, rotate_range: [0.1, 0.1, 0.1]}, {_target_: medseg.data.augment.Noise, "
+    "{_target_: monai.transforms.RandAffined, prob: 0.8, rotate_range: [0.1, 0.1, 0.1]}, "
+    "{_target_: medseg.data.augment.Noise, "
     "probability: 0.5, sd: [0.01, 0.1]}]"
 )
 
@@ -108,7 +109,7 @@ def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
     assert made is not None
     assert isinstance(made.transforms[1], Affine)
     assert isinstance(made.transforms[-3], RandGaussianNoised)
-    assert made.transforms[-1] == Noise(0.5, [0.01, 0.1])  # type: ignore[arg-type]
+    assert made.transforms[-1] == Noise(0.5, [0.01, 0.1])
     assert extensions.make_transforms(compose("augment=none")) is None
 
 
@@ -171,8 +172,10 @@ def batches(
 ) -> list[list[dict[str, Any]]]:
     """Batches of a run, each a list of stacks of samples of one shape."""
     config = compose(
-        MIXED, f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'", f"data.num_workers={num_workers}",
-        "spacing=isotropic_4mm", "trainer.accelerator=cpu", "logger=none", "steps=4", "stage.batch_size=2",
+        MIXED, f"data.cases='{table}'", f"data.cache='{table.parent / 'cache'}'",
+        f"data.num_workers={num_workers}",
+        "spacing=isotropic_4mm", "trainer.accelerator=cpu", "logger=none", "steps=4",
+        "stage.batch_size=2",
     )  # fmt: skip
     data = make_data_module(config)
     data.prepare_data()
@@ -195,7 +198,10 @@ def test_a_coarse_stage_of_another_task_is_refused(
     monkeypatch.setattr("medseg.training.assemble.load_stage", lambda *_, **__: stage)
     with pytest.raises(
         UserError,
-        match=r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint of the same task",
+        match=(
+            r"stage\.coarse=c\.ckpt: it was trained for the task lungs with .* give a checkpoint "
+            "of the same task"
+        ),
     ):
         make_data_module(config)
 
@@ -255,9 +261,12 @@ def test_a_metric_or_callback_that_cannot_work_is_one_sentence(
 
 def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus() -> None:
     config = compose(
-        "callbacks.timer._target_=lightning.pytorch.callbacks.Timer", "callbacks.timer.duration='00:01:00:00'",
-        "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "metrics.iou._target_=monai.metrics.MeanIoU",
-        "logger=many", "logger.more._target_=lightning.pytorch.loggers.CSVLogger", "logger.more.save_dir=logs",
+        "callbacks.timer._target_=lightning.pytorch.callbacks.Timer",
+        "callbacks.timer.duration='00:01:00:00'",
+        "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+        "metrics.iou._target_=monai.metrics.MeanIoU",
+        "logger=many", "logger.more._target_=lightning.pytorch.loggers.CSVLogger",
+        "logger.more.save_dir=logs",
     )  # fmt: skip
     assert [type(one).__name__ for one in extensions.make_callbacks(config)] == [
         "Timer",
@@ -325,10 +334,14 @@ def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
     tiny_table: Path, tmp_path: Path
 ) -> None:
     settings = [
-        "loss._target_=monai.losses.DiceFocalLoss", "metrics.iou._target_=monai.metrics.MeanIoU", "metrics.iou.include_background=false",
-        "callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=csv", "schedule=constant", "stage.validate_every=2",
-        "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}]", "debug=profile_torch",
-        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
+        "loss._target_=monai.losses.DiceFocalLoss", "metrics.iou._target_=monai.metrics.MeanIoU",
+        "metrics.iou.include_background=false",
+        "callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=csv",
+        "schedule=constant", "stage.validate_every=2",
+        "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}]",
+        "debug=profile_torch",
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
+        "data.num_workers=0", "spacing=isotropic_4mm",
         "trainer.accelerator=cpu", "model.width=4",
     ]  # fmt: skip
 

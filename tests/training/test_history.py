@@ -33,8 +33,10 @@ def test_lines_of_the_history_are_as_far_apart_as_asked_for(
     tiny_table: Path, tmp_path: Path
 ) -> None:
     overrides = [
-        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'", "data.num_workers=0", "spacing=isotropic_4mm",
-        "trainer.accelerator=cpu", "trainer.threads=1", "logger=none", "model.width=4", "steps=6", "history_every=3",
+        f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
+        "data.num_workers=0", "spacing=isotropic_4mm",
+        "trainer.accelerator=cpu", "trainer.threads=1", "logger=none", "model.width=4", "steps=6",
+        "history_every=3",
         f"run_dir='{tmp_path / 'run'}'",
     ]  # fmt: skip
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -107,7 +109,7 @@ class Waits(pl.Callback):
 def test_no_step_waits_for_a_value(
     is_last: bool, fit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss, clipping, optimiser, logging, history and progress bar: none of them reads from the device but where a line is written."""
+    """No part of a step reads from the device but where a line is written."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     watch, history = Watch(), History(tmp_path / "history.csv", history_every=3, steps=6)
     settings = [*SMALL, "steps=6", "memory.checkpointing=all", "trainer.gradient_clip=1"]
@@ -121,7 +123,7 @@ def test_no_step_waits_for_a_value(
 def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(
     loss: str, waits: int, fit: Callable[..., Any]
 ) -> None:
-    """One wait for each sample and step. MONAI's losses make lists of tensors on the host, so methods are not watched."""
+    """One wait a sample and step: MONAI's losses make lists on the host, so none is watched."""
     watch, batches = Watch(Operations), [make_batch(n) for n in range(2)]
     for batch in batches:
         batch["target"][:, :2] = 9
@@ -147,7 +149,7 @@ def test_the_progress_bar_shows_the_last_figures(tmp_path: Path) -> None:
         {"step": 4, "val_dice": 0.8},
         {"step": 6, "loss": 0.25},
     ]
-    assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.25, "val_dice": 0.8}  # type: ignore[arg-type]
+    assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.25, "val_dice": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -169,12 +171,12 @@ def test_a_damaged_history_begins_anew(content: bytes, tmp_path: Path) -> None:
     history.load_state_dict({"losses": [], "num_rows": 2, "train_s": 0.0})
     history.on_train_start(
         SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu")
-    )  # type: ignore[arg-type]
+    )
     assert path.read_text(encoding="utf-8") == ",".join(HISTORY_COLUMNS) + "\n"
 
 
 class Steps:
-    """A trainer that accumulates over two micro-batches, and the losses of a module, with a clock that is set by hand."""
+    """A trainer of two micro-batches, losses of a module, and a clock that is set by hand."""
 
     def __init__(self, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
         self.history, self.now_s = history, 100.0
@@ -193,7 +195,7 @@ class Steps:
         self.module: Any = SimpleNamespace(train_loss=torch.tensor(0.0))
         monkeypatch.setattr(history_module.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(history_module, "peak_bytes", lambda: 3 * 2**29)
-        history.load = SimpleNamespace(read=dict)  # type: ignore[assignment]
+        history.load = SimpleNamespace(read=dict)
         history.last_time_s, history.last_step, history.lr = 100.0, 0, 0.25
 
     def step(self, *losses: float) -> None:

@@ -63,11 +63,11 @@ class Climb:
 
     def step(self, *losses: float) -> list[float]:
         for n, loss in enumerate(losses):
-            self.callback.on_train_batch_start(self.trainer, None, None, n)  # type: ignore[arg-type]
+            self.callback.on_train_batch_start(self.trainer, None, None, n)
             rates = [group["lr"] for group in self.groups]
             module = SimpleNamespace(train_loss=torch.tensor(loss))
             self.trainer.global_step += n == 1
-            self.callback.on_train_batch_end(self.trainer, module, None, None, n)  # type: ignore[arg-type]
+            self.callback.on_train_batch_end(self.trainer, module, None, None, n)
         return rates
 
 
@@ -95,8 +95,10 @@ def test_the_picture_marks_the_rate(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "medseg.commands.cli", "find_lr", "model.width=4", "steps=30", "data.num_workers=0", "output=f",
-        f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}", "spacing.target_spacing_mm=[4.0,4.0,4.0]",
+        sys.executable, "-m", "medseg.commands.cli", "find_lr", "model.width=4", "steps=30",
+        "data.num_workers=0", "output=f",
+        f"data.cases={tiny_table}", f"data.cache={tiny_table.parent / 'cache'}",
+        "spacing.target_spacing_mm=[4.0,4.0,4.0]",
         "trainer.accelerator=cpu", "stage.batch_size=4", "memory.accumulate=2", "lr_scaling=sqrt",
     ]  # fmt: skip
     result = forked.run(command, cwd=tmp_path)

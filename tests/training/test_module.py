@@ -73,7 +73,7 @@ SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
 def test_a_step_neither_empties_the_cache_of_the_gpu_nor_waits_for_it(
     fit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both would cost a step its overlap with the GPU; memory that is given back is asked for again in the next step."""
+    """Both would cost a step its overlap with the GPU; freed memory is requested again at once."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
@@ -86,7 +86,7 @@ def test_a_step_neither_empties_the_cache_of_the_gpu_nor_waits_for_it(
     during: list[str] = []
 
     class Steps(pl.Callback):
-        """Looks at the steps alone: Lightning empties the cache before the first one and after a run."""
+        """Looks at steps alone: Lightning empties the cache before the first and after a run."""
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             calls.clear()
@@ -150,8 +150,8 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
         [{**batch, "case": ["b"], "target": full, "region": torch.tensor([1])}], 0
     )
     logged: dict[str, float] = {}
-    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
-    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    module.log = lambda name, value, **_: logged.update({name: value})
+    module.trainer = SimpleNamespace(world_size=1)
     module.on_validation_epoch_end()
     assert logged == {"val/dice": pytest.approx(2 / 3), "val/dice_worst": 0}
     assert not module.val_scores
@@ -169,14 +169,14 @@ def test_the_scores_of_all_ranks_are_averaged_together(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     logged: dict[str, float] = {}
-    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
-    module.trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+    module.log = lambda name, value, **_: logged.update({name: value})
+    module.trainer = SimpleNamespace(world_size=2)
     module.on_validation_epoch_end()
     assert logged == {"val/dice": pytest.approx(0.6), "val/dice_worst": 0.2}
 
 
 def test_a_fused_optimizer_leaves_the_loss_scale_to_lightning() -> None:
-    """It would divide the scale out of the gradients inside its step, after they have been clipped."""
+    """It would divide the scale out of the gradients inside its step, after their clipping."""
     module = make_module(nn.Conv3d(1, 2, 1))
     module.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, fused=True)
     optimizer = module.configure_optimizers()["optimizer"]
@@ -191,11 +191,11 @@ def test_a_distance_to_a_label_that_was_not_found_leaves_no_mean(
     scores: tuple[float, ...], mean: float
 ) -> None:
     module = make_module(Threshold())
-    module.metrics = {"hd95": lambda *_: 0.0}  # type: ignore[dict-item]
+    module.metrics = {"hd95": lambda *_: 0.0}
     module.val_scores = {(str(case), 0, "hd95"): value for case, value in enumerate(scores)}
     logged: dict[str, float] = {}
-    module.log = lambda name, value, **_: logged.update({name: value})  # type: ignore[method-assign]
-    module.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    module.log = lambda name, value, **_: logged.update({name: value})
+    module.trainer = SimpleNamespace(world_size=1)
     module.on_validation_epoch_end()
     assert logged == {"val/hd95": pytest.approx(mean, nan_ok=True)}
 
@@ -224,7 +224,7 @@ def test_dropout_is_a_function_of_seed_step_and_sample(monkeypatch: pytest.Monke
         network = Dropped()
         module = make_module(network, seed)
         module.loss = LogitsSum()
-        module.log = lambda *_, **__: None  # type: ignore[method-assign]
+        module.log = lambda *_, **__: None
         monkeypatch.setattr(SegmentationModule, "global_step", step)
         torch.rand(step + len(numbers))  # whatever was drawn before
         image, target = torch.ones(1, 1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
@@ -245,7 +245,7 @@ def test_dropout_is_a_function_of_seed_step_and_sample(monkeypatch: pytest.Monke
 
 
 class Run:
-    """What `History` sees of a trainer: one micro-batch per step, a loss and a learning rate that name the step."""
+    """What `History` sees of a trainer: one micro-batch a step; loss and rate name the step."""
 
     def __init__(
         self,
@@ -324,7 +324,7 @@ def test_the_seconds_of_a_step_are_without_those_of_validations(
         begin(*arguments)
         clock.now_s += 2.0
 
-    run.history.on_train_batch_start = begin_and_compute  # type: ignore[method-assign]
+    run.history.on_train_batch_start = begin_and_compute
     for step in range(1, 9):
         run.step_to(step)
         if step in (2, 4):

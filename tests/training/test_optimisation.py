@@ -1,4 +1,4 @@
-"""Optimisers, schedules, warm-up, scaling with the batch and clipping: what they do to rates and steps."""
+"""Optimisers, schedules, warm-up, scaling with the batch and clipping, in rates and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of optimisers: whether their steps grow with the gradient decides how a rate scales with the batch."""
+"""Kinds of optimisers: whether steps grow with the gradient sets how a rate scales."""
 
 from __future__ import annotations
 

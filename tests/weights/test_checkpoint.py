@@ -86,9 +86,9 @@ def test_a_pickle_is_refused_and_not_run(checkpoint: Checkpoint, tmp_path: Path)
     assert told(path).startswith("coarse=a.ckpt: refused, because it holds Python objects (")
     assert told(path).endswith(f") {objects}")
     path.write_bytes(pickle.dumps(Evil(mark)))
-    assert (
-        told(path)
-        == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+    assert told(path) == (
+        "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give "
+        "checkpoints/last.ckpt of a run, or weights that end in .safetensors"
     )
     torch.save({**checkpoint, "callbacks": Path("x")}, path)
     assert "it holds Python objects (pathlib.P" in told(path)
@@ -110,9 +110,9 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     shutil.rmtree(path)
     for content in (b"", b"<html>404</html>", bytes(5000), b'{"input": "ct.nii.gz"}'):
         path.write_bytes(content)
-        assert (
-            told(path)
-            == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+        assert told(path) == (
+            "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give "
+            "checkpoints/last.ckpt of a run, or weights that end in .safetensors"
         )
     np.savez(tmp_path / "a.npz", x=np.zeros(3))
     (tmp_path / "a.npz").rename(path)
@@ -124,14 +124,13 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
         == "coarse=a.ckpt: not a checkpoint of medseg, but a Tensor; give one that medseg wrote"
     )
     torch.save({"state_dict": {}}, path)
-    assert (
-        told(path)
-        == "coarse=a.ckpt: not a checkpoint of medseg; train one with `python train.py stage=coarse`"
+    assert told(path) == (
+        "coarse=a.ckpt: not a checkpoint of medseg; train one with `python train.py stage=coarse`"
     )
     torch.save(checkpoint, path, _use_new_zipfile_serialization=False)
-    assert (
-        told(path)
-        == "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give checkpoints/last.ckpt of a run, or weights that end in .safetensors"
+    assert told(path) == (
+        "coarse=a.ckpt: not a whole torch checkpoint (File is not a zip file); give "
+        "checkpoints/last.ckpt of a run, or weights that end in .safetensors"
     )
 
 
@@ -176,9 +175,9 @@ def test_a_part_that_is_too_short_takes_no_bytes_of_the_next(
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in parts.items():
             archive.writestr(name, content[:-4] if name == largest else content)
-    assert (
-        told(path)
-        == "coarse=a.ckpt: the sizes of its weights do not match the parts of the file; take another copy"
+    assert told(path) == (
+        "coarse=a.ckpt: the sizes of its weights do not match the parts of the file; take "
+        "another copy"
     )
 
 
@@ -191,7 +190,8 @@ def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Pa
     )
     torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "format": 99}}, path)
     assert told(path) == (
-        f"coarse=a.ckpt: format 99, but medseg {__version__} reads format 1; use the version that wrote it"
+        f"coarse=a.ckpt: format 99, but medseg {__version__} reads format 1; use the version "
+        "that wrote it"
     )
 
 
@@ -202,13 +202,14 @@ def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_p
         {**checkpoint, "state_dict": {**state, name: torch.full_like(state[name], torch.nan)}}, path
     )
     assert told(path) == (
-        "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its training went wrong; take an "
+        "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its "
+        "training went wrong; take an "
         "earlier checkpoint"
     )
     torch.save({**checkpoint, "state_dict": {**state, name: 3}}, path)
-    assert (
-        told(path)
-        == "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take another copy"
+    assert told(path) == (
+        "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take "
+        "another copy"
     )
     torch.save({**checkpoint, "state_dict": {**state, name: torch.zeros(77)}}, path)
     assert told(path).startswith(
@@ -297,8 +298,10 @@ def test_another_region_mode_is_refused(checkpoint: Checkpoint, tmp_path: Path, 
     path = tmp_path / "a.ckpt"
     torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "region_mode": value}}, path)
     assert told(path) == (
-        f"coarse=a.ckpt: its network treats regions in the mode {str(value)!r}, but medseg {__version__} reads networks "
-        "that mirror right regions (mirrored); use the version that wrote it, or train the stage again"
+        f"coarse=a.ckpt: its network treats regions in the mode {str(value)!r}, but medseg "
+        f"{__version__} reads networks "
+        "that mirror right regions (mirrored); use the version that wrote it, or train the "
+        "stage again"
     )
 
 

@@ -1,4 +1,4 @@
-"""Included weights: small, complete, and good on a scan that they never saw, by the one-line command."""
+"""Included weights: small, complete, and good on an unseen scan by the one-line command."""
 
 from __future__ import annotations
 

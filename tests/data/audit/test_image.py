@@ -207,7 +207,7 @@ def test_the_modality_decides_which_findings_apply() -> None:
 def test_the_advice_for_a_small_range_follows_from_it_and_works(
     slope: float, offset: float, dtype: type, advice: str
 ) -> None:
-    """HU divided by 1000; a window of -1250 to 250 HU scaled to [0, 1], to [-1, 1] and to 8 bits."""
+    """HU / 1000, and a window of -1250 to 250 HU scaled to [0, 1], to [-1, 1] and to 8 bits."""
     image_hu = ct(5)
     if offset:
         image_hu = np.clip(image_hu, -1250, 250)

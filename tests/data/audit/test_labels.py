@@ -1,4 +1,4 @@
-"""Audit of label maps: regions and grids, beyond what `tests/integration/test_prepare_audit.py` shows."""
+"""Audit of label maps: regions and grids, beyond `tests/integration/test_prepare_audit.py`."""
 
 from __future__ import annotations
 
@@ -191,7 +191,10 @@ def test_a_label_map_in_another_order_of_axes_is_told_by_where_it_lies() -> None
     (finding,) = audit_grids(GRID, away, (GRID.shape, GRID.shape[::-1]))
     assert (finding.code, finding.message) == (
         "label_shape",
-        "the label map is stored in another order of axes than its image and is not on its grid: its corners lie up to 1.00 mm off",
+        (
+            "the label map is stored in another order of axes than its image and is not on its "
+            "grid: its corners lie up to 1.00 mm off"
+        ),
     )
 
 
@@ -270,7 +273,7 @@ def test_a_scan_has_the_size_of_a_patient(factor: float, is_error: bool) -> None
 def test_no_organ_of_one_side_is_longer_than_the_femur(
     task: Task, step_z_mm: float, is_error: bool
 ) -> None:
-    """As with slices that are several times too thick, while the volume may still be that of a large lung."""
+    """Slices are several times too thick, while the volume may still be that of a large lung."""
     image, labels = lungs()
     grid = replace(GRID, spacing_mm=(step_z_mm, 2.0, 3.0))
     codes = {

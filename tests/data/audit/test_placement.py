@@ -1,4 +1,4 @@
-"""Audit of the placement of label maps: mirrored, turned and shifted labels, on phantoms and on real scans."""
+"""Audit of the placement of label maps: mirrored, turned and shifted, on phantoms and scans."""
 
 from __future__ import annotations
 

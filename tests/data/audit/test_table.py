@@ -113,7 +113,8 @@ def test_near_copies_under_two_patients_are_found() -> None:
         one.case.name: [finding.code for finding in one.findings()] for one in compare_cases(cases)
     }
     assert found == {
-        "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"], "shorter": ["near_copy"],
+        "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"],
+        "shorter": ["near_copy"],
     }  # fmt: skip
 
 
@@ -172,10 +173,13 @@ def test_the_table_can_be_read_by_a_machine() -> None:
     ]
     rows = list(csv.DictReader(io.StringIO(audit_csv(cases))))
     assert rows[0] == {
-        "case": "Doe, John", "patient": "Doe, John", "status": "refused", "size_z": "9", "size_y": "8", "size_x": "7",
+        "case": "Doe, John", "patient": "Doe, John", "status": "refused", "size_z": "9",
+        "size_y": "8", "size_x": "7",
         "spacing_z_mm": "1", "spacing_y_mm": "0.7", "spacing_x_mm": "0.7",
-        "hu_min": "-1024", "hu_p01": "-1000", "hu_p50": "-300", "hu_p99": "800", "hu_max": "1500.5", "left_lung_ml": "12.3",
-        "errors": "label_grid", "warnings": "no_air", "notes": "padding", "details": 'd\u00fc | say "x", y; c | a; b',
+        "hu_min": "-1024", "hu_p01": "-1000", "hu_p50": "-300", "hu_p99": "800", "hu_max": "1500.5",
+        "left_lung_ml": "12.3",
+        "errors": "label_grid", "warnings": "no_air", "notes": "padding",
+        "details": 'd\u00fc | say "x", y; c | a; b',
     }  # fmt: skip
     assert (rows[1]["status"], rows[1]["details"], rows[1]["hu_min"]) == ("failed", "gone", "")
 

@@ -1,4 +1,4 @@
-"""Each threshold of the audit from both sides: an input that just triggers a finding, and one that just does not."""
+"""Each threshold of the audit from both sides: just a finding, and just none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def facts(
     spikes: dict[int, int] | None = None,
     ends: tuple[int, int] | None = None,
 ) -> ImageFacts:
-    """Histogram of flat parts (first value, value after the last, voxels in total), and of single values."""
+    """Histogram of flat parts (first value, value after the last, voxels) and single values."""
     counts = np.zeros(65536, np.int64)
     for first, stop, voxels in parts:
         whole, rest = divmod(voxels, stop - first)
@@ -48,7 +48,7 @@ def chest(
     spikes: dict[int, int] | None = None,
     offset: int = 0,
 ) -> ImageFacts:
-    """A CT of 100,000 voxels or so: air from -1024 to -700, soft tissue from -120 to 120, bone up to 3071."""
+    """A CT of about 100,000 voxels: air -1024 to -700, soft tissue -120 to 120, bone up to 3071."""
     parts = (
         (LOW + offset, -700 + offset, air),
         (-120 + offset, 121 + offset, soft),
@@ -102,7 +102,7 @@ def test_a_spike_has_a_thousandth_of_all_voxels(others: int, is_spike: bool) -> 
 
 
 def test_values_nearby_are_those_within_25() -> None:
-    """Eleven neighbours of a tenth and more hide a spike, and those that are farther away do not."""
+    """Eleven neighbours of a tenth and more hide a spike; those that are farther away do not."""
     for distance, is_spike in ((25, False), (26, True)):
         histogram = facts(spikes={0: 1000, distance: 101, -5000: 10_000})
         assert (0 in histogram.spikes) == is_spike
@@ -341,7 +341,7 @@ def test_regions_touch_from_3_cm2_on(task: Task, faces: int, is_told: bool) -> N
 def test_a_lone_region_may_lie_8_percent_of_the_body_beyond_its_midline(
     task: Task, shift: int, is_told: bool, side: int
 ) -> None:
-    """A body of 40 columns (117 mm from the first to the last); its midline is at 19.5, and 8 % of it are 3.12 columns."""
+    """A body of 40 columns (117 mm): its midline is at 19.5, and 8 % of it are 3.12 columns."""
     labels = np.zeros(GRID.shape, np.uint8)
     centre = 19.5 + (shift if side == 2 else -shift)
     labels[2:10, 8:22, int(centre - 3.5) : int(centre + 4.5)] = side
@@ -429,8 +429,8 @@ def test_the_nearest_copy_is_named() -> None:
     assert "'near' (3.0 HU apart)" in finding.message
     audits = [case.audit for case in cases]
     assert all(audit is not None for audit in audits)
-    assert copy_distance(audits[0], audits[2]) == math.inf  # type: ignore[arg-type]
-    assert copy_distance(audits[0], audits[0]) == 0.0  # type: ignore[arg-type]
+    assert copy_distance(audits[0], audits[2]) == math.inf
+    assert copy_distance(audits[0], audits[0]) == 0.0
 
 
 def test_a_profile_has_the_areas_of_each_band_in_steps_of_5_mm() -> None:

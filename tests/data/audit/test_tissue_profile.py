@@ -1,4 +1,4 @@
-"""A cropped, shortened or resampled copy has the profile of its scan, and another patient has not."""
+"""A cropped, shortened or resampled copy has the profile of its scan; other patients differ."""
 
 from __future__ import annotations
 

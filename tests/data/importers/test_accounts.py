@@ -1,4 +1,4 @@
-"""Small data sets in each layout with one oddity: nothing is lost or added without a line in the closing table."""
+"""Small data sets of each layout with one oddity: the closing table accounts for every case."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def relabelled(values: np.ndarray, **fields: str) -> Callable[[Path], Any]:
 
 
 def layered(at: Path) -> None:
-    """Left and right in layers of their own, both with the value 1, as 3D Slicer stores segments that once overlapped."""
+    """Left and right in separate layers, both of value 1, as 3D Slicer stores overlapping ones."""
     for index in range(3):
         labels = blocks(index)[1]
         layers = [(labels == value).astype(np.uint8) for value in (LEFT, RIGHT)]
@@ -672,7 +672,10 @@ ODDITIES: dict[str, Oddity] = {
     "labels of two kinds": Oddity(
         masks_of_pairs,
         lambda at: (shutil.rmtree(at / "labels/p1"), save(at / "labels/p1.nii.gz", blocks(1)[1])),
-        "expected labels of one kind, but found folders of masks (p0 and 1 more) and label maps (p1.nii.gz)",
+        (
+            "expected labels of one kind, but found folders of masks (p0 and 1 more) and label "
+            "maps (p1.nii.gz)"
+        ),
     ),
     "mask missing in a case": Oddity(
         masks_of_pairs,
@@ -801,7 +804,7 @@ def test_a_lobe_in_another_spelling_makes_no_label_of_its_own(tmp_path: Path) ->
 
 
 def assert_voxels(data: DataSet, index: int) -> None:
-    """The labels of a case are those that it was made of; other labels than those of the lungs are empty."""
+    """The labels of a case are those it was made of; labels other than lungs are empty."""
     case = data.cases[index]
     assert case.labels is not None
     values = file_values(data.task()["data"]["label_values"])

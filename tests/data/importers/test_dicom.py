@@ -42,7 +42,10 @@ def test_structures_of_other_spellings_and_missing_ones(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "a" / patient)
     data = import_dicom(tmp_path)
     assert data.labels == {"Heart": ["Heart"], "left_lung": ["Lung_L"], "right_lung": ["Lung_R"]}
-    said = r"LCTSC-Train-S1-000 \(1 of 3 cases\): the structure Heart is missing, and would be trained on as background"
+    said = (
+        r"LCTSC-Train-S1-000 \(1 of 3 cases\): the structure Heart is missing, and would be "
+        "trained on as background"
+    )
     with pytest.raises(UserError, match=said):
         data.require_structures()
     with pytest.raises(UserError, match=r"\(2 of 3 cases\): the structure Lung_R is missing"):
@@ -128,6 +131,9 @@ def test_mistakes_of_a_dicom_folder(tmp_path: Path) -> None:
     image = make_totalsegmentator(tmp_path / "nifti") / "s0000" / "ct.nii.gz"
     with pytest.raises(
         UserError,
-        match="a DICOM RTSTRUCT is read on the slices of its series, but the image of the case is not DICOM",
+        match=(
+            "a DICOM RTSTRUCT is read on the slices of its series, but the image of the case is "
+            "not DICOM"
+        ),
     ):
         read_reference(path, {"Lung_L": "left_lung"}, image)

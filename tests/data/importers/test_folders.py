@@ -96,9 +96,9 @@ def test_pairs_take_the_values_of_their_label_maps(tmp_path: Path) -> None:
         {"label_1": [1], "label_2": [2]},
     )
     assert data.channels[0].modality == "ct"
-    assert (
-        data.notes[0]
-        == "the data set does not name its labels; its label maps hold 1, 2: name them with labels={<name>: <value>, …}"
+    assert data.notes[0] == (
+        "the data set does not name its labels; its label maps hold 1, 2: name them with "
+        "labels={<name>: <value>, …}"
     )
     for path in (tmp_path / "labels").iterdir():
         path.rename(path.with_name(f"{path.stem}_seg.nrrd"))

@@ -143,7 +143,10 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
         (None, None),
     ]
     assert data.notes == (
-        "the folds of splits_final.json are in the case table: data.fold=0 … data.fold=1 chooses one, together with data.num_folds=2",
+        (
+            "the folds of splits_final.json are in the case table: data.fold=0 … data.fold=1 "
+            "chooses one, together with data.num_folds=2"
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Names in data sets: spellings of one structure, cases with the number of a channel, structures without a name."""
+"""Names in data sets: spellings of a structure, case names with channel numbers, no names."""
 
 from __future__ import annotations
 

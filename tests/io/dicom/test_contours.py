@@ -1,4 +1,4 @@
-"""Outlines and filled polygons: one restores the other, and two independent programs fill the outlines to the same mask."""
+"""Outlines and filled polygons: inverse to each other, and filled alike by two programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of the SEG and RTSTRUCT files that are written: every fixed value, and each reference to its slice."""
+"""Fields of written SEG and RTSTRUCT files: every fixed value, each reference to its slice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SEG and RTSTRUCT of other programs: other grids, overlaps, fractions, holes, and files that are refused."""
+"""SEG and RTSTRUCT of other programs: grids, overlaps, fractions, holes, and refused files."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_of_segments_that_overlap_the_last_one_is_kept(
 
 @pytest.mark.parametrize("name", ["sagittal", "flipped", "finer", "coarser"])
 def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) -> None:
-    """Each pixel gets the label of the nearest voxel of the SEG, frames of another orientation, size and spacing included."""
+    """A pixel gets the nearest SEG voxel's label, whatever the frames' orientation and spacing."""
     grid = slices.grid
     affine = np.eye(4)
     affine[:3, :3] = np.array(grid.direction)[:, ::-1] * grid.spacing_mm
@@ -209,9 +209,9 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
     ]
     dataset.save_as(path)
     assert (
-        "expected contours in the planes of the slices of source, but those of 'part' lie across them"
-        in refusal(path, slices)
-    )
+        "expected contours in the planes of the slices of source, but those of 'part' lie "
+        "across them"
+    ) in refusal(path, slices)
     dataset.ReferencedFrameOfReferenceSequence[0].FrameOfReferenceUID = (
         dataset.FrameOfReferenceUID
     ) = "1.2.3.10"
@@ -236,7 +236,10 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
         ),
         (
             "PlanePositionSequence",
-            "expected a position, an orientation and a spacing for each frame of the SEG; export it again.",
+            (
+                "expected a position, an orientation and a spacing for each frame of the SEG; "
+                "export it again."
+            ),
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Label maps written as SEG and RTSTRUCT from series of any orientation and kind, read by medseg and by independent readers."""
+"""Label maps written as SEG and RTSTRUCT from any series, read by independent readers."""
 
 from __future__ import annotations
 

@@ -167,7 +167,10 @@ def test_a_phase_of_a_multi_frame_file_whose_frames_have_their_own_geometry(tmp_
 
 def test_sources_that_cannot_be_referred_to_are_refused(tmp_path: Path) -> None:
     slices = open_slices(make_series(tmp_path / "s", "plain", np.eye(3), FrameOfReferenceUID=None))
-    sentence = "expected a series that a DICOM SEG or RTSTRUCT can refer to, but its files have no FrameOfReferenceUID; export"
+    sentence = (
+        "expected a series that a DICOM SEG or RTSTRUCT can refer to, but its files have no "
+        "FrameOfReferenceUID; export"
+    )
     for write in (write_segmentation, write_structure_set):
         with pytest.raises(UserError, match=sentence):
             write(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, [LUNG])
