@@ -106,3 +106,11 @@ def test_a_scan_is_seen_at_the_spacing_of_the_range_that_is_nearest_to_its_own()
 )
 def test_a_rule_comes_back_from_the_card(rule: GridRule) -> None:
     assert GridRule(**asdict(rule)) == rule
+
+
+def test_the_margin_counts_voxels_of_the_lattice() -> None:
+    coarse = VoxelGrid((20, 20, 20), (4.0, 4.0, 4.0), (0.0, 0.0, 0.0))
+    lattice = coarse.resampled((2.0, 1.0, 1.0))
+    tight = VoxelBox((5, 6, 7), (9, 10, 11))
+    crop = region_crop(tight, coarse, lattice, 6.0, None, (1, 1, 1))
+    assert crop.box == lattice.box_from(coarse, tight).expanded((3, 6, 6))

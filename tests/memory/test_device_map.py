@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from medseg.memory.device_map import apply_device_map, plan_device_map
+from medseg.memory.device_map import _JoinDevices, apply_device_map, plan_device_map
 from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
 from medseg.training.device_map_strategy import DeviceMapStrategy
@@ -153,3 +153,10 @@ def test_three_devices_share_neighbouring_parts() -> None:
     sizes = {"a": 3, "b": 3, "c": 2, "d": 2, "e": 2}
     places = plan_device_map(sizes, {"cuda:0": 10, "cuda:1": 10, "cuda:2": 20})
     assert places == {"a": "cuda:0", "b": "cuda:1", "c": "cuda:2", "d": "cuda:2", "e": "cuda:2"}
+
+
+def test_a_weight_stays_and_the_features_come_to_it() -> None:
+    weight = nn.Parameter(torch.empty(3, 2, device="meta"))
+    with _JoinDevices():
+        result = nn.functional.linear(torch.ones(4, 2), weight)
+    assert result.device.type == "meta"

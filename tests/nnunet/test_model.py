@@ -28,6 +28,7 @@ from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet.model import NnunetModel, load_nnunet
+from medseg.nnunet.preprocess import prepare
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -56,6 +57,15 @@ def scan_of(name: str) -> tuple[Volume, list[np.ndarray], np.ndarray]:
 
 def volume_of(array: np.ndarray, spacing_mm: tuple[float, float, float]) -> Volume:
     return Volume(array, VoxelGrid(array.shape, spacing_mm), None)
+
+
+def test_the_odd_voxel_of_the_padding_comes_after_the_scan() -> None:
+    plan = replace(load("folds").plan, transpose=(0, 1, 2))
+    depth, height, width = (size - 3 for size in plan.patch_size)
+    image = np.ones((depth, height, width), dtype=np.float32)
+    channels = [image] * len(plan.channels)
+    prepared = prepare(channels, plan.spacing_mm, plan)
+    assert (prepared.shape, prepared.padding) == (image.shape, (1, 1, 1))
 
 
 @pytest.mark.parametrize("name", NAMES)

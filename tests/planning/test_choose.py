@@ -294,3 +294,13 @@ def test_a_narrow_network_is_not_halved_to_nothing() -> None:
     config = compose("allow=other_run", "model.width=3")
     widths = {changed.model["width"] for _, changed, _ in closer_runs(config, (32, 32, 48))}
     assert widths == {3, 1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batches"),
+    [([], [12, 6, 3]), (["trainer=ddp"], [12, 6]), (["trainer=ddp", "trainer.num_nodes=2"], [12])],
+)
+def test_a_smaller_batch_is_one_that_the_ranks_share(
+    overrides: list[str], batches: list[int]
+) -> None:
+    assert choose._smaller_batches(compose("stage.batch_size=12", *overrides)) == batches

@@ -520,3 +520,14 @@ def test_a_case_whose_name_is_not_utf_8_is_told_so(tmp_path: Path) -> None:
         UserError, match=r"'M\\udcfcller' cannot name a file; .* letters in UTF-8 alone"
     ):
         import_dataset(tmp_path)
+
+
+def test_a_datalist_may_name_the_patient_of_each_scan(tmp_path: Path) -> None:
+    folder = make_msd(tmp_path / "Task01")
+    path = folder / "dataset.json"
+    about = json.loads(path.read_text(encoding="utf-8"))
+    for entry in about["training"]:
+        entry["patient"] = "one"
+    path.write_text(json.dumps(about), encoding="utf-8")
+    trained = [case for case in import_dataset(folder).cases if case.split is None]
+    assert [case.patient for case in trained] == ["one"] * len(about["training"])
