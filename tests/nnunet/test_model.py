@@ -63,7 +63,7 @@ def volume_of(array: np.ndarray, spacing_mm: tuple[float, float, float]) -> Volu
 def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
     name: str, tta: bool | None
 ) -> None:
-    """A scan without zeros, of which nothing is cropped; each fold and each mirrored pass counts."""
+    """A scan without zeros, of which nothing is cropped; each fold and mirrored pass counts."""
     model = load(name, tta=tta)
     volume, others, _ = scan_of(name)
     first, *more = (np.where(array == 0, 1, array) for array in (volume.array, *others))
