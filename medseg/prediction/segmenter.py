@@ -191,7 +191,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
 
 
 class LungSegmenter(Segmenter):
-    """The segmenter of lungs, by default with the included weights.
+    """The segmenter with the included weights where no checkpoints are given.
 
     Label 1 is the left side, 2 the right.
     """
