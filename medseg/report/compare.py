@@ -174,9 +174,11 @@ def _reader(
 
     def read(run: Run) -> float | None:
         value = run.summary.get(key)
-        # Python counts True as a number. NaN is not <= anything.
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and abs(value) <= LARGEST:
+        # Python counts True as a number.
+        if isinstance(value, bool):
+            value = None
+        # NaN is not <= anything.
+        if isinstance(value, int | float) and abs(value) <= LARGEST:
             return float(value)
         values = [value for _, value in run.curve(column)]
         return pick(values) if values else None
