@@ -103,11 +103,6 @@ def forecast(
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
-def _held(size: int, array_bytes: float) -> int:
-    """Bytes of an array in memory: none where it is so large that it is a temporary file."""
-    return size if size <= array_bytes else 0
-
-
 def _forecast_nnunet(
     model: NnunetModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
@@ -181,6 +176,11 @@ def _forecast_cascade(
     labels = _held(LABEL * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
     memory["join"] = fixed + stored_probs + round(labels + min(SLABS_BYTES, cleaning))
     return Forecast(memory, voxels)
+
+
+def _held(size: int, array_bytes: float) -> int:
+    """Bytes of an array in memory: none where it is so large that it is a temporary file."""
+    return size if size <= array_bytes else 0
 
 
 def _crop_shape(
