@@ -185,7 +185,7 @@ def _packed_labels(
         small_labels = labels[at]
         box = LabelBox(bounds.start, step, small_labels.shape)
         box_grid = VoxelGrid(
-            small_labels.shape,  # type: ignore[arg-type]
+            small_labels.shape,
             tuple(step * size_mm for size_mm in grid.spacing_mm),  # type: ignore[arg-type]
             tuple(grid.index_to_world_xyz_mm(list(bounds.start)).tolist()),
             grid.direction,
