@@ -3,11 +3,11 @@
     python -m benchmarks.airway_labels output=<folder> cases=<table.csv> [unsure=<case>,…]
         [absent=<case>,…]
 
-Writes `<case>_airway.nii.gz`, the labels of the table with the tracked airway (`benchmarks/airways.py`)
-as 3, and `cases.csv`. Masks of the airway alone are kept in `<output>/airways`, as
-`benchmarks.lungs airways=<folder>` keeps and takes them: look at them, and name in `absent` the
-scans that show no trachea, in `unsure` those whose mask is wrong for another reason: their air
-between the lungs becomes 255, which is ignored.
+Writes `<case>_airway.nii.gz`, the labels of the table with the tracked airway
+(`benchmarks/airways.py`) as 3, and `cases.csv`. Masks of the airway alone are kept in
+`<output>/airways`, as `benchmarks.lungs airways=<folder>` keeps and takes them: look at them, and
+name in `absent` the scans that show no trachea, in `unsure` those whose mask is wrong for another
+reason: their air between the lungs becomes 255, which is ignored.
 """
 
 from dataclasses import replace
@@ -34,13 +34,13 @@ HALF_WIDTH_MM = 50.0
 
 def main() -> None:
     """Label all cases and write the table."""
-    output, given = given_arguments(["cases", "unsure", "absent"])
-    unsure = given.get("unsure", "").split(",")
-    absent = given.get("absent", "").split(",")
+    output, arguments = given_arguments(["cases", "unsure", "absent"])
+    unsure = arguments.get("unsure", "").split(",")
+    absent = arguments.get("absent", "").split(",")
     airways = output / "airways"
     airways.mkdir(exist_ok=True)
     labelled = []
-    for case in read_cases(Path(given["cases"])):
+    for case in read_cases(Path(arguments["cases"])):
         if case.name not in absent:
             case = label_airway(case, output, airways, is_sure=case.name not in unsure)
         labelled.append(case)
@@ -69,9 +69,11 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
     labels, _, _ = orient(volume.array, volume.grid)
     labels = labels.astype(np.uint8)
     if is_sure:
-        airway, value = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz"), AIRWAY
+        airway = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz")
+        value = AIRWAY
     else:
-        airway, value = _middle_air(image_hu, labels, grid), IGNORED
+        airway = _middle_air(image_hu, labels, grid)
+        value = IGNORED
     labels[airway & (labels == 0)] = value
     path = folder / f"{case.name}_airway.nii.gz"
     write_labels(path, labels, grid)
@@ -96,7 +98,8 @@ def _middle_air(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> np
     if not places:
         return is_air
     z, y, x = places[0]
-    middle, half = (x.start + x.stop) // 2, round(HALF_WIDTH_MM / grid.spacing_mm[2])
+    middle = (x.start + x.stop) // 2
+    half = round(HALF_WIDTH_MM / grid.spacing_mm[2])
     part = (slice(z.start, None), y, slice(max(0, middle - half), middle + half))
     is_air[part] = image_hu[part] < MAX_AIR_HU
     return is_air

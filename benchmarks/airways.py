@@ -36,9 +36,11 @@ MAX_BELOW_MM = 30.0
 MIN_SHARE_OF_LARGEST = 0.5
 # The tissue about it is looked at up to this distance, in voxels of 1 mm.
 RING = 7
-TISSUE_HU, MIN_TISSUE_SHARE = -500.0, 0.6
+TISSUE_HU = -500.0
+MIN_TISSUE_SHARE = 0.6
 # Lung beside the trachea, as seen in one slice.
-LUNG_HU, MIN_LUNG_MM2 = (-980.0, -500.0), 2000.0
+LUNG_HU = (-980.0, -500.0)
+MIN_LUNG_MM2 = 2000.0
 # A part of the core that is larger, or a place of it that is wider than the trachea by this factor,
 # lies in the lung.
 MAX_CORE_ML = 60.0
@@ -118,6 +120,7 @@ def upright_tubes(core: np.ndarray, hu: np.ndarray) -> Iterator[np.ndarray]:
         areas_mm2 = GRID_MM**2 * np.bincount(parts.ravel(), minlength=1 + count)
         places = ndimage.find_objects(parts)
         has_area = (areas_mm2 >= TRACHEA_MM2[0]) & (areas_mm2 <= TRACHEA_MM2[1])
+        # The part 0 is what is no air.
         for index in np.flatnonzero(has_area[1:]).tolist():
             rows, columns = places[index]
             wide = (_widened(rows), _widened(columns))
@@ -126,19 +129,26 @@ def upright_tubes(core: np.ndarray, hu: np.ndarray) -> Iterator[np.ndarray]:
                 disc[wide] |= part
     tubes, _ = ndimage.label(discs)
     sizes = np.bincount(tubes.ravel())
-    tops: dict[int, int] = {}
-    for number, place in enumerate(ndimage.find_objects(tubes), start=1):
-        height_mm = GRID_MM * (place[0].stop - place[0].start)
-        if height_mm >= MIN_HEIGHT_MM and _is_beside_lung(hu, place):
-            tops[number] = place[0].stop
-    # The trachea ends higher than the gas of the bowel.
-    least_top = max(tops.values(), default=0) - MAX_BELOW_MM / GRID_MM
-    highest = [number for number, top in tops.items() if top >= least_top]
+    highest = _highest_tubes(tubes, hu)
     highest.sort(key=lambda number: -sizes[number])
     for number in highest:
         # An oesophagus with air is smaller.
         if sizes[number] >= MIN_SHARE_OF_LARGEST * sizes[highest[0]]:
             yield tubes == number
+
+
+def _highest_tubes(tubes: np.ndarray, hu: np.ndarray) -> list[int]:
+    """List the numbers of the high tubes beside lung, without those far below the others.
+
+    The trachea ends higher than the gas of the bowel.
+    """
+    tops: dict[int, int] = {}
+    for number, place in enumerate(ndimage.find_objects(tubes), start=1):
+        height_mm = GRID_MM * (place[0].stop - place[0].start)
+        if height_mm >= MIN_HEIGHT_MM and _is_beside_lung(hu, place):
+            tops[number] = place[0].stop
+    least_top = max(tops.values(), default=0) - MAX_BELOW_MM / GRID_MM
+    return [number for number, top in tops.items() if top >= least_top]
 
 
 def _widened(along: slice) -> slice:
@@ -168,7 +178,9 @@ def _is_beside_lung(hu: np.ndarray, place: tuple[slice, slice, slice]) -> bool:
     The lungs narrow along the trachea towards the apices, and widen along the bowel below the
     diaphragm.
     """
-    low, high = place[0].start, place[0].stop - 1
+    low = place[0].start
+    high = place[0].stop - 1
+    # The middle of the tube parts the right side of the body from the left one.
     x = (place[2].start + place[2].stop) // 2
     is_lung = (hu[[low, high]] > LUNG_HU[0]) & (hu[[low, high]] < LUNG_HU[1])
     right_mm2 = GRID_MM**2 * is_lung[:, :, :x].sum(axis=(1, 2))
@@ -192,13 +204,16 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
     connected = parts == parts[top][tube[top]][0]
     if np.count_nonzero(connected) * GRID_MM**3 > 1000.0 * MAX_CORE_ML:
         return None
+    # Shells of equal distance along the air are cross-sections: one piece in the trachea, two below
+    # the carina.
     distance_mm = _distance_mm(connected, top)
     shells = np.full(parts.shape, -1)
     shells[connected] = distance_mm[connected] // SHELL_MM
     areas_mm2 = []
     for number in range(int(shells.max()) + 1):
         pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
-        areas_mm2.append(np.bincount(pieces.ravel())[1:] * GRID_MM**3 / SHELL_MM)
+        volumes_mm3 = np.bincount(pieces.ravel())[1:] * GRID_MM**3
+        areas_mm2.append(volumes_mm3 / SHELL_MM)
     widest_mm2 = [float(areas.max()) for areas in areas_mm2]
     trachea_mm2 = np.median(widest_mm2[: round(MIN_HEIGHT_MM / SHELL_MM)])
     if max(widest_mm2) > MAX_WIDENING * trachea_mm2:
@@ -212,8 +227,8 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
 def _carina(areas_mm2: list[np.ndarray]) -> int | None:
     """Find the first of two shells in a row with two branches."""
     num_branches = [np.count_nonzero(sizes >= MIN_BRANCH_MM2) for sizes in areas_mm2]
-    for shell, (here, next_one) in enumerate(pairwise(num_branches)):
-        if min(here, next_one) >= 2:
+    for shell, (num_here, num_below) in enumerate(pairwise(num_branches)):
+        if min(num_here, num_below) >= 2:
             return shell
     return None
 
@@ -223,15 +238,19 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     numbers = np.full(mask.shape, -1)
     voxels = np.argwhere(mask)
     numbers[mask] = np.arange(len(voxels))
-    starts, stops, lengths = [], [], []
+    # The edges of the graph of neighbours.
+    starts = []
+    stops = []
+    lengths = []
+    # One of two opposite steps to the 26 neighbours, counted from the corner of the padding.
     offsets = [step for step in np.ndindex(3, 3, 3) if step > (1, 1, 1)]
     padded = np.pad(numbers, 1, constant_values=-1)
     for step in offsets:
         z, y, x = (voxels + np.array(step)).T
-        other = padded[z, y, x]
-        is_inside = other >= 0
+        neighbours = padded[z, y, x]
+        is_inside = neighbours >= 0
         starts.append(np.flatnonzero(is_inside))
-        stops.append(other[is_inside])
+        stops.append(neighbours[is_inside])
         step_mm = GRID_MM * float(np.linalg.norm(np.subtract(step, 1)))
         lengths.append(np.full(np.count_nonzero(is_inside), step_mm))
     shape = (len(voxels), len(voxels))

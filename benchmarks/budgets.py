@@ -1,4 +1,4 @@
-"""Budget benchmark: compares the switches that `plan fit_gib=…` chooses with the fastest possible ones, predicted and measured.
+"""Budget benchmark: the switches that `plan fit_gib=…` chooses against the fastest possible ones.
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
@@ -36,7 +36,13 @@ from typing import Any, NamedTuple
 import hydra
 import torch
 
-from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
+from benchmarks.instruments import (
+    allocation_counter,
+    begin_anew,
+    given_arguments,
+    print_values,
+    train,
+)
 from benchmarks.memory import validated_shape
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -63,23 +69,48 @@ from medseg.training.network import make_network
 from medseg.training.optimisation import make_scheduled_optimizer
 
 SETTINGS = [
-    "stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0", "stage.patch_size=[96,96,96]",
-    "inference.tile_size=[48,48,48]", "model=unet", "model.depth=1", "model.blocks_per_level=[14,1]",
-    "trainer.threads=1", "trainer.accelerator=cpu", "data.num_workers=0", "logger=none",
-    "data.phantoms.num_train=2", "data.phantoms.num_val=1", "data.phantoms.num_test=0",
-]  # fmt: skip
+    "stage=coarse",
+    "spacing=isotropic_3mm",
+    "stage.slab_share=0",
+    "stage.patch_size=[96,96,96]",
+    "inference.tile_size=[48,48,48]",
+    "model=unet",
+    "model.depth=1",
+    "model.blocks_per_level=[14,1]",
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "data.num_workers=0",
+    "logger=none",
+    "data.phantoms.num_train=2",
+    "data.phantoms.num_val=1",
+    "data.phantoms.num_test=0",
+]
 TRAINING = ["steps=6", "stage.validate_every=6"]
-ROUNDS, FINAL_ROUNDS = 2, 12
-STEPS, TAKEN = 5, 3  # steps that count: in those before, the heap still takes its shape
+ROUNDS = 2
+FINAL_ROUNDS = 12
+STEPS = 5
+# The last steps count: in those before, the heap still takes its shape.
+NUM_COUNTED = 3
+# A set that takes at most so many times as long as the fastest one is measured again.
 NEARLY_BEST = 1.1
-# Sets whose peaks and seconds are predicted, and how many of them are measured as rivals of a
-# choice.
-NUM_PREDICTED, NUM_RIVALS = 2000, 3
+# Sets whose peaks and seconds are predicted.
+NUM_PREDICTED = 2000
+# How many of them are measured as rivals of a choice.
+NUM_RIVALS = 3
 COLUMNS = {
-    "budget_mib": "budget MiB", "chosen": "chosen", "is_optimum": "optimum of the model", "predicted_s": "s/step: predicted", "measured_s": "measured",
-    "best_s": "best measured set that fits", "ratio": "measured / best", "does_fit": "its measured step fits",
-    "resident_mib": "resident MiB of `train`", "is_under": "under the budget",
-}  # fmt: skip
+    "budget_mib": "budget MiB",
+    "chosen": "chosen",
+    "is_optimum": "optimum of the model",
+    "predicted_s": "s/step: predicted",
+    "measured_s": "measured",
+    "best_s": "best measured set that fits",
+    "ratio": "measured / best",
+    "does_fit": "its measured step fits",
+    "resident_mib": "resident MiB of `train`",
+    "is_under": "under the budget",
+}
+SwitchSet = tuple[Candidate, Option]
+"""A candidate, and which of its blocks are recomputed."""
 
 
 class Measured(NamedTuple):
@@ -95,119 +126,180 @@ class Measured(NamedTuple):
 
 
 def main() -> None:
-    """Enumerate, measure, choose, train and write the table."""
-    output, given = given_arguments(["budgets", "sets"])
+    """Predict, measure, choose, train and write the table."""
+    output, arguments = given_arguments(["budgets", "sets"])
     begin_anew(LD_PRELOAD=str(allocation_counter(output)))
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = to_config(
-            hydra.compose("plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]),
-            PlanConfig,
-        )
-    config = replace(config, validation_shape=validated_shape(config))
-    shape, machine = input_shape(config), Machine(config)
-    found = make_candidates(config, shape, machine)
-    sets = sample_sets(found, NUM_PREDICTED)
-    peaks = sorted({option.peak for _, option in sets})
-    number = int(given.get("budgets", 20))
-    # Budgets from the smallest to the largest peak, at equal distances.
-    budgets = [
-        round(peaks[0] + index * (peaks[-1] - peaks[0]) / (number - 1)) for index in range(number)
-    ]
-    choices = [fastest_option(found, budget, math.inf) for budget in budgets]
-    compared = {line_of(choice): choice for choice in choices if choice is not None}
+    config = compose(places)
+    shape = input_shape(config)
+    machine = Machine(config)
+    candidates = make_candidates(config, shape, machine)
+    sets = sample_sets(candidates, NUM_PREDICTED)
+    budgets = list_budgets(sets, int(arguments.get("budgets", 20)))
+    choices = choose_sets(candidates, budgets)
+    compared = compared_sets(sets, budgets, choices, int(arguments.get("sets", 64)))
+    describe_sets(sets, len(compared))
+    unwritten = unwritten_bytes(candidates, compared, config, shape, machine)
+    measured = measure(compared, shape, ROUNDS, unwritten)
+    write_csv(output / "sets.csv", [describe(switches, measured) for switches in compared])
+    finalists = {line_of(choice) for choice in choices}
     for budget in budgets:
-        fitting = [one for one in sets if one[1].peak <= budget]
-        rivals = sorted(fitting, key=lambda one: one[1].seconds)[:NUM_RIVALS]
-        compared |= {line_of(one): one for one in rivals}
-    compared |= {line_of(one): one for one in sets[: int(given.get("sets", 64))]}
-    steps = sorted(one.model.peak(blocks_of(option, one.model.blocks)) for one, option in sets)
-    print(
-        f"{len(sets)} sets predicted, {len(compared)} measured; peaks of their steps "
-        f"{steps[0] / 2**20:.1f} to {steps[-1] / 2**20:.1f} MiB, a factor of {steps[-1] / steps[0]:.2f}",
-        flush=True,
-    )
-    # The counter sees all of each workspace, written or not.
-    machine.costs.costs = {
-        key: cost._replace(written=cost.workspace) for key, cost in machine.costs.costs.items()
-    }
-    whole = dict(zip(map(id, found), make_candidates(config, shape, machine), strict=True))
-    unwritten = {}
-    for line, (candidate, option) in compared.items():
-        blocks = blocks_of(option, candidate.model.blocks)
-        unwritten[line] = whole[id(candidate)].model.peak(blocks) - candidate.model.peak(blocks)
-    compared_sets = list(compared.values())
-    measured = measure(compared_sets, shape, ROUNDS, unwritten)
-    write_csv(output / "sets.csv", [describe(*one, measured) for one in compared_sets])
-    finalists = {line_of(choice) for choice in choices if choice is not None}
-    for budget in budgets:
-        seconds_of = {
-            line_of(one): measured[line_of(one)].seconds
-            for one in compared_sets
-            if does_fit(one, budget, measured)
-        }
-        finalists |= {
-            line
-            for line, seconds in seconds_of.items()
-            if seconds <= NEARLY_BEST * min(seconds_of.values())
-        }
-    final = [one for one in compared_sets if line_of(one) in finalists]
+        finalists |= nearly_fastest(compared, budget, measured)
+    final = [switches for switches in compared if line_of(switches) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
     trained: dict[str, int] = {}  # peaks of the runs that came to their end
-    for index, (budget, best) in enumerate(zip(budgets, choices, strict=True)):
-        assert best is not None, "no budget is less than the peak of the smallest set"
-        line, limit = line_of(best), int(budget * (1 + MARGIN))
+    for index, (budget, choice) in enumerate(zip(budgets, choices, strict=True)):
+        line = line_of(choice)
+        limit_bytes = int(budget * (1 + MARGIN))
         peak = trained.get(line)
         if peak is None:
-            run_dir = output / f"run_{index}"
-            shutil.rmtree(run_dir, ignore_errors=True)
-            environment = {
-                name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
-            }
-            peak = train(
-                [*SETTINGS, *places, *TRAINING, *line.split()], run_dir, environment, limit
-            )
-        if peak <= limit:
+            peak = train_with(line, [*SETTINGS, *places], output / f"run_{index}", limit_bytes)
+        if peak <= limit_bytes:
             trained[line] = peak
-        rows.append(
-            compare(best, budget, sets, final, final_measured)
-            | {"resident_mib": peak / 2**20, "is_under": peak <= limit}
-        )
-        print(
-            " ".join(
-                f"{value:.4g}" if isinstance(value, float) else str(value)
-                for value in rows[-1].values()
-            ),
-            flush=True,
-        )
-    write(rows, compared_sets, measured, output)
+        row = compare(choice, budget, sets, final, final_measured)
+        row |= {"resident_mib": peak / 2**20, "is_under": peak <= limit_bytes}
+        rows.append(row)
+        print_values(row, 4)
+    write(rows, compared, measured, output)
 
 
-def sample_sets(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate, Option]]:
-    """Draw different sets: of each candidate none and all blocks, then as many sets of each number of blocks."""
+def compose(places: Sequence[str]) -> PlanConfig:
+    """Compose the configuration of `plan`; `places` are the folders of its data."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose(
+            "plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]
+        )
+    config = to_config(composed, PlanConfig)
+    return replace(config, validation_shape=validated_shape(config))
+
+
+def sample_sets(candidates: Sequence[Candidate], number: int) -> list[SwitchSet]:
+    """Draw different sets.
+
+    Of each candidate none and all blocks, then as many sets of each number of blocks.
+    """
     rng = random.Random(0)
     drawn: dict[tuple[int, tuple[str, ...]], None] = {}
     for index, candidate in enumerate(candidates):
         drawn[index, ()] = None
         drawn[index, tuple(candidate.model.blocks)] = None
-    while len(drawn) < min(number, sum(2 ** len(one.model.blocks) for one in candidates)):
+    num_sets = sum(2 ** len(candidate.model.blocks) for candidate in candidates)
+    while len(drawn) < min(number, num_sets):
         index = rng.randrange(len(candidates))
         blocks = candidates[index].model.blocks
-        chosen = set(rng.sample(blocks, rng.randrange(len(blocks) + 1)))
-        drawn[index, tuple(block for block in blocks if block in chosen)] = None
+        recomputed = set(rng.sample(blocks, rng.randrange(len(blocks) + 1)))
+        drawn[index, tuple(block for block in blocks if block in recomputed)] = None
     return [(candidates[index], candidates[index].option(blocks)) for index, blocks in drawn]
 
 
+def list_budgets(sets: Sequence[SwitchSet], number: int) -> list[int]:
+    """List budgets in bytes from the smallest to the largest peak of a set, at equal distances."""
+    peaks = sorted({option.peak for _, option in sets})
+    distance = peaks[-1] - peaks[0]
+    return [round(peaks[0] + index * distance / (number - 1)) for index in range(number)]
+
+
+def choose_sets(candidates: Sequence[Candidate], budgets: Sequence[int]) -> list[SwitchSet]:
+    """Choose the fastest set for each budget, as `plan` does."""
+    choices = []
+    for budget in budgets:
+        choice = fastest_option(candidates, budget, math.inf)
+        assert choice is not None, "no budget is less than the peak of the smallest set"
+        choices.append(choice)
+    return choices
+
+
+def compared_sets(
+    sets: Sequence[SwitchSet], budgets: Sequence[int], choices: Sequence[SwitchSet], number: int
+) -> list[SwitchSet]:
+    """List the sets that are measured, each once: the choices, their rivals, and a random sample.
+
+    Args:
+        sets: All predicted sets.
+        budgets: Bytes.
+        choices: The choice for each budget.
+        number: Size of the random sample.
+    """
+    compared = {line_of(choice): choice for choice in choices}
+    for budget in budgets:
+        fitting = [switches for switches in sets if switches[1].peak <= budget]
+        rivals = sorted(fitting, key=lambda switches: switches[1].seconds)[:NUM_RIVALS]
+        compared |= {line_of(rival): rival for rival in rivals}
+    compared |= {line_of(switches): switches for switches in sets[:number]}
+    return list(compared.values())
+
+
+def describe_sets(sets: Sequence[SwitchSet], num_measured: int) -> None:
+    """Print how many sets there are, and how far the peaks of their steps lie apart."""
+    peaks = sorted(step_peak(candidate, option) for candidate, option in sets)
+    print(
+        f"{len(sets)} sets predicted, {num_measured} measured; peaks of their steps "
+        f"{peaks[0] / 2**20:.1f} to {peaks[-1] / 2**20:.1f} MiB, "
+        f"a factor of {peaks[-1] / peaks[0]:.2f}",
+        flush=True,
+    )
+
+
+def step_peak(candidate: Candidate, option: Option) -> int:
+    """Predicted peak of a step in bytes."""
+    return candidate.model.peak(blocks_of(option, candidate.model.blocks))
+
+
+def unwritten_bytes(
+    candidates: Sequence[Candidate],
+    sets: Sequence[SwitchSet],
+    config: PlanConfig,
+    shape: Shape,
+    machine: Machine,
+) -> dict[str, int]:
+    """Predict the bytes of workspaces at the peak of each set that no kernel writes.
+
+    The counter sees all of each workspace, written or not; `plan` counts what is written. Changes
+    the costs of the machine, so that nothing is predicted with it afterwards.
+    """
+    costs = machine.costs
+    costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in costs.costs.items()}
+    with_all = make_candidates(config, shape, machine)
+    whole = {id(candidate): twin for candidate, twin in zip(candidates, with_all, strict=True)}
+    unwritten = {}
+    for candidate, option in sets:
+        peak = step_peak(whole[id(candidate)], option)
+        unwritten[line_of((candidate, option))] = peak - step_peak(candidate, option)
+    return unwritten
+
+
+def nearly_fastest(
+    sets: Sequence[SwitchSet], budget: int, measured: Mapping[str, Measured]
+) -> set[str]:
+    """Name the sets that fit into a budget and might be the fastest for it."""
+    seconds_of = {}
+    for switches in sets:
+        if does_fit(switches, budget, measured):
+            seconds_of[line_of(switches)] = measured[line_of(switches)].seconds
+    if not seconds_of:
+        return set()
+    limit_s = NEARLY_BEST * min(seconds_of.values())
+    return {line for line, seconds in seconds_of.items() if seconds <= limit_s}
+
+
+def train_with(line: str, settings: Sequence[str], run_dir: Path, limit_bytes: int) -> int:
+    """Train with the switches of a line; return the peak of resident memory, see `train`."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    # The counter of allocations would cost time and memory.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    return train([*settings, *TRAINING, *line.split()], run_dir, environment, limit_bytes)
+
+
 def measure(
-    sets: Sequence[tuple[Candidate, Option]],
+    sets: Sequence[SwitchSet],
     shape: Shape,
     rounds: int,
     unwritten: Mapping[str, int],
 ) -> dict[str, Measured]:
-    """Take steps with every set in rounds; return its median time and largest peak by the arguments of its switches.
+    """Take steps with every set in rounds; return its median time and largest peak.
 
     Args:
         sets: The sets.
@@ -215,44 +307,63 @@ def measure(
         rounds: How often each is visited.
         unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its
             switches; the counter sees them too.
+
+    Returns:
+        The arguments of the switches of each set to its measurement.
     """
-    relative: dict[str, list[float]] = {line_of(one): [] for one in sets}
-    peaks, middles_s = dict.fromkeys(relative, 0), []
+    relative: dict[str, list[float]] = {line_of(switches): [] for switches in sets}
+    peaks = dict.fromkeys(relative, 0)
+    medians_s = []
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", flush=True)
         taken = {}
-        for candidate, option in random.Random(number).sample(sets, len(sets)):
-            memory = replace(
-                candidate.config.memory, checkpointing=option.switches["memory.checkpointing"]
-            )
-            taken[choose_line(option, {})] = take_steps(
-                replace(candidate.config, memory=memory), shape
-            )
-        middles_s.append(
-            statistics.median(second for _, durations_s in taken.values() for second in durations_s)
-        )
+        # In a new order in each round.
+        for switches in random.Random(number).sample(sets, len(sets)):
+            taken[line_of(switches)] = take_steps(config_of(switches), shape)
+        all_s: list[float] = []
+        for _, durations_s in taken.values():
+            all_s += durations_s
+        median_s = statistics.median(all_s)
+        medians_s.append(median_s)
         for line, (peak, durations_s) in taken.items():
             peaks[line] = max(peaks[line], peak)
-            relative[line] += [second / middles_s[-1] for second in durations_s]
-    middle_s = statistics.median(middles_s)
-    return {
-        line: Measured(peaks[line] - unwritten[line], statistics.median(found) * middle_s)
-        for line, found in relative.items()
-    }
+            relative[line] += [duration_s / median_s for duration_s in durations_s]
+    usual_s = statistics.median(medians_s)
+    measured = {}
+    for line, ratios in relative.items():
+        seconds = statistics.median(ratios) * usual_s
+        measured[line] = Measured(peaks[line] - unwritten[line], seconds)
+    return measured
+
+
+def config_of(switches: SwitchSet) -> PlanConfig:
+    """Configuration of a set: that of its candidate, with its recomputed blocks."""
+    candidate, option = switches
+    checkpointing = option.switches["memory.checkpointing"]
+    memory = replace(candidate.config.memory, checkpointing=checkpointing)
+    return replace(candidate.config, memory=memory)
 
 
 def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
-    """Take some steps on random numbers; return the largest peak in bytes and the seconds of the steps after the warm-up."""
+    """Take some steps on random numbers.
+
+    Returns:
+        The largest peak in bytes, and the seconds, of the steps after the warm-up.
+    """
     counter = ctypes.CDLL(None).allocations_peak
     counter.restype = ctypes.c_size_t
     torch.manual_seed(0)
     network = switch_on(make_network(config), config.memory, "cpu").train()
-    loss, optimizer = make_loss(config), make_scheduled_optimizer(config)(network.parameters())
-    image, target = torch.randn(1, 1, *shape), torch.randint(0, 3, (1, *shape), dtype=torch.uint8)
-    precision, durations_s, peaks = config.memory.precision.value, [], []
+    loss = make_loss(config)
+    optimizer = make_scheduled_optimizer(config)(network.parameters())
+    image = torch.randn(1, 1, *shape)
+    target = torch.randint(0, 3, (1, *shape), dtype=torch.uint8)
+    precision = config.memory.precision.value
+    durations_s = []
+    peaks = []
     gc.collect()  # the network of the set before
     for _ in range(STEPS):
-        counter()
+        counter()  # reading the peak sets it back
         start_s = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             value = mean_of_samples(sample_losses(loss, network(image), target))
@@ -261,109 +372,121 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
         optimizer.zero_grad()
         durations_s.append(time.process_time() - start_s)
         peaks.append(counter())
-    return max(peaks[-TAKEN:]), durations_s[-TAKEN:]
+    return max(peaks[-NUM_COUNTED:]), durations_s[-NUM_COUNTED:]
 
 
 def predicted_seconds(candidate: Candidate, option: Option) -> float:
-    """Seconds of the operations of a step, without those of the training loop, which this benchmark does not measure."""
+    """Seconds of the operations of a step.
+
+    Those of the training loop, which this benchmark does not measure, are left out.
+    """
     return option.seconds - candidate.beside.seconds_per_step
 
 
-def line_of(one: tuple[Candidate, Option]) -> str:
+def line_of(switches: SwitchSet) -> str:
     """Arguments of the switches of a set."""
-    return choose_line(one[1], {})
+    return choose_line(switches[1], {})
 
 
-def does_fit(one: tuple[Candidate, Option], budget: int, measured: Mapping[str, Measured]) -> bool:
-    """Whether the measured step of a set and the predicted memory outside the step fit into a budget."""
-    step_bytes = measured[line_of(one)].step_bytes
-    return one[0].beside.with_step(step_bytes, step_bytes, 0.0).peak_resident <= budget
+def does_fit(switches: SwitchSet, budget: int, measured: Mapping[str, Measured]) -> bool:
+    """Whether a set fits into a budget: its measured step and the predicted memory beside it."""
+    step_bytes = measured[line_of(switches)].step_bytes
+    cost = switches[0].beside.with_step(step_bytes, step_bytes, 0.0)
+    return cost.peak_resident <= budget
 
 
 def compare(
-    chosen: tuple[Candidate, Option],
+    choice: SwitchSet,
     budget: int,
-    sets: Sequence[tuple[Candidate, Option]],
-    final: Sequence[tuple[Candidate, Option]],
+    sets: Sequence[SwitchSet],
+    final: Sequence[SwitchSet],
     measured: Mapping[str, Measured],
 ) -> dict[str, Any]:
     """Compare a choice with brute force in the model, and with the fastest of the measured sets.
 
     Args:
-        chosen: The choice.
+        choice: The choice.
         budget: Bytes.
         sets: All predicted sets; none that fits may be faster than the choice.
         final: Sets that might be the fastest by measurement.
         measured: Second measurements of these sets.
     """
-    option = chosen[1]
-    best = min((one.seconds, one.peak) for _, one in sets if one.peak <= budget)
-    is_optimum = (round(option.seconds, 9), option.peak) <= (round(best[0], 9), best[1])
-    own = measured[line_of(chosen)].seconds
-    best_s = min(
-        (measured[line_of(one)].seconds for one in final if does_fit(one, budget, measured)),
-        default=math.nan,
-    )
+    option = choice[1]
+    fitting = [(other.seconds, other.peak) for _, other in sets if other.peak <= budget]
+    fewest_s, peak = min(fitting)
+    is_optimum = (round(option.seconds, 9), option.peak) <= (round(fewest_s, 9), peak)
+    measured_s = measured[line_of(choice)].seconds
+    seconds = []
+    for switches in final:
+        if does_fit(switches, budget, measured):
+            seconds.append(measured[line_of(switches)].seconds)
+    best_s = min(seconds, default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
         "is_optimum": is_optimum,
-        "predicted_s": predicted_seconds(*chosen),
-        "measured_s": own,
+        "predicted_s": predicted_seconds(*choice),
+        "measured_s": measured_s,
         "best_s": best_s,
-        "ratio": own / best_s,
-        "does_fit": does_fit(chosen, budget, measured),
+        "ratio": measured_s / best_s,
+        "does_fit": does_fit(choice, budget, measured),
     }
 
 
-def describe(
-    candidate: Candidate, option: Option, measured: Mapping[str, Measured]
-) -> dict[str, Any]:
+def describe(switches: SwitchSet, measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Predicted and measured numbers of a set of switches."""
-    line = choose_line(option, {})
+    line = line_of(switches)
     return {
         "set": line,
-        "predicted_step_bytes": candidate.model.peak(blocks_of(option, candidate.model.blocks)),
+        "predicted_step_bytes": step_peak(*switches),
         "measured_step_bytes": measured[line].step_bytes,
-        "predicted_s": predicted_seconds(candidate, option),
+        "predicted_s": predicted_seconds(*switches),
         "measured_s": measured[line].seconds,
     }
 
 
 def write(
     rows: Sequence[dict[str, Any]],
-    sets: Sequence[tuple[Candidate, Option]],
+    sets: Sequence[SwitchSet],
     measured: Mapping[str, Measured],
     output: Path,
 ) -> None:
     """Write `budgets.csv`, and `budgets.md` with a summary above its table."""
     write_csv(output / "budgets.csv", list(rows))
-    ratios = [predicted_seconds(*one) / measured[line_of(one)].seconds for one in sets]
-    # What all sets have in common is left out.
-    common = set.intersection(*(set(line_of(one).split()) for one in sets))
-    shown = [
-        {
+    # The switches that all sets share are left out.
+    shared_words = set.intersection(*(set(line_of(switches).split()) for switches in sets))
+    table = []
+    for row in rows:
+        words = [word for word in row["chosen"].split() if word not in shared_words]
+        chosen = " ".join(word.removeprefix("memory.") for word in words)
+        texts = {
             key: f"{value:.3f}" if isinstance(value, float) else str(value)
             for key, value in row.items()
         }
-        | {
-            "chosen": " ".join(
-                word.removeprefix("memory.") for word in row["chosen"].split() if word not in common
-            )
-        }
-        for row in rows
+        table.append(texts | {"chosen": chosen})
+    summary = summarise(rows, sets, measured)
+    replace_text(output / "budgets.md", f"{summary}\n\n{markdown_table(table, COLUMNS)}")
+
+
+def summarise(
+    rows: Sequence[dict[str, Any]], sets: Sequence[SwitchSet], measured: Mapping[str, Measured]
+) -> str:
+    """Summarise the comparisons and the predictions in a list."""
+    num_optima = sum(row["is_optimum"] for row in rows)
+    num_under = sum(row["is_under"] for row in rows)
+    to_best = [row["ratio"] for row in rows]
+    ratios = []
+    for switches in sets:
+        ratios.append(predicted_seconds(*switches) / measured[line_of(switches)].seconds)
+    lines = [
+        f"* optimum of the model: {num_optima} of {len(rows)}",
+        "* measured seconds of the chosen set over the best measured one: "
+        f"median {statistics.median(to_best):.3f}, largest {max(to_best):.3f}",
+        f"* under the budget: {num_under} of {len(rows)}",
+        f"* predicted over measured seconds of all {len(ratios)} sets: "
+        f"median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}",
     ]
-    summary = [
-        f"* optimum of the model: {sum(row['is_optimum'] for row in rows)} of {len(rows)}",
-        f"* measured seconds of the chosen set over the best measured one: median {statistics.median(row['ratio'] for row in rows):.3f}, "
-        f"largest {max(row['ratio'] for row in rows):.3f}",
-        f"* under the budget: {sum(row['is_under'] for row in rows)} of {len(rows)}",
-        f"* predicted over measured seconds of all {len(ratios)} sets: median {statistics.median(ratios):.3f}, "
-        f"{min(ratios):.3f} to {max(ratios):.3f}",
-    ]
-    replace_text(
-        output / "budgets.md", "\n".join(summary) + "\n\n" + markdown_table(shown, COLUMNS)
-    )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

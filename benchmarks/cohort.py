@@ -1,7 +1,9 @@
-"""Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die; throughput compared with plain processes.
+"""Cohort benchmark: a prediction on a Ray cluster whose actors, node and driver die.
 
-    pip install -e ".[dev,ray]" python benchmarks/cohort.py 500 3       # scans, nodes of one
-    processor each (simulated on this machine)
+    pip install -e ".[dev,ray]"
+    python benchmarks/cohort.py 500 3       # scans, and nodes of one processor each
+
+The nodes are simulated on this machine. The throughput is compared with that of plain processes.
 
 Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the
 weights are the included ones. The disturbed run loses two actors, then its driver, then a node; the
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
 
 TIMEOUT_S = 3600.0
-FIRST, NUM_SLICES = 54, 16  # slices of 2.5 mm in the middle of the lungs
+# Slices of 2.5 mm in the middle of the lungs.
+FIRST = 54
+NUM_SLICES = 16
 PREDICT = [sys.executable, "-m", "medseg.commands.cli", "predict", "threads=1"]
 Journal = dict[str, tuple[int, int]]
-"""Name of each `<case>.json` with its inode and time in ns: both change when it is written again."""
+"""Name of each `<case>.json` with its inode and time in ns, which change when it is rewritten."""
 
 
 def main() -> None:
@@ -50,20 +54,21 @@ def main() -> None:
             journalled, recomputed = run_disturbed(
                 cluster, [f"input={scans}"], folder / "disturbed", num_scans, num_kills=2
             )
-        wrong = [num_different(folder / "local", folder / other) for other in ("ray", "disturbed")]
+        wrong_on_ray = num_different(folder / "local", folder / "ray")
+        wrong_disturbed = num_different(folder / "local", folder / "disturbed")
     rows = [
         {"run": f"{num_nodes} plain processes", "scans per minute": plain},
         {
             "run": f"engine=ray, {num_nodes} nodes",
             "scans per minute": on_ray,
             "of plain": on_ray / plain,
-            "other labels": wrong[0],
+            "other labels": wrong_on_ray,
         },
         {
             "run": "disturbed",
             "results before": journalled,
             "computed again": recomputed,
-            "other labels": wrong[1],
+            "other labels": wrong_disturbed,
         },
     ]
     print_table(rows, formats={"scans per minute": ".1f", "of plain": ".2f"})
@@ -100,33 +105,36 @@ def make_scans(folder: Path, num_scans: int) -> Path:
     """Write scans that differ in their noise."""
     phantom = make_phantom(draw_spec(0, 0))
     slab = VoxelBox((FIRST, 0, 0), (FIRST + NUM_SLICES, *phantom.grid.shape[1:]))
-    image_hu, grid = phantom.image_hu[FIRST : FIRST + NUM_SLICES], phantom.grid.crop(slab)
+    grid = phantom.grid.crop(slab)
+    image_hu = phantom.image_hu[FIRST : FIRST + NUM_SLICES]
     for number in range(num_scans):
         noise = np.random.default_rng(number).normal(0, 10, grid.shape)
-        write_image(
-            folder / f"case{number:04d}.nii.gz", np.rint(image_hu + noise).astype(np.int16), grid
-        )
+        noisy_hu = np.rint(image_hu + noise).astype(np.int16)
+        write_image(folder / f"case{number:04d}.nii.gz", noisy_hu, grid)
     return folder
 
 
 def journal(output: Path) -> Journal:
-    """List the reports of finished cases; a file that is being written has a name that begins with a dot."""
-    return {
-        path.name: (path.stat().st_ino, path.stat().st_mtime_ns)
-        for path in output.glob("[!.]*.json")
-    }
+    """List the reports of finished cases."""
+    entries = {}
+    # The name of a file that is being written begins with a dot.
+    for path in output.glob("[!.]*.json"):
+        status = path.stat()
+        entries[path.name] = (status.st_ino, status.st_mtime_ns)
+    return entries
 
 
-def per_minute(*outputs: Path) -> float:
+def per_minute(output: Path) -> float:
     """Count the results per minute, without the first tenth of them."""
-    ends_s = sorted(time_ns / 1e9 for output in outputs for _, time_ns in journal(output).values())
+    ends_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
     first = len(ends_s) // 10
     return 60 * (len(ends_s) - 1 - first) / (ends_s[-1] - ends_s[first])
 
 
 def run_plain(scans: Path, output: Path, num_processes: int) -> float:
     """Predict the scans in processes of equal shares; returns scans per minute."""
-    paths, running = sorted(scans.iterdir()), []
+    paths = sorted(scans.iterdir())
+    running = []
     for number in range(num_processes):
         part = scans.parent / f"part{number}"
         part.mkdir()
@@ -148,13 +156,17 @@ def run_undisturbed(cluster: SimulatedCluster, scans: Path, output: Path) -> flo
 
 
 def run_disturbed(
-    cluster: SimulatedCluster, given: Sequence[str], output: Path, num_scans: int, num_kills: int
+    cluster: SimulatedCluster,
+    arguments: Sequence[str],
+    output: Path,
+    num_scans: int,
+    num_kills: int,
 ) -> tuple[int, int]:
     """Predict scans while actors, the driver and a node end.
 
     Args:
         cluster: The cluster; it loses a node.
-        given: Arguments of `predict`.
+        arguments: Arguments of `predict`.
         output: Folder of the results.
         num_scans: Number of scans.
         num_kills: Number of actors that are killed.
@@ -163,12 +175,12 @@ def run_disturbed(
         Number of results that were there when the driver was killed, and how many of them were
         computed again.
     """
-    command = [*given, f"output={output}", *cluster.arguments]
+    command = [*arguments, f"output={output}", *cluster.arguments]
     driver = start(command)
-    for number in range(num_kills):
-        wait(driver, lambda number=number: len(journal(output)) >= (number + 1) * num_scans // 8)  # type: ignore[misc]
+    for number in range(1, 1 + num_kills):
+        wait_for_results(driver, output, number * num_scans // 8)
         actors()[0].kill()
-    wait(driver, lambda: len(journal(output)) >= num_scans // 2)
+    wait_for_results(driver, output, num_scans // 2)
     driver.kill()
     driver.wait()
     while actors():  # they write the results that they have begun
@@ -180,7 +192,8 @@ def run_disturbed(
     after = journal(output)
     if len(after) != num_scans:
         raise RuntimeError(f"{len(after)} of {num_scans} scans have a result")
-    return len(before), sum(after[name] != entry for name, entry in before.items())
+    num_recomputed = sum(after[name] != entry for name, entry in before.items())
+    return len(before), num_recomputed
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -196,16 +209,17 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
 
 def actors() -> list[psutil.Process]:
     """List the processes of actors on this machine."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if " ".join(process.info["cmdline"] or []).startswith("ray::CaseActor")
-    ]
+    found_actors = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if command.startswith("ray::CaseActor"):
+            found_actors.append(process)
+    return found_actors
 
 
-def wait(driver: subprocess.Popen[bytes], is_reached: Callable[[], bool]) -> None:
-    """Wait for a state of a running prediction."""
-    while not is_reached():
+def wait_for_results(driver: subprocess.Popen[bytes], output: Path, number: int) -> None:
+    """Wait until a running prediction has a number of results."""
+    while len(journal(output)) < number:
         if driver.poll() is not None:
             raise RuntimeError(
                 f"engine=ray ended with code {driver.returncode} before it was disturbed"
@@ -213,13 +227,14 @@ def wait(driver: subprocess.Popen[bytes], is_reached: Callable[[], bool]) -> Non
         time.sleep(0.02)
 
 
-def num_different(expected: Path, found: Path) -> int:
+def num_different(expected_dir: Path, result_dir: Path) -> int:
     """Count the label maps that differ in a voxel."""
-    pairs = (
-        [read_labels(folder / path.name).array for folder in (expected, found)]
-        for path in expected.glob("*.nii.gz")
-    )
-    return sum(not np.array_equal(one, other) for one, other in pairs)
+    number = 0
+    for path in expected_dir.glob("*.nii.gz"):
+        expected = read_labels(path).array
+        result = read_labels(result_dir / path.name).array
+        number += not np.array_equal(expected, result)
+    return number
 
 
 if __name__ == "__main__":

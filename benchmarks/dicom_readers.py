@@ -4,9 +4,10 @@
     npm install --prefix /tmp/readers dcmjs
     python benchmarks/dicom_readers.py /tmp/readers
 
-writes a series and two labels on it, reads both results back with each program, and compares names, colours and
-geometry with what was written. Exit code 1 where something differs. The series lies along the axes of the patient,
-as rt-utils reads no other, with square pixels and slices, as it turns others; dcmqi and dcmjs also read an oblique one.
+writes a series and two labels on it, reads both results back with each program, and compares names,
+colours and geometry with what was written. Exit code 1 where something differs. The series lies
+along the axes of the patient, as rt-utils reads no other, with square pixels and slices, as it
+turns others; dcmqi and dcmjs also read an oblique one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ import json, sys
 from rt_utils import RTStructBuilder
 builder = RTStructBuilder.create_from(dicom_series_path=sys.argv[1], rt_struct_path=sys.argv[2])
 masks = {name: builder.get_roi_mask_by_name(name) for name in builder.get_roi_names()}
-print(json.dumps({name: [int(mask.sum()), *(list(map(int, axis)) for axis in mask.nonzero())] for name, mask in masks.items()}))
+places = {}
+for name, mask in masks.items():
+    places[name] = [int(mask.sum()), *(list(map(int, axis)) for axis in mask.nonzero())]
+print(json.dumps(places))
 """
 
 

@@ -1,4 +1,4 @@
-"""Inference benchmark: medseg and three baselines on one CT, in one run, with the same number of threads.
+"""Inference benchmark: medseg and three baselines on one CT, with the same number of threads.
 
     python benchmarks/inference.py output=bench             # the keys are the fields of `Options`
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from medseg.cascade.load import load_stage
 from medseg.console import say
-from medseg.errors import EXIT_USER_ERROR, UserError, require
+from medseg.errors import EXIT_USER_ERROR, UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_image
@@ -90,9 +90,15 @@ BASELINES = {
 }
 # Key of a row to its heading in bench.md.
 HEADINGS = {
-    "contender": "", "precision": "precision", "wall_s": "wall s", "cpu_s": "CPU s", "peak_gb": "peak GB", "wall_ratio": "wall ratio", "cpu_ratio": "CPU ratio",
+    "contender": "",
+    "precision": "precision",
+    "wall_s": "wall s",
+    "cpu_s": "CPU s",
+    "peak_gb": "peak GB",
+    "wall_ratio": "wall ratio",
+    "cpu_ratio": "CPU ratio",
     "measured": "measured, rest scaled",
-}  # fmt: skip
+}
 # Columns of bench.csv, which programs outside read.
 COLUMNS = [key for key in HEADINGS if key != "precision"]
 LUNGMASK_SLICES = 20  # lungmask's own batch size
@@ -137,16 +143,15 @@ def main() -> None:
         measure_baseline(*sys.argv[2:])
         return
     try:
-        given = OmegaConf.merge(OmegaConf.structured(Options), OmegaConf.from_dotlist(sys.argv[1:]))
-        run_benchmark(cast(Options, OmegaConf.to_object(given)))
-    except (OmegaConfBaseException, UserError) as error:
+        arguments = OmegaConf.from_dotlist(sys.argv[1:])
+        merged = OmegaConf.merge(OmegaConf.structured(Options), arguments)
+        run_benchmark(cast(Options, OmegaConf.to_object(merged)))
+    except OmegaConfBaseException as error:
         keys = " ".join(f"{key}={value}" for key, value in vars(Options()).items())
-        is_key = isinstance(error, OmegaConfBaseException)
-        say(
-            f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}"
-            if is_key
-            else str(error)
-        )
+        say(f"{str(error).splitlines()[0]}; the keys and their defaults are {keys}")
+        sys.exit(EXIT_USER_ERROR)
+    except UserError as error:
+        say(str(error))
         sys.exit(EXIT_USER_ERROR)
 
 
@@ -158,25 +163,34 @@ def run_benchmark(options: Options) -> None:
     """
     output = Path(options.output).absolute()
     scan = Path(options.input).absolute() if options.input else make_scan(output)
-    require(
-        scan.exists(), f"input={options.input}: this file or folder does not exist; check the path"
-    )
+    if not scan.exists():
+        raise UserError(
+            f"input={options.input}: this file or folder does not exist; check the path"
+        )
     # First of all: a failed installation must not cost the measurements.
     packages = install_baselines(Path(options.peers_env).absolute()) if options.peers else None
     command = [
-        "-m", "medseg.commands.cli", "predict", f"input={scan}", f"output={output / 'lungs.nii.gz'}", "accelerator=cpu",
-        f"threads={options.threads}", "overwrite=true",
-    ]  # fmt: skip
-    ours = measure("medseg, from file to file", command, options.threads)[0]
-    rows = [ours | {"precision": our_precision()}]
-    for name, title in BASELINES.items() if packages else ():
-        command = [__file__, "measure", name, str(scan), str(options.threads)]
-        row, printed = measure(title, command, options.threads, packages)
-        rows += [scaled(row, **part) for part in json.loads(printed.splitlines()[-1])]
-    rows = [
-        row | {f"{kind}_ratio": row[f"{kind}_s"] / rows[0][f"{kind}_s"] for kind in ("wall", "cpu")}
-        for row in rows
+        "-m",
+        "medseg.commands.cli",
+        "predict",
+        f"input={scan}",
+        f"output={output / 'lungs.nii.gz'}",
+        "accelerator=cpu",
+        f"threads={options.threads}",
+        "overwrite=true",
     ]
+    ours, _ = measure("medseg, from file to file", command, options.threads)
+    rows = [ours | {"precision": our_precision()}]
+    if packages is not None:
+        for name, title in BASELINES.items():
+            command = [__file__, "measure", name, str(scan), str(options.threads)]
+            row, printed = measure(title, command, options.threads, packages)
+            # The last line describes each way of the baseline, see `measure_baseline`.
+            for part in json.loads(printed.splitlines()[-1]):
+                rows.append(scaled(row, **part))
+    for row in rows:
+        row["wall_ratio"] = row["wall_s"] / ours["wall_s"]
+        row["cpu_ratio"] = row["cpu_s"] / ours["cpu_s"]
     text = markdown_table(rows, HEADINGS, FORMATS)
     table = [{key: row[key] for key in COLUMNS} for row in rows]
     write_csv(output / "bench.csv", table, COLUMNS, FORMATS)
@@ -187,29 +201,29 @@ def run_benchmark(options: Options) -> None:
 def make_scan(folder: Path) -> Path:
     """Make the phantom of the benchmark, 512×512×300 voxels of 0.75×0.75×1 mm, unless it exists."""
     path = folder / "ct.nii.gz"
-    if not path.is_file():
-        print(f"making {path}", flush=True)
-        phantom = make_phantom(
-            PhantomSpec(
-                seed=7,
-                index=0,
-                spacing_mm=(1.0, 0.75, 0.75),
-                matrix=(512, 512),
-                num_slices=300,
-                model_spacing_mm=(1.5, 1.5, 1.5),
-            )
-        )
-        write_image(path, phantom.image_hu, phantom.grid)
+    if path.is_file():
+        return path
+    print(f"making {path}", flush=True)
+    spec = PhantomSpec(
+        seed=7,
+        index=0,
+        spacing_mm=(1.0, 0.75, 0.75),
+        matrix=(512, 512),
+        num_slices=300,
+        model_spacing_mm=(1.5, 1.5, 1.5),
+    )
+    phantom = make_phantom(spec)
+    write_image(path, phantom.image_hu, phantom.grid)
     return path
 
 
 def our_precision() -> str:
-    """Name the number formats in which the included networks run on this processor, where none is asked for."""
-    formats = {}
+    """Name the number formats in which the included networks run on this processor by default."""
+    formats = []
     for stage in ("coarse", "fine"):
         metadata, _ = read_weights(shipped_weights("lungs", stage), stage, stage)
-        formats[inference_precision(Precision(metadata["precision"]).value, "cpu")] = stage
-    return " and ".join(formats)
+        formats.append(inference_precision(Precision(metadata["precision"]).value, "cpu"))
+    return " and ".join(dict.fromkeys(formats))
 
 
 def measure(
@@ -255,7 +269,8 @@ def measure(
         )
         cost = json.loads(report.read_text(encoding="utf-8"))
     code = cost["exit_code"]
-    require(code == 0, f"{name} could not be measured (exit code {code}); see the message above")
+    if code != 0:
+        raise UserError(f"{name} could not be measured (exit code {code}); see the message above")
     row = {
         "contender": name,
         "wall_s": cost["wall_s"],
@@ -275,7 +290,9 @@ def scaled(
     precision: str,
     title: str = "",
 ) -> Row:
-    """Scale the part of the work that a process did to the whole; start-up and reading are counted once.
+    """Scale the part of the work that a process did to the whole.
+
+    Start-up and reading are counted once.
 
     Args:
         row: Cost of the process.
@@ -286,11 +303,15 @@ def scaled(
         precision: Number format of the part.
         title: What distinguishes the row from others of the same baseline.
     """
-    more = 1 / share - 1
+    contender = row["contender"]
+    if title:
+        contender += f", {title}"
+    # The rest of the work, in units of the part that was done.
+    rest = 1 / share - 1
     return row | {
-        "contender": ", ".join(filter(None, (row["contender"], title))),
-        "wall_s": row["wall_s"] + more * part_s,
-        "cpu_s": row["cpu_s"] + more * part_cpu_s,
+        "contender": contender,
+        "wall_s": row["wall_s"] + rest * part_s,
+        "cpu_s": row["cpu_s"] + rest * part_cpu_s,
         "measured": measured,
         "precision": precision,
     }
@@ -362,46 +383,49 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
 
 
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
-    """nnU-Net's default network, with random weights, on the eight mirrored passes of one tile of its predictor at 1 mm."""
+    """nnU-Net's default network, with random weights, on one tile of its predictor at 1 mm.
+
+    The tile takes eight passes, each mirrored in another way.
+    """
     network = make_baseline("nnunet", 3).eval()
-    tiles = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH)
+    num_all = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH)
     tile = torch.zeros(1, 1, *NNUNET_PATCH)
 
     def run(axes: tuple[int, ...]) -> Tensor:
         return torch.flip(network(torch.flip(tile, axes)), axes)
 
     passes = "passes of 128×128×128"
-    ways = [
-        Way(
-            tiles * len(NNUNET_MIRRORS),
-            f"{passes}, {len(NNUNET_MIRRORS)} a tile",
-            "mirrored as by default",
-        ),
-        Way(tiles, f"{passes}, 1 a tile", "without mirroring"),
-    ]
-    return Part([partial(run, axes) for axes in NNUNET_MIRRORS], ways)
+    num_mirrors = len(NNUNET_MIRRORS)
+    mirrored = Way(
+        num_all * num_mirrors, f"{passes}, {num_mirrors} a tile", "mirrored as by default"
+    )
+    plain = Way(num_all, f"{passes}, 1 a tile", "without mirroring")
+    return Part([partial(run, axes) for axes in NNUNET_MIRRORS], [mirrored, plain])
 
 
 def num_tiles(shape: Shape, patch: Shape) -> int:
-    """Count the tiles of nnU-Net's predictor, which lie half a tile apart or nearer; a smaller volume is padded to one.
+    """Count the tiles of nnU-Net's predictor, which lie half a tile apart or nearer.
+
+    A volume that is smaller than a tile is padded to one.
 
     Example:
         >>> num_tiles((300, 384, 128), (128, 128, 128))
         20
     """
-    return math.prod(
-        math.ceil(max(0, size - side) / (side / 2)) + 1
-        for size, side in zip(shape, patch, strict=True)
-    )
+    number = 1
+    for size, side in zip(shape, patch, strict=True):
+        number *= math.ceil(max(0, size - side) / (side / 2)) + 1
+    return number
 
 
 def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
-    """MONAI's sliding window with our fine network, in our precision, over the whole volume at 1 mm."""
+    """MONAI's sliding window with our fine network and precision, over the whole volume at 1 mm."""
     from monai.inferers import sliding_window_inference
 
     path = shipped_weights("lungs", "fine")
     stage = load_stage(path, "fine", torch.device("cpu"))
-    patch = read_weights(path, "fine", "fine")[0]["patch_size"]
+    metadata, _ = read_weights(path, "fine", "fine")
+    patch = metadata["patch_size"]
 
     def network(tiles: Tensor) -> Tensor:
         with autocast(stage.precision, "cpu"):

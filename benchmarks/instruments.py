@@ -1,4 +1,7 @@
-"""Instruments of the memory benchmarks, none of which `plan` uses: allocations counted by a preloaded library, resident memory from /proc."""
+"""Instruments of the memory benchmarks, none of which `plan` uses.
+
+Allocations are counted by a preloaded library, resident memory is read from /proc.
+"""
 
 import math
 import os
@@ -7,6 +10,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -20,39 +24,43 @@ BEGUN_ANEW = "MEDSEG_BENCHMARK"
 
 
 def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
-    """Read the arguments of a benchmark; return its output folder, which is made, and the values of the other keys."""
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if "output" not in given or given.keys() - {"output", *keys}:
-        say(
-            f"{Path(sys.argv[0]).name}: expected output=<folder>, and optionally {', '.join(f'{key}=…' for key in keys)}"
-        )
+    """Read the arguments of a benchmark.
+
+    Returns:
+        Its output folder, which is made, and the values of the other keys.
+    """
+    values = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+    if "output" not in values or values.keys() - {"output", *keys}:
+        options = ", ".join(f"{key}=…" for key in keys)
+        name = Path(sys.argv[0]).name
+        say(f"{name}: expected output=<folder>, and optionally {options}")
         sys.exit(EXIT_USER_ERROR)
-    output = Path(given.pop("output")).absolute()
+    output = Path(values.pop("output")).absolute()
     output.mkdir(parents=True, exist_ok=True)
-    return output, given
+    return output, values
+
+
+def print_values(row: Mapping[str, Any], num_digits: int) -> None:
+    """Print the values of a row in a line, numbers with some significant digits."""
+    texts = []
+    for value in row.values():
+        texts.append(f"{value:.{num_digits}g}" if isinstance(value, float) else str(value))
+    print(" ".join(texts), flush=True)
 
 
 def allocation_counter(output: Path) -> Path:
     """Compile `allocations.c` into a folder."""
     library = output / "allocations.so"
-    subprocess.run(
-        [
-            "cc",
-            "-O2",
-            "-shared",
-            "-fPIC",
-            ROOT / "benchmarks" / "allocations.c",
-            "-o",
-            library,
-            "-ldl",
-        ],
-        check=True,
-    )
+    source = ROOT / "benchmarks" / "allocations.c"
+    compiler = ["cc", "-O2", "-shared", "-fPIC"]
+    subprocess.run([*compiler, source, "-o", library, "-ldl"], check=True)
     return library
 
 
 def begin_anew(**variables: str) -> None:
-    """Restart this process once, with the heap settings and the instruction set of `train` and further environment variables.
+    """Restart this process once, with the settings of `train` and further environment variables.
+
+    `train` sets the heap and the instructions of the processor.
 
     The settings take effect only when a process starts: when a benchmark runs, its libraries have
     already made tensors.
@@ -66,21 +74,25 @@ def begin_anew(**variables: str) -> None:
 def train(
     arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf
 ) -> int:
-    """Train in a separate process; return its peak resident memory, read every 20 ms. A run that exceeds the limit is killed.
+    """Train in a separate process.
+
+    Args:
+        arguments: Arguments of `train`.
+        run_dir: Folder of the run; its output goes to `<run_dir>.log`.
+        environment: Environment variables.
+        limit: Resident bytes; a run that exceeds them is killed.
+
+    Returns:
+        The peak of its resident memory in bytes, read every 20 ms.
 
     Raises:
         RuntimeError: If the run fails, with the end of its output.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "medseg.commands.cli",
-        "train",
-        *arguments,
-        f"hydra.run.dir={run_dir}",
-    ]
-    peak, path = 0, run_dir.with_suffix(".log")
-    with path.open("wb") as log:
+    command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments]
+    command.append(f"hydra.run.dir={run_dir}")
+    log_file = run_dir.with_suffix(".log")
+    peak = 0
+    with log_file.open("wb") as log:
         process = psutil.Popen(
             command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
         )
@@ -90,12 +102,12 @@ def train(
                 process.kill()
             time.sleep(0.02)
     if process.returncode and peak <= limit:
-        raise RuntimeError(path.read_text(encoding="utf-8")[-2000:])
+        raise RuntimeError(log_file.read_text(encoding="utf-8")[-2000:])
     return peak
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and its children; a page that several of them share counts once.
+    """Resident memory of a process and its children; a page that several share counts once.
 
     Pages of files (libraries, mapped caches) are counted for the process only, since its children
     share them. The kernel's proportional set size would divide them among all programs that map the
@@ -104,8 +116,8 @@ def resident_bytes(process: psutil.Process) -> int:
     total = 0
     try:
         total += 1024 * _kib(process.pid, "status")["RssFile"]
-        for one in (process, *process.children(recursive=True)):
-            sizes = _kib(one.pid, "smaps_rollup")
+        for member in (process, *process.children(recursive=True)):
+            sizes = _kib(member.pid, "smaps_rollup")
             total += 1024 * (sizes["Pss_Anon"] + sizes["Pss_Shmem"])
     except (OSError, psutil.Error, KeyError):
         return 0  # one of them has just ended
@@ -113,7 +125,10 @@ def resident_bytes(process: psutil.Process) -> int:
 
 
 def largest_resident_bytes(process: psutil.Process) -> int:
-    """Largest resident memory of a process since its start, as counted by the system; 0 when the process has ended."""
+    """Largest resident memory of a process since its start, as counted by the system.
+
+    It is 0 when the process has ended.
+    """
     try:
         return 1024 * _kib(process.pid, "status")["VmHWM"]
     except (OSError, KeyError):
@@ -121,9 +136,10 @@ def largest_resident_bytes(process: psutil.Process) -> int:
 
 
 def _kib(pid: int, name: str) -> dict[str, int]:
-    """Sizes that a file of /proc gives."""
-    lines = [
-        line.split()
-        for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines()
-    ]
-    return {words[0].rstrip(":"): int(words[1]) for words in lines if words[-1] == "kB"}
+    """Sizes in KiB that a file of /proc lists, as in `VmHWM:  1234 kB`."""
+    sizes = {}
+    for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines():
+        words = line.split()
+        if words[-1] == "kB":
+            sizes[words[0].rstrip(":")] = int(words[1])
+    return sizes

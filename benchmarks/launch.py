@@ -1,4 +1,6 @@
-"""Small program that starts another one and reports its cost: `launch.py <file> <program> <arguments>`.
+"""Launcher: starts a program and reports its cost.
+
+    launch.py <file> <program> <arguments>
 
 On Linux a process begins with the largest resident memory of the process that starts it, since the
 system keeps that number over `exec`. A benchmark that has imported torch, or made a phantom, must
@@ -12,16 +14,21 @@ import time
 
 
 def main() -> None:
-    """Run the program to its end; write wall and CPU seconds, largest resident bytes and exit code to the file as JSON."""
+    """Run the program to its end and write its cost to the file.
+
+    The file has wall and CPU seconds, largest resident bytes and exit code as JSON.
+    """
     report, program, *arguments = sys.argv[1:]
     start_s = time.perf_counter()
     process = os.posix_spawn(program, [program, *arguments], os.environ)
     _, status, usage = os.wait4(process, 0)
+    wall_s = time.perf_counter() - start_s
+    # macOS counts bytes, Linux KiB.
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
     cost = {
-        "wall_s": time.perf_counter() - start_s,
+        "wall_s": wall_s,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        # KiB on Linux, bytes on macOS.
-        "peak_bytes": usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "peak_bytes": usage.ru_maxrss * unit_bytes,
         "exit_code": os.waitstatus_to_exitcode(status),
     }
     with open(report, "w", encoding="utf-8") as file:

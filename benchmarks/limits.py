@@ -1,6 +1,8 @@
-"""Limits benchmark: peak memory of predictions under a limit, and their labels compared with predictions without a limit.
+"""Limits benchmark: predictions under a limit of memory, their peaks and their labels.
 
     python -m benchmarks.limits output=<folder> [scans=100] [cases=<table.csv>,…]
+
+The labels are compared with those of predictions without a limit.
 
 Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its
 own under `inference.max_ram_gib=1`. The scans of the case tables are predicted with each of several
@@ -35,51 +37,72 @@ MAX_SLICES = 3000
 LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # labels are compared with those of the largest
 EQUAL = 0.9995
-# Pixels of the phantoms' model; a scan repeats each of them.
-MODEL_SIZE, MODEL_MM = 128, 3.2
+# Pixels of the phantoms' model, and their size; a scan repeats each of them.
+MODEL_SIZE = 128
+MODEL_MM = 3.2
 MATRICES = (512, 256, 128)
 LENGTH_MM = {"whole": 320.0, "trunk": 900.0}
 MAX_SLICE_MM = 5.0
 COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "accelerator=cpu"]
 SCANS = {
-    "scan": "scan", "slices": "slices", "matrix": "matrix", "mib": "scan MiB", "code": "exit code", "peak_mib": "peak MiB", "dice": "least Dice",
-}  # fmt: skip
+    "scan": "scan",
+    "slices": "slices",
+    "matrix": "matrix",
+    "mib": "scan MiB",
+    "code": "exit code",
+    "peak_mib": "peak MiB",
+    "dice": "least Dice",
+}
 BUDGETS = {
-    "budget_gib": "`inference.budget_gib`", "scans": "scans", "refused": "refused", "peak_mib": "peak MiB", "dice": "least Dice", "worst": "of",
+    "budget_gib": "`inference.budget_gib`",
+    "scans": "scans",
+    "refused": "refused",
+    "peak_mib": "peak MiB",
+    "dice": "least Dice",
+    "worst": "of",
     "seconds": "s",
-}  # fmt: skip
+}
 
 
 def main() -> None:
     """Measure both parts, and write the tables."""
-    output, given = given_arguments(["scans", "cases"])
+    output, arguments = given_arguments(["scans", "cases"])
     texts = []
-    if number := int(given.get("scans", 100)):
-        rows = limited_scans(output / "phantoms", number)
+    num_scans = int(arguments.get("scans", 100))
+    if num_scans:
+        rows = limited_scans(output / "phantoms", num_scans)
         write_csv(output / "limits.csv", rows)
-        summary = (
-            f"{len(rows)} scans under `inference.max_ram_gib={LIMIT_GIB:g}`: {sum(row['code'] not in (0, EXIT_FAILED) for row in rows)} killed, "
-            f"{sum(row['code'] == EXIT_FAILED for row in rows)} refused, largest peak {max(row['peak_mib'] for row in rows):.0f} MiB, least Dice to the "
-            f"labels without the limit {min(row['dice'] for row in rows):.5f}; {sum(row['dice'] < EQUAL for row in rows)} below {EQUAL}."
-        )
-        texts.append(
-            summary
-            + "\n\n"
-            + markdown_table(rows, SCANS, {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"})
-        )
-    if tables := given.get("cases"):
-        rows = budgets(output / "budgets", [Path(one).absolute() for one in tables.split(",")])
+        formats = {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"}
+        texts.append(f"{summarise(rows)}\n\n{markdown_table(rows, SCANS, formats)}")
+    if arguments.get("cases"):
+        tables = [Path(path).absolute() for path in arguments["cases"].split(",")]
+        rows = budgets(output / "budgets", tables)
         write_csv(output / "budgets.csv", rows)
-        texts.append(
-            markdown_table(rows, BUDGETS, {"peak_mib": ".0f", "dice": ".5f", "seconds": ".0f"})
-        )
+        formats = {"peak_mib": ".0f", "dice": ".5f", "seconds": ".0f"}
+        texts.append(markdown_table(rows, BUDGETS, formats))
     replace_text(output / "limits.md", "\n".join(texts))
     print("\n".join(texts), end="")
 
 
+def summarise(rows: Sequence[dict[str, Any]]) -> str:
+    """Say how many of the limited predictions ended badly, or gave other labels."""
+    num_killed = sum(row["code"] not in (0, EXIT_FAILED) for row in rows)
+    num_refused = sum(row["code"] == EXIT_FAILED for row in rows)
+    largest_mib = max(row["peak_mib"] for row in rows)
+    lowest_dice = min(row["dice"] for row in rows)
+    num_different = sum(row["dice"] < EQUAL for row in rows)
+    return (
+        f"{len(rows)} scans under `inference.max_ram_gib={LIMIT_GIB:g}`: {num_killed} killed, "
+        f"{num_refused} refused, largest peak {largest_mib:.0f} MiB, least Dice to the labels "
+        f"without the limit {lowest_dice:.5f}; {num_different} below {EQUAL}."
+    )
+
+
 def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
     """Predict phantoms without and with the limit: one row per scan."""
-    scans, free, limited = folder / "scans", folder / "free", folder / "limited"
+    scans = folder / "scans"
+    free = folder / "free"
+    limited = folder / "limited"
     sizes = [round(float(size)) for size in np.geomspace(1, MAX_SLICES, number)]
     paths = [make_scan(scans, index, size) for index, size in enumerate(sizes)]
     code, peak = predict([f"input={scans}", f"output={free}"], folder / "free.log")
@@ -87,26 +110,30 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
     rows = []
     for path in paths:
         name = path.name.removesuffix(".nii.gz")
-        log = limited / f"{name}.log"
-        if not (measured := log.with_suffix(".measured")).is_file():
+        measured_file = limited / f"{name}.measured"
+        if not measured_file.is_file():
             arguments = [
                 f"input={path}",
                 f"output={limited / path.name}",
                 f"inference.max_ram_gib={LIMIT_GIB:g}",
                 "overwrite=true",
             ]
-            replace_text(measured, json.dumps(predict(arguments, log)))
-        code, peak = json.loads(measured.read_text(encoding="utf-8"))
+            outcome = predict(arguments, measured_file.with_suffix(".log"))
+            replace_text(measured_file, json.dumps(outcome))
+        code, peak = json.loads(measured_file.read_text(encoding="utf-8"))
+        dice = 1.0
+        if code == 0:
+            dice = least_dice(free / path.name, limited / path.name)
         shape = read_labels(free / path.name).array.shape
         rows.append(
             {
                 "scan": name,
                 "slices": shape[0],
                 "matrix": shape[1],
-                "mib": 2 * np.prod(shape) / 2**20,
+                "mib": 2 * np.prod(shape) / 2**20,  # of int16
                 "code": code,
                 "peak_mib": peak / 2**20,
-                "dice": 1.0 if code else least_dice(free / path.name, limited / path.name),
+                "dice": dice,
             }
         )
         print(*rows[-1].values(), flush=True)
@@ -115,41 +142,46 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
 
 def make_scan(folder: Path, index: int, num_slices: int) -> Path:
     """Make a phantom unless it exists; its small voxels repeat those of a coarser phantom."""
-    matrix = MATRICES[-1 - index % len(MATRICES)] if num_slices < MAX_SLICES else max(MATRICES)
-    view = "trunk" if num_slices > MAX_SLICES // 3 or index % 2 else "whole"
+    is_largest = num_slices >= MAX_SLICES
+    matrix = max(MATRICES) if is_largest else MATRICES[-1 - index % len(MATRICES)]
+    is_long = num_slices > MAX_SLICES // 3 or index % 2
+    view = "trunk" if is_long else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
-    repeats, pixels = max(1, round(MODEL_MM / slice_mm)), matrix // MODEL_SIZE
-    num_models = max(1, num_slices // repeats)
-    path = folder / f"{index:03d}_{view}_{num_models * repeats}.nii.gz"
-    if not path.is_file():
-        spec = PhantomSpec(
-            seed=17,
-            index=index,
-            view=view,
-            spacing_mm=(slice_mm * repeats, MODEL_MM, MODEL_MM),
-            matrix=(MODEL_SIZE, MODEL_SIZE),
-            num_slices=num_models,
-            model_spacing_mm=(4.0, 4.0, 4.0),
-        )
-        made = make_phantom(spec)
-        image_hu = made.image_hu.repeat(repeats, 0).repeat(pixels, 1).repeat(pixels, 2)
-        spacing_mm = (slice_mm, MODEL_MM / pixels, MODEL_MM / pixels)
-        grid = VoxelGrid(
-            image_hu.shape,
-            spacing_mm,
-            made.grid.origin_xyz_mm,
-            np.asarray(made.grid.direction).tolist(),
-        )
-        write_image(path, image_hu, grid)
+    # Slices and pixels of the scan for each of the model.
+    repeats = max(1, round(MODEL_MM / slice_mm))
+    pixels = matrix // MODEL_SIZE
+    num_model_slices = max(1, num_slices // repeats)
+    path = folder / f"{index:03d}_{view}_{num_model_slices * repeats}.nii.gz"
+    if path.is_file():
+        return path
+    spec = PhantomSpec(
+        seed=17,
+        index=index,
+        view=view,
+        spacing_mm=(slice_mm * repeats, MODEL_MM, MODEL_MM),
+        matrix=(MODEL_SIZE, MODEL_SIZE),
+        num_slices=num_model_slices,
+        model_spacing_mm=(4.0, 4.0, 4.0),
+    )
+    phantom = make_phantom(spec)
+    image_hu = phantom.image_hu.repeat(repeats, 0).repeat(pixels, 1).repeat(pixels, 2)
+    spacing_mm = (slice_mm, MODEL_MM / pixels, MODEL_MM / pixels)
+    direction = np.asarray(phantom.grid.direction).tolist()
+    grid = VoxelGrid(image_hu.shape, spacing_mm, phantom.grid.origin_xyz_mm, direction)
+    write_image(path, image_hu, grid)
     return path
 
 
 def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
     """Predict the scans of case tables with each budget: one row per budget."""
     rows = []
-    cases = [case.name for table in tables for case in read_cases(table)]
+    cases: list[str] = []
+    for table in tables:
+        cases += [case.name for case in read_cases(table)]
     for budget_gib in reversed(BUDGETS_GIB):
-        output, peak, start_s = folder / f"{budget_gib:g}", 0, time.perf_counter()
+        output = folder / f"{budget_gib:g}"
+        peak = 0
+        start_s = time.perf_counter()
         for table in tables:
             log = output / f"{table.parent.name}.log"
             arguments = [
@@ -157,21 +189,22 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
                 f"output={output}",
                 f"inference.budget_gib={budget_gib:g}",
             ]
-            peak = max(peak, predict(arguments, log)[1])
-        seconds, best = time.perf_counter() - start_s, folder / f"{max(BUDGETS_GIB):g}"
-        pairs = {name: [one / f"{name}.nii.gz" for one in (best, output)] for name in cases}
-        found = {
-            name: least_dice(*pair)
-            for name, pair in pairs.items()
-            if all(path.is_file() for path in pair)
-        }
-        worst = min(found, key=found.__getitem__)
+            _, peak_of_table = predict(arguments, log)
+            peak = max(peak, peak_of_table)
+        seconds = time.perf_counter() - start_s
+        dice_of = {}
+        for name in cases:
+            best_file = folder / f"{max(BUDGETS_GIB):g}" / f"{name}.nii.gz"
+            file = output / f"{name}.nii.gz"
+            if best_file.is_file() and file.is_file():
+                dice_of[name] = least_dice(best_file, file)
+        worst = min(dice_of, key=dice_of.__getitem__)
         row = {
             "budget_gib": budget_gib,
             "scans": len(cases),
-            "refused": len(cases) - len(found),
+            "refused": len(cases) - len(dice_of),
             "peak_mib": peak / 2**20,
-            "dice": found[worst],
+            "dice": dice_of[worst],
             "worst": worst,
             "seconds": seconds,
         }
@@ -194,14 +227,17 @@ def predict(arguments: Iterable[str], log: Path) -> tuple[int, int]:
     return process.returncode, peak
 
 
-def least_dice(one: Path, other: Path) -> float:
+def least_dice(first_path: Path, second_path: Path) -> float:
     """Lowest Dice of any region between two label maps; a region that is in neither counts as 1."""
-    first, second = (read_labels(path).array for path in (one, other))
+    first = read_labels(first_path).array
+    second = read_labels(second_path).array
     scores = [1.0]
     for value in range(1, 1 + max(int(first.max()), int(second.max()))):
-        inside, also = first == value, second == value
-        if total := np.count_nonzero(inside) + np.count_nonzero(also):
-            scores.append(2 * np.count_nonzero(inside & also) / total)
+        in_first = first == value
+        in_second = second == value
+        total = np.count_nonzero(in_first) + np.count_nonzero(in_second)
+        if total:
+            scores.append(2 * np.count_nonzero(in_first & in_second) / total)
     return min(scores)
 
 

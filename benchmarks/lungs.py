@@ -41,13 +41,13 @@ SUMMARY = {
 
 def main() -> None:
     """Measure all cases and write the tables."""
-    output, given = given_arguments(["pred", "cases", "airways"])
-    airways = Path(given.get("airways", output / "airways"))
+    output, arguments = given_arguments(["pred", "cases", "airways"])
+    airways = Path(arguments.get("airways", output / "airways"))
     airways.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for case in read_cases(Path(given["cases"])):
+    for case in read_cases(Path(arguments["cases"])):
         file = f"{case.name}.nii.gz"
-        rows += side_rows(case, Path(given["pred"]) / file, airways / file)
+        rows += side_rows(case, Path(arguments["pred"]) / file, airways / file)
         print(case.name, flush=True)
     write_csv(output / "lungs.csv", rows)
     formats = {

@@ -1,4 +1,6 @@
-"""Predicted against measured memory and time of trainings: a table over networks, switches, shapes, stages, batches and workers.
+"""Memory benchmark: predicted against measured memory and time of trainings.
+
+The rows differ in networks, switches, shapes, stages, batches and workers.
 
     python -m benchmarks.memory output=<folder> [rows=20]
 
@@ -24,7 +26,13 @@ from typing import Any
 import hydra
 import torch
 
-from benchmarks.instruments import allocation_counter, begin_anew, given_arguments, train
+from benchmarks.instruments import (
+    allocation_counter,
+    begin_anew,
+    given_arguments,
+    print_values,
+    train,
+)
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
@@ -60,9 +68,11 @@ SWITCHES = {
     "lean": ["memory=lean"],
 }
 SHAPES = {
-    "×".join(map(str, shape)): [f"stage.patch_size=[{','.join(map(str, shape))}]"]
-    for shape in ((32, 32, 64), (64, 64, 64), (96, 64, 96))
+    "32×32×64": ["stage.patch_size=[32,32,64]"],
+    "64×64×64": ["stage.patch_size=[64,64,64]"],
+    "96×64×96": ["stage.patch_size=[96,64,96]"],
 }
+# It has no common divisor with the number of rows, so that steps of this length reach all of them.
 STRIDE = 181
 # Batch, micro-batches, loader processes and averaged weights.
 LOADS = {
@@ -71,34 +81,53 @@ LOADS = {
     "4 in 2": ["stage.batch_size=4", "memory.accumulate=2", "data.num_workers=2", "ema_decay=0.75"],
 }
 COMMON = [
-    "steps=12", "history_every=2", "stage.validate_every=6", "trainer.threads=1", "trainer.accelerator=cpu", "data.phantoms.num_train=2",
-    "data.phantoms.num_val=1", "data.phantoms.num_test=0",
-]  # fmt: skip
+    "steps=12",
+    "history_every=2",
+    "stage.validate_every=6",
+    "trainer.threads=1",
+    "trainer.accelerator=cpu",
+    "data.phantoms.num_train=2",
+    "data.phantoms.num_val=1",
+    "data.phantoms.num_test=0",
+]
 STAGES = {
     "coarse": ["stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0"],
     "fine": ["stage=fine", "spacing=isotropic_3mm", "stage.elsewhere_share=0"],
 }
 COLUMNS = {
-    "row": "", "allocator_mib": "allocator: predicted MiB", "measured_allocator_mib": "measured MiB", "allocator_ratio": "predicted / measured",
-    "resident_mib": "resident: predicted MiB", "measured_resident_mib": "measured MiB", "resident_ratio": "predicted / measured",
-    "seconds": "s/step: predicted", "measured_seconds": "measured", "seconds_ratio": "predicted / measured",
-}  # fmt: skip
+    "row": "",
+    "allocator_mib": "allocator: predicted MiB",
+    "measured_allocator_mib": "measured MiB",
+    "allocator_ratio": "predicted / measured",
+    "resident_mib": "resident: predicted MiB",
+    "measured_resident_mib": "measured MiB",
+    "resident_ratio": "predicted / measured",
+    "seconds": "s/step: predicted",
+    "measured_seconds": "measured",
+    "seconds_ratio": "predicted / measured",
+}
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """List all rows in an order in which the first ones already differ in network, switches, shape, load and stage."""
-    found = {}
-    groups = (NETWORKS, SWITCHES, SHAPES, LOADS, STAGES)
-    for n, names in enumerate(itertools.product(*groups)):
-        network, switches, shape, loads, stage = (
-            group[name] for group, name in zip(groups, names, strict=True)
-        )
-        # A stride that has no common divisor with the number of rows reaches all of them.
-        found[n * STRIDE % math.prod(map(len, groups))] = (
-            ", ".join(names),
-            [*stage, *network, *switches, *loads, *shape, *COMMON],
-        )
-    return [found[n] for n in sorted(found)]
+    """List the name and the arguments of all rows.
+
+    The first ones already differ in network, switches, shape, load and stage.
+    """
+    combinations = list(itertools.product(NETWORKS, SWITCHES, SHAPES, LOADS, STAGES))
+    rows_by_place = {}
+    for number, names in enumerate(combinations):
+        network, switches, shape, load, stage = names
+        arguments = [
+            *STAGES[stage],
+            *NETWORKS[network],
+            *SWITCHES[switches],
+            *LOADS[load],
+            *SHAPES[shape],
+            *COMMON,
+        ]
+        place = number * STRIDE % len(combinations)
+        rows_by_place[place] = (", ".join(names), arguments)
+    return [rows_by_place[place] for place in sorted(rows_by_place)]
 
 
 def compose(arguments: list[str]) -> PlanConfig:
@@ -108,55 +137,66 @@ def compose(arguments: list[str]) -> PlanConfig:
 
 
 def validated_shape(config: PlanConfig) -> Shape:
-    """Voxels (D, H, W) of the largest validation case of a configuration; makes its synthetic scans."""
+    """Voxels (D, H, W) of the largest validation case of a configuration.
+
+    Its synthetic scans are made where they are missing.
+    """
     data = make_data_module(config)
     data.prepare_data()
     data.setup("fit")
     samples = data.val_samples()
-    shapes = [
-        collate([samples[n]], data.divisor)[0]["target"].shape[1:] for n in range(len(samples))
-    ]
-    return max(map(tuple, shapes), key=math.prod)
+    shapes: list[Shape] = []
+    for number in range(len(samples)):
+        batch = collate([samples[number]], data.divisor)
+        depth, height, width = batch[0]["target"].shape[1:]
+        shapes.append((depth, height, width))
+    return max(shapes, key=math.prod)
 
 
 def predict(arguments: list[str]) -> dict[str, float]:
-    """Predict a row, in a process of its own: libraries make code for an operation once, which is measured then."""
+    """Predict a row.
+
+    It runs in a process of its own: libraries make the code of an operation once, and the time that
+    this takes would be measured with it.
+    """
     config = compose(arguments)
     machine = Machine(config)
-    machine.costs.costs.clear()  # timed anew for each row: the processor of a virtual machine may be half as fast some minutes later
-    found = estimate(config, input_shape(config), validated_shape(config), machine)
+    # Timed anew for each row: the processor of a virtual machine may be half as fast some minutes
+    # later.
+    machine.costs.costs.clear()
+    cost = estimate(config, input_shape(config), validated_shape(config), machine)
     return {
-        "live_mib": found.memory.peak / 2**20,
-        "allocator_mib": found.peak_allocator / 2**20,
-        "resident_mib": found.peak_resident / 2**20,
-        "seconds": found.compute_seconds + found.other_seconds + found.loader_seconds,
+        "live_mib": cost.memory.peak / 2**20,
+        "allocator_mib": cost.peak_allocator / 2**20,
+        "resident_mib": cost.peak_resident / 2**20,
+        "seconds": cost.compute_seconds + cost.other_seconds + cost.loader_seconds,
     }
 
 
 def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, float]:
     """Train a row in a process of its own and watch it."""
-    counts = folder / "allocations"
-    peak = train(
-        arguments,
-        folder / "run",
-        os.environ | {"LD_PRELOAD": str(library), "ALLOCATIONS": str(counts)},
-    )
-    lines = [line for line in read_csv(folder / "run" / "history.csv") if line["loss"]]
-    busy_s = [float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100 for line in lines]
-    return {
+    # The counter writes a file for each process.
+    counting = {"LD_PRELOAD": str(library), "ALLOCATIONS": str(folder / "allocations")}
+    peak = train(arguments, folder / "run", os.environ | counting)
+    allocated_bytes = []
+    for file in folder.glob("allocations.*"):
         # A helper process that is ending still has an empty file.
-        "measured_allocator_mib": max(
-            int(path.read_text(encoding="ascii") or 0) for path in folder.glob("allocations.*")
-        )
-        / 2**20,
+        allocated_bytes.append(int(file.read_text(encoding="ascii") or 0))
+    busy_s = []
+    for line in read_csv(folder / "run" / "history.csv"):
+        if line["loss"]:
+            busy_s.append(float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100)
+    return {
+        "measured_allocator_mib": max(allocated_bytes) / 2**20,
         "measured_resident_mib": peak / 2**20,
+        # Without the first line, whose steps make the code of the operations.
         "measured_seconds": statistics.median(busy_s[1:]),
     }
 
 
 def main() -> None:
     """Predict and measure all rows that the output folder lacks, and write the table after each."""
-    output, given = given_arguments(["rows"])
+    output, options = given_arguments(["rows"])
     begin_anew()
     library = allocation_counter(output)
     places = [
@@ -166,10 +206,11 @@ def main() -> None:
     ]
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
-    for number, (name, arguments) in enumerate(rows()[: int(given.get("rows", 20))]):
+    num_rows = int(options.get("rows", 20))
+    for number, (name, arguments) in enumerate(rows()[:num_rows]):
         folder = output / f"{number:03d}"
-        found = folder / "row.json"
-        if not found.is_file():
+        row_file = folder / "row.json"
+        if not row_file.is_file():
             shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
             folder.mkdir()
             try:
@@ -180,22 +221,20 @@ def main() -> None:
             except Exception as error:  # the other rows go on
                 say(f"{name}: {type(error).__name__}: {error}")
                 continue
-            replace_text(found, json.dumps({"row": name, **numbers}))
-        table.append(with_ratios(json.loads(found.read_text(encoding="utf-8"))))
+            replace_text(row_file, json.dumps({"row": name, **numbers}))
+        table.append(with_ratios(json.loads(row_file.read_text(encoding="utf-8"))))
         write(table, output)
-        print(
-            " ".join(
-                f"{value:.3g}" if isinstance(value, float) else value
-                for value in table[-1].values()
-            ),
-            flush=True,
-        )
+        print_values(table[-1], 3)
 
 
 def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
     """Add predicted divided by measured."""
-    return row | {f"{key}_ratio": row[one] / row[f"measured_{one}"]
-                  for key, one in (("allocator", "allocator_mib"), ("resident", "resident_mib"), ("seconds", "seconds"))}  # fmt: skip
+    return {
+        **row,
+        "allocator_ratio": row["allocator_mib"] / row["measured_allocator_mib"],
+        "resident_ratio": row["resident_mib"] / row["measured_resident_mib"],
+        "seconds_ratio": row["seconds"] / row["measured_seconds"],
+    }
 
 
 def write(table: list[dict[str, Any]], output: Path) -> None:
@@ -205,18 +244,16 @@ def write(table: list[dict[str, Any]], output: Path) -> None:
     for name in ("allocator", "resident", "seconds"):
         errors = sorted(row[f"{name}_ratio"] - 1 for row in table)
         sizes = sorted(map(abs, errors))
+        percentile_95 = sizes[int(0.95 * (len(sizes) - 1))]
         lines.append(
-            f"* {name}: error {100 * statistics.median(sizes):.1f} % (median), {100 * sizes[int(0.95 * (len(sizes) - 1))]:.1f} % "
-            f"(95th percentile), lowest {100 * errors[0]:+.1f} %, highest {100 * errors[-1]:+.1f} %"
+            f"* {name}: error {100 * statistics.median(sizes):.1f} % (median), "
+            f"{100 * percentile_95:.1f} % (95th percentile), "
+            f"lowest {100 * errors[0]:+.1f} %, highest {100 * errors[-1]:+.1f} %"
         )
-    shown = [
-        {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
-        for row in table
-    ]
-    replace_text(
-        output / "memory.md",
-        f"{len(table)} trainings\n\n" + "\n".join(lines) + "\n\n" + markdown_table(shown, COLUMNS),
-    )
+    numbers = [column for column in COLUMNS if column != "row"]
+    text = markdown_table(table, COLUMNS, dict.fromkeys(numbers, ".3f"))
+    summary = "\n".join(lines)
+    replace_text(output / "memory.md", f"{len(table)} trainings\n\n{summary}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -54,11 +54,17 @@ def labels_of(num_classes: int) -> dict[str, int]:
 
 
 def described_network(base: int, *, residual: bool = False) -> dict[str, Any]:
-    """Plan of a network of three levels, as nnU-Net 2.4 and newer write it; `base` features at first."""
+    """Plan of a network of three levels, as nnU-Net 2.4 and newer write it.
+
+    Args:
+        base: Features of the first level.
+        residual: Whether the encoder has residual blocks.
+    """
+    name = "ResidualEncoderUNet" if residual else "PlainConvUNet"
     blocks = "n_blocks_per_stage" if residual else "n_conv_per_stage"
     features = [base * 2**level for level in range(3)]
     return {
-        "network_class_name": f"{UNET}.{'ResidualEncoderUNet' if residual else 'PlainConvUNet'}",
+        "network_class_name": f"{UNET}.{name}",
         "arch_kwargs": {
             "n_stages": 3,
             "features_per_stage": features,
@@ -276,10 +282,12 @@ def make_model(folder: Path, description: dict[str, Any]) -> None:
     from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
-    plans, dataset = description["plans"], description["dataset"]
+    plans = description["plans"]
+    dataset = description["dataset"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps(plans, indent=1))
     (folder / "dataset.json").write_text(json.dumps(dataset, indent=1))
+    # A copy: the manager changes what it is given.
     manager = PlansManager(json.loads(json.dumps(plans)))
     configuration = manager.get_configuration("3d_fullres")
     for fold in description["folds"]:
@@ -388,12 +396,13 @@ def storages() -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
 
 
 def record_orientations(model: Path, output: Path) -> None:
-    """Write the labels of one scan in all storages, by the reader that reorients and the one that does not.
+    """Write the labels of one scan in all storages, by readers that do and do not reorient.
 
     Args:
         model: A model folder.
         output: Receives `scan` (D, H, W) with axes to superior, posterior and left, `spacing_mm`,
-            and the voxels of the labels of each storage, in stored order: `stored` and `reoriented`.
+            and the voxels of the labels of each storage, in stored order: `stored` and
+            `reoriented`.
     """
     import nibabel
     from nnunetv2.imageio.nibabel_reader_writer import NibabelIOWithReorient

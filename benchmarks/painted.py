@@ -33,11 +33,10 @@ FIRST_STREAM = 10  # the scans that `cross_validate` paints have stream 0
 
 def main() -> None:
     """Paint the copies and write the table."""
-    output, given = given_arguments(["cases", "fold", "num_folds"])
-    cases = read_case_table(Path(given["cases"]))
-    split = split_cases(
-        cases, fold=given.get("fold", "0"), num_folds=int(given.get("num_folds", "5"))
-    )
+    output, arguments = given_arguments(["cases", "fold", "num_folds"])
+    cases = read_case_table(Path(arguments["cases"]))
+    fold = arguments.get("fold", "0")
+    split = split_cases(cases, fold=fold, num_folds=int(arguments.get("num_folds", "5")))
     copies = []
     for case in split.train:
         for number in COPIES:
@@ -58,7 +57,8 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
         The copy, in HU.
     """
     name = f"{case.name}_ill{number}"
-    image_path, labels_path = folder / f"{name}.nii.gz", folder / f"{name}_labels.nii.gz"
+    image_path = folder / f"{name}.nii.gz"
+    labels_path = folder / f"{name}_labels.nii.gz"
     copy = replace(case, name=name, image=image_path, labels=labels_path, series=None, hu=AS_STORED)
     if image_path.is_file() and labels_path.is_file():
         return [copy]

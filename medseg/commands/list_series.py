@@ -1,4 +1,4 @@
-"""The `list` command: prints the series below a DICOM folder, and writes a case table of the scans."""
+"""The `list` command: prints the series below a DICOM folder, and writes their case table."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

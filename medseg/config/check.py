@@ -200,11 +200,7 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     """Turn an error of Hydra or OmegaConf into one sentence with the key and the likely cure."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first, *more_lines = lines or [type(error).__name__]
-    key = ""
-    for line in lines:
-        if line.startswith("full_key:"):
-            key = line.partition(":")[2].strip()
-            break
+    key = _key_in(lines)
     overridden = re.match(r"Could not override '([^']+)'", first)
     if isinstance(error, MissingMandatoryValue):
         return f"{key or first}: a value is missing; give it as {key}=<value>"
@@ -228,6 +224,14 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     if "Could not find" in first or first.startswith("You must specify"):
         return _explain_choice(first, more_lines)
     return first
+
+
+def _key_in(lines: Sequence[str]) -> str:
+    """Find the key that the lines of an error name; "" without one."""
+    for line in lines:
+        if line.startswith("full_key:"):
+            return line.partition(":")[2].strip()
+    return ""
 
 
 def _explain_choice(sentence: str, lines: Sequence[str]) -> str:

@@ -287,7 +287,8 @@ def text_of(value: Any) -> str:
     """Write a value as a command-line argument in Hydra's grammar.
 
     Example:
-        >>> [text_of(value) for value in (0.5, True, None, "amp", "Doe, John", [1, 2], {"liver": 1})]
+        >>> values = (0.5, True, None, "amp", "Doe, John", [1, 2], {"liver": 1})
+        >>> [text_of(value) for value in values]
         ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):

@@ -130,12 +130,12 @@ def read_case_table(
     """Read a case table.
 
     Its columns are `case`, `image`, `image_1`, …, `labels`, `patient`, `split`, `fold`, `fold_0`,
-    …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the first two and
-    the labels are needed. The table is CSV in UTF-8 (with or without byte order mark), with its own
-    commas quoted; paths are relative to its folder. Unknown columns are ignored and blank lines
-    skipped. An empty cell means that there is no value; `patient` defaults to the case's name.
-    Files are not checked for existence: a missing one must not stop the others, and a machine that
-    holds only the cache has none.
+    …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the
+    first two and the labels are needed. The table is CSV in UTF-8 (with or without byte order
+    mark), with its own commas quoted; paths are relative to its folder. Unknown columns are ignored
+    and blank lines skipped. An empty cell means that there is no value; `patient` defaults to the
+    case's name. Files are not checked for existence: a missing one must not stop the others, and a
+    machine that holds only the cache has none.
 
     Args:
         path: The table, or a folder that contains it as `cases.csv`.
@@ -314,9 +314,7 @@ def _case(
     split = cells.get("split") or None
     if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
-    fold = cells.get("fold") or None
-    if fold is not None and not (fold.isascii() and fold.isdigit()):
-        raise UserError(f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.")
+    fold = _read_fold(cells, where)
     labels = cells[labels_column] if labels_column else ""
     fold_sides = _read_fold_sides(cells, where)
     more_images = []
@@ -336,7 +334,7 @@ def _case(
         # Programs write ü in two ways: a patient must not be two.
         patient=unicodedata.normalize("NFC", cells.get("patient") or name),
         split=split,
-        fold=None if fold is None else int(fold),
+        fold=fold,
         fold_sides=fold_sides,
         trust=trust,
         series=cells.get("series") or None,
@@ -345,6 +343,21 @@ def _case(
         ignore_findings=ignore_findings | check_ignored(codes, f"{where}, ignore_findings"),
         study_date=cells.get("study_date") or "",
     )
+
+
+def _read_fold(cells: Mapping[str, str], where: str) -> int | None:
+    """Read the column `fold`; None without it or with an empty cell.
+
+    Raises:
+        UserError: If it is no whole number from 0.
+    """
+    fold = cells.get("fold")
+    if not fold:
+        return None
+    # isdigit() alone also takes digits of other scripts and superscripts.
+    if not (fold.isascii() and fold.isdigit()):
+        raise UserError(f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.")
+    return int(fold)
 
 
 def _read_fold_sides(cells: Mapping[str, str], where: str) -> tuple[str | None, ...]:
@@ -515,16 +528,10 @@ def split_cases(
     val, source = _validation_patients(rest, side_of, fold_of, fold, num_folds, val_patients)
     usable = cases
     if is_listed:
-        # A case that its table names in no fold is kept away from all of them.
-        held_out = test | val
-        usable = [case for case in cases if any(case.fold_sides) or case.patient in held_out]
+        usable = _without_unlisted(cases, test | val)
     train = {case.patient for case in usable} - val - test
     if not train:
-        cure = "name fewer in data.test_patients or the column split"
-        if val:
-            cure = f"name fewer in {source}"
-        if source == "the column fold":
-            cure += ", or give another data.fold"
+        cure = _how_to_keep_training_cases(val, source)
         raise UserError(
             f"No case is left for training: of {len(patients)} patients, {len(test)} are for "
             f"testing and {len(val)} for validation; {cure}."
@@ -532,6 +539,26 @@ def split_cases(
     return Split(
         train=_cases_of(usable, train), val=_cases_of(usable, val), test=_cases_of(usable, test)
     )
+
+
+def _without_unlisted(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:
+    """Leave out the cases that their table names in no fold, but for patients that are held out."""
+    return [case for case in cases if any(case.fold_sides) or case.patient in held_out]
+
+
+def _how_to_keep_training_cases(val: Collection[str], source: str) -> str:
+    """Say what to type where no case is left for training.
+
+    Args:
+        val: Patients for validation.
+        source: What has chosen them.
+    """
+    cure = "name fewer in data.test_patients or the column split"
+    if val:
+        cure = f"name fewer in {source}"
+    if source == "the column fold":
+        cure += ", or give another data.fold"
+    return cure
 
 
 def _cases_of(cases: Sequence[Case], patients: Collection[str]) -> tuple[Case, ...]:

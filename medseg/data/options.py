@@ -137,14 +137,7 @@ class StageOptions:
         for path in self.coarse_folds or ():
             yield from missing_file("stage.coarse_folds", path)
         if self.sees_whole_scans:
-            keys = [*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"]
-            unused = [key for key in keys if getattr(self, key) is not None]
-            if self.coarse_channel:
-                unused.append("coarse_channel")
-            for key in unused:
-                yield (
-                    f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
-                )
+            yield from self._unused_keys()
             return
         for key, cure in COARSE_KEYS.items():
             if getattr(self, key) is not None:
@@ -152,6 +145,19 @@ class StageOptions:
         for key in FINE_KEYS:
             if getattr(self, key) is None:
                 yield f"stage.{key}: the fine stage needs a value"
+        yield from self._coarse_clashes()
+
+    def _unused_keys(self) -> Iterator[str]:
+        """Yield a sentence for each key of the fine stage that another stage sets."""
+        keys = [*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"]
+        unused = [key for key in keys if getattr(self, key) is not None]
+        if self.coarse_channel:
+            unused.append("coarse_channel")
+        for key in unused:
+            yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
+
+    def _coarse_clashes(self) -> Iterator[str]:
+        """Yield a sentence where the coarse stage and what uses it do not go together."""
         if self.coarse_folds is not None and (self.coarse is not None or not self.coarse_channel):
             yield (
                 "stage.coarse_folds: it stands in place of stage.coarse, with "
@@ -163,8 +169,7 @@ class StageOptions:
         if uses_coarse and self.coarse is None and self.coarse_folds is None:
             yield (
                 "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse "
-                "stage; "
-                "add stage.coarse=<checkpoint>"
+                "stage; add stage.coarse=<checkpoint>"
             )
         if self.coarse is not None and not uses_coarse:
             yield (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit
-from medseg.data.audit.image import check_channels, hash_voxels, make_thumbnail
+from medseg.data.audit.image import ImageFacts, check_channels, hash_voxels, make_thumbnail
 from medseg.data.audit.labels import (
     ABSENT,
     audit_extent,
@@ -17,7 +17,7 @@ from medseg.data.audit.labels import (
     measure_volumes,
 )
 from medseg.data.audit.placement import audit_placement, audit_shift
-from medseg.data.audit.tissue_profile import make_profile
+from medseg.data.audit.tissue_profile import Profile, make_profile
 from medseg.data.case_table import Case
 from medseg.data.source_files import fingerprint, sources_of
 from medseg.errors import UserError
@@ -113,19 +113,51 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         if is_hu:
             misplaced = audit_placement(image_hu, labels, grid)
             findings += misplaced or audit_shift(image_hu, labels, grid)
-    audit = CaseAudit(
-        grid,
-        facts[0].summary(),
-        hash_voxels(image_hu),
-        {} if labels is None else measure_volumes(labels, grid, task),
-        tuple(findings),
-        make_thumbnail(image_hu) if is_hu else (),
-        make_profile(image_hu, grid.spacing_mm) if is_hu else (),
-    )
+    audit = _summarise(image_hu, labels, grid, task, facts[0], findings, is_hu=is_hu)
     source = SourceCase(sources, images, labels, grid, audit)
     if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
     return source
+
+
+def _summarise(
+    image: np.ndarray,
+    labels: np.ndarray | None,
+    grid: VoxelGrid,
+    task: Task,
+    facts: ImageFacts,
+    findings: Sequence[Finding],
+    *,
+    is_hu: bool,
+) -> CaseAudit:
+    """Summarise a case for the comparison of the cases of a table.
+
+    Args:
+        image: Oriented first channel, (D, H, W).
+        labels: Label map of the same shape, or None.
+        grid: Grid of both.
+        task: Labels and regions.
+        facts: What was measured of the image.
+        findings: All findings.
+        is_hu: Whether the values are HU: only these are compared with other cases.
+    """
+    volumes: dict[str, float] = {}
+    if labels is not None:
+        volumes = measure_volumes(labels, grid, task)
+    thumbnail: tuple[int, ...] = ()
+    profile: Profile = ()
+    if is_hu:
+        thumbnail = make_thumbnail(image)
+        profile = make_profile(image, grid.spacing_mm)
+    return CaseAudit(
+        grid,
+        facts.summary(),
+        hash_voxels(image),
+        volumes,
+        tuple(findings),
+        thumbnail,
+        profile,
+    )
 
 
 def _read_labels(

@@ -181,38 +181,16 @@ def check_transform(
         ValueError: If it fails, changes the shape, interpolates labels, moves the image without the
             labels, or mirrors the sides.
     """
-    keys = getattr(transform, "keys", None)
-    if (
-        f"{type(transform).__module__}.".startswith(SPATIAL_MODULES)
-        and keys is not None
-        and set(keys) != {IMAGE, LABEL}
-    ):
-        raise ValueError(
-            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer "
-            f"fit; got keys={list(keys)}"
-        )
+    _check_keys(transform)
     tried = copy.deepcopy(transform)
     for name in ("prob", "probability"):
         if hasattr(tried, name):
             object.__setattr__(tried, name, 1.0)  # our effects are frozen
     transforms = Transforms([tried])
-    labels = torch.zeros(PROBE_SHAPE, dtype=torch.uint8)
-    corners = ((3, 4, 5), (3, 4, 17), (3, 14, 5), (11, 4, 5))
-    for value, (z, y, x) in zip(PROBE_VALUES, corners, strict=True):
-        labels[z : z + 6, y : y + 7, x : x + 8] = value
+    labels = _probe_labels()
     image = (labels.float() / 250.0 - 0.9).expand(num_channels, *PROBE_SHAPE)
     for n in range(NUM_PROBES):
-        rng = sample_rng(0, n)
-        changed, target = image.clone(), labels.clone()
-        try:
-            warp = transforms.draw_warp(rng, (1.0, 1.0, 1.0))
-            if warp is not None:
-                changed, target = warp.apply(changed, target, PROBE_SHAPE)
-            changed, target = transforms.alter(changed, target, rng, (1.0, 1.0, 1.0))
-        except Exception as error:
-            raise ValueError(
-                f"it cannot be applied to a sample ({type(error).__name__}: {error})"
-            ) from error
+        changed, target = _apply_to_probe(transforms, image, labels, sample_rng(0, n))
         if changed.shape != image.shape or target.shape != labels.shape:
             raise ValueError(
                 f"it changes the shape of a sample, here from {PROBE_SHAPE} to "
@@ -226,14 +204,61 @@ def check_transform(
         moves_labels = not torch.equal(target, labels)
         if has_coarse_channel and moves_labels and not _moves_all_channels(transform):
             raise ValueError(
-                "it moves voxels, and stage.coarse_channel would stay where it was; name a transform of "
-                "monai.transforms.spatial or croppad, or state is_spatial=True in the class of an effect"
+                "it moves voxels, and stage.coarse_channel would stay where it was; name a "
+                "transform of monai.transforms.spatial or croppad, or state is_spatial=True in the "
+                "class of an effect"
             )
         if has_sides and _is_mirrored(target, is_coarse=is_coarse):
             raise ValueError(
                 "it mirrors left and right, which the task distinguishes; leave that axis out, or "
                 "give augment.allow_mirroring=true"
             )
+
+
+def _check_keys(transform: Any) -> None:
+    """Refuse a transform that moves voxels of the image or the labels alone.
+
+    Raises:
+        ValueError: With the keys that are expected.
+    """
+    if not f"{type(transform).__module__}.".startswith(SPATIAL_MODULES):
+        return
+    keys = getattr(transform, "keys", None)
+    if keys is not None and set(keys) != {IMAGE, LABEL}:
+        raise ValueError(
+            f"it moves voxels, so keys=[{IMAGE},{LABEL}] are expected, or the labels no longer "
+            f"fit; got keys={list(keys)}"
+        )
+
+
+def _probe_labels() -> Tensor:
+    """Make the labels of a probe: a block and its neighbour along each axis; uint8."""
+    labels = torch.zeros(PROBE_SHAPE, dtype=torch.uint8)
+    corners = ((3, 4, 5), (3, 4, 17), (3, 14, 5), (11, 4, 5))
+    for value, (z, y, x) in zip(PROBE_VALUES, corners, strict=True):
+        labels[z : z + 6, y : y + 7, x : x + 8] = value
+    return labels
+
+
+def _apply_to_probe(
+    transforms: Transforms, image: Tensor, labels: Tensor, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Apply transforms to copies of the image and the labels of a probe.
+
+    Raises:
+        ValueError: If they fail.
+    """
+    changed = image.clone()
+    target = labels.clone()
+    try:
+        warp = transforms.draw_warp(rng, (1.0, 1.0, 1.0))
+        if warp is not None:
+            changed, target = warp.apply(changed, target, PROBE_SHAPE)
+        return transforms.alter(changed, target, rng, (1.0, 1.0, 1.0))
+    except Exception as error:
+        raise ValueError(
+            f"it cannot be applied to a sample ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:

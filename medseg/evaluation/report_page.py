@@ -90,19 +90,24 @@ def compare_rows(
     for region in regions:
         of_region = [pair for pair in pairs if region in (pair[0]["region"], ALL)]
         for metric, better in RANKED.items():
-            finite = [pair for pair in of_region if _are_finite(pair, metric)]
-            scores = _case_means([row for row, _ in finite], metric)
-            baseline_scores = _case_means([row for _, row in finite], metric)
+            scores, baseline_scores = _finite_means(of_region, metric)
             difference = paired_difference(scores, baseline_scores, better, patients)
             if difference is not None:
                 compared.append((region, metric, difference))
     return compared
 
 
-def _are_finite(pair: tuple[Row, Row], metric: str) -> bool:
-    """Whether the scores of both sides are finite."""
-    row, baseline_row = pair
-    return math.isfinite(row[metric]) and math.isfinite(baseline_row[metric])
+def _finite_means(
+    pairs: Sequence[tuple[Row, Row]], metric: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Mean scores of each case on both sides, over the pairs whose scores are both finite."""
+    rows = []
+    baseline_rows = []
+    for row, baseline_row in pairs:
+        if math.isfinite(row[metric]) and math.isfinite(baseline_row[metric]):
+            rows.append(row)
+            baseline_rows.append(baseline_row)
+    return _case_means(rows, metric), _case_means(baseline_rows, metric)
 
 
 def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def evaluate_folder(
     labelled = {
         key: reference for key, reference in references.items() if reference.labels is not None
     }
-    common = [key for key in labelled if key in predictions]
+    summary, common = _pair(predictions, labelled, other_split_keys, regions, task)
     if not common:
         raise UserError(
             f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
@@ -150,18 +150,6 @@ def evaluate_folder(
         ("case", "status"),
         f"the volumes of a prediction; give another output than {output}",
     )
-    summary = EvaluationSummary()
-    for key, reference in labelled.items():
-        if key not in predictions:
-            summary.without_prediction.append(reference.name)
-    for key, paths in predictions.items():
-        if key not in labelled and key not in other_split_keys:
-            summary.without_reference.append(case_name(paths[0]))
-    for region in scored_regions(task):
-        if region not in regions:
-            summary.warnings.append(
-                f"{region.name} is not scored: data.label_values does not name all its labels"
-            )
     overlays = output / "overlays" if pictures else None
     _remove_old_pictures(output, overlays, labelled.values())
     for number, key in enumerate(common, start=1):
@@ -207,12 +195,54 @@ def evaluate_folder(
         )
     progress(f"written to {output}")
     if summary.without_prediction:
-        place = "folder" if ref.is_dir() else "table"
-        progress(
-            f"{len(summary.without_prediction)} of {len(labelled)} cases of the {place} "
-            f"have no prediction: {first_few(summary.without_prediction)}"
-        )
+        progress(_say_missing(summary.without_prediction, len(labelled), ref))
     return summary
+
+
+def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
+    """Say which of the references have no prediction."""
+    place = "folder" if ref.is_dir() else "table"
+    return (
+        f"{len(names)} of {num_references} cases of the {place} "
+        f"have no prediction: {first_few(names)}"
+    )
+
+
+def _pair(
+    predictions: Mapping[str, Sequence[Path]],
+    references: Mapping[str, Reference],
+    other_split_keys: Collection[str],
+    regions: Sequence[Region],
+    task: Task,
+) -> tuple[EvaluationSummary, list[str]]:
+    """Find the cases with a prediction and a reference, and note what is left out.
+
+    Args:
+        predictions: Label maps by the key of their case.
+        references: References with labels by the key of their case.
+        other_split_keys: Keys of the cases of other splits.
+        regions: Regions that are scored.
+        task: All regions.
+
+    Returns:
+        A summary with what is left out, and the keys of the pairs.
+    """
+    summary = EvaluationSummary()
+    common = []
+    for key, reference in references.items():
+        if key in predictions:
+            common.append(key)
+        else:
+            summary.without_prediction.append(reference.name)
+    for key, paths in predictions.items():
+        if key not in references and key not in other_split_keys:
+            summary.without_reference.append(case_name(paths[0]))
+    for region in scored_regions(task):
+        if region not in regions:
+            summary.warnings.append(
+                f"{region.name} is not scored: data.label_values does not name all its labels"
+            )
+    return summary, common
 
 
 def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:

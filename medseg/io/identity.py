@@ -20,7 +20,7 @@ class Identity(NamedTuple):
     series_description: str = ""
 
     def __str__(self) -> str:
-        """Name patient and date for a message, such as `patient P1, 2024-01-31`; "" without both."""
+        """Name patient and date in messages, as `patient P1, 2024-01-31`; "" without both."""
         patient = f"patient {self.patient}" if self.patient else ""
         return ", ".join(filter(None, (patient, self.study_date)))
 

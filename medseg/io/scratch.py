@@ -61,7 +61,7 @@ def scratch_above(num_bytes: float) -> Iterator[None]:
 
 @contextmanager
 def scratch_at_most(num_bytes: float) -> Iterator[None]:
-    """Lower the size above which arrays of this thread go into temporary files; a lower one stays."""
+    """Lower the size above which arrays of this thread are temporary files; a lower one stays."""
     with scratch_above(min(num_bytes, _limit_bytes.get())):
         yield
 

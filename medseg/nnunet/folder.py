@@ -123,8 +123,9 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
                 "that could execute code; train it again with version 2, or predict with nnU-Net 1"
             )
         raise UserError(
-            f"{source}: expected a model folder, but neither the SHA256SUMS of medseg is there, nor "
-            f"the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; give the folder that holds it"
+            f"{source}: expected a model folder, but neither the SHA256SUMS of medseg is there, "
+            f"nor the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; "
+            "give the folder that holds it"
         )
     # What is not supported is refused with its reason only where there is nothing else.
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]

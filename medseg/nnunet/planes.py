@@ -128,7 +128,7 @@ class TorchPlanes:
 
 
 def nearest_exact(num_outputs: int, num_inputs: int) -> np.ndarray:
-    """Source voxels of torch's `nearest-exact`, which rounds the scale and the product to float32."""
+    """Source voxels of torch's `nearest-exact`; it rounds the scale and the product to float32."""
     scale = np.float64(np.float32(num_inputs) / np.float32(num_outputs))
     position = ((np.arange(num_outputs) + 0.5) * scale).astype(np.float32)
     return np.minimum(np.floor(position).astype(np.int64), num_inputs - 1)

@@ -1,1 +1,1 @@
-"""Synthetic scans with exact labels: a procedural chest CT, scenes of organs for any task, and data sets of both."""
+"""Synthetic scans with exact labels: a procedural chest CT, and scenes of organs for any task."""

@@ -1,4 +1,4 @@
-"""The patient: tables of the body, measures of one patient, and signed distances of chest, lungs, heart and spine.
+"""The patient: tables of the body, measures of one patient, and signed distances of its parts.
 
 The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
 patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
@@ -253,14 +253,14 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
 
 
 class HalfChest(NamedTuple):
-    """Signed distance to the inside of the ribs, and height of the diaphragm, of one half of the chest, mm."""
+    """Distance to the inside of the ribs and height of the diaphragm of half a chest, mm."""
 
     cage: Field
     dome_z_mm: Field
 
 
 def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest:
-    """Measure one half of the chest: an ellipse at each level, and a dome that falls to the ribs."""
+    """Measure half a chest: an ellipse at each level, and a dome that falls to the ribs."""
     z = points.z + (93 - patient.apex_z_mm) * np.clip((points.z + 20) / 113, 0, 1)
     centre_x, half_x, centre_y, half_y = by_level(RIB_CAGE, z)
     half_x = half_x * patient.width
@@ -275,7 +275,10 @@ def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest
 
 
 def measure_heart(patient: Patient, points: Points) -> Field:
-    """Measure the heart: ventricles along an axis to the left, front and feet; atria behind and to the right."""
+    """Measure the heart.
+
+    The ventricles lie along an axis to the left, front and feet, the atria behind and to the right.
+    """
     x, y, z = patient.heart_xyz_mm
     size = patient.heart_size
     ventricles = tube(
@@ -287,7 +290,11 @@ def measure_heart(patient: Patient, points: Points) -> Field:
 
 
 def measure_spine(points: Points) -> Fields:
-    """Measure the spine: `column` of the bodies, `bone` of bodies, canal wall and processes, and `canal`."""
+    """Measure the spine.
+
+    It is the `column` of the bodies, the `bone` of bodies, canal wall and processes, and the
+    `canal`.
+    """
     centre_y, half_x, _ = by_level(MIDLINE, points.z)
     half_y = 0.84 * half_x
     number = (points.z - 2) / VERTEBRA_MM
@@ -302,7 +309,10 @@ def measure_spine(points: Points) -> Fields:
 
 
 def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
-    """Measure what lies between the lungs: heart, vessels, airways, spine, their fat, and the plate behind the sternum."""
+    """Measure what lies between the lungs.
+
+    That is heart, vessels, airways, spine, their fat, and the plate behind the sternum.
+    """
     points = slab.points
     centre_y, _, wide = by_level(MIDLINE, points.z)
     thin = np.where(points.z < 55, patient.gap_mm, wide)

@@ -22,7 +22,7 @@ from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.workers import Worker, WorkerDiedError
 
 VERSION = 5
-"""Format of the data set; raise it when equal specs give other voxels, so that finished cases are made again."""
+"""Format of the data set; raise it when equal specs give other voxels: all cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
 
@@ -113,8 +113,8 @@ def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str,
     except WorkerDiedError as error:
         cure = "free some memory and start" if error.is_killed else "start"
         raise UserError(
-            f"{folder}: the phantom could not be made: {error}; {cure} the command again, which keeps the phantoms "
-            "that are finished."
+            f"{folder}: the phantom could not be made: {error}; {cure} the command again, which "
+            "keeps the phantoms that are finished."
         ) from error
     finally:
         idle.put(worker)

@@ -138,7 +138,10 @@ def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
 
 
 def add_noise(plane: Field, spec: PhantomSpec, rng: np.random.Generator) -> Field:
-    """Blur a slice and add noise, which grows along the rows with the water that the rays cross, HU (H, W)."""
+    """Blur a slice and add noise, HU (H, W).
+
+    The noise grows along the rows with the water that the rays cross.
+    """
     pixel_mm = spec.spacing_mm[1]
     plane = ndimage.gaussian_filter(plane, spec.blur_mm / pixel_mm)
     if spec.noise_hu > 0:

@@ -1,4 +1,4 @@
-"""Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels, with exact labels.
+"""Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels.
 
 A scene tests a task for which there are no data. The layout of the organs and their contrast belong
 to the data set (its seed and labels), so that a network can learn them; size, position and surface
@@ -152,7 +152,7 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
 
 
 def place_organs(spec: SceneSpec) -> list[Organ]:
-    """Place the organs of a data set: each new one where most room is left, on both sides of the body.
+    """Place the organs of a data set, each where most room is left, on both sides of the body.
 
     Returns:
         One organ per label, in the order of the labels; they do not overlap.

@@ -1,4 +1,7 @@
-"""Shapes as signed distances in mm (negative inside), smooth noise, and painting, on the points of a lattice."""
+"""Shapes as signed distances in mm (negative inside), smooth noise, and painting.
+
+All are arrays over the points of a lattice.
+"""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +38,10 @@ class Points(NamedTuple):
     def covering(
         cls, low_zyx_mm: ArrayLike, high_zyx_mm: ArrayLike, spacing_mm: Sequence[float]
     ) -> Self:
-        """Cover a box with points on whole multiples of the spacing, so that two lattices share their points."""
+        """Cover a box with points on whole multiples of the spacing.
+
+        Two lattices thus share their points.
+        """
         axes = []
         for low, high, step in zip(
             np.asarray(low_zyx_mm), np.asarray(high_zyx_mm), spacing_mm, strict=True
@@ -52,13 +58,16 @@ class Points(NamedTuple):
 
 
 def ellipse(u: Field, v: Field, half_u: Field | float, half_v: Field | float) -> Field:
-    """Measure an elliptic cylinder along the ray from its axis; u and v are relative to the axis, mm."""
+    """Measure an elliptic cylinder along the ray from its axis; u and v begin there, mm."""
     level = np.maximum(np.hypot(u / half_u, v / half_v), 0.001)
     return np.asarray((np.hypot(u, v) + 0.01) * (1 - 1 / level))
 
 
 def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike) -> Field:
-    """Measure an ellipsoid by level / |gradient|, which is correct to second order at the surface."""
+    """Measure an ellipsoid by level / |gradient|.
+
+    At the surface this is correct to second order.
+    """
     centre, radii = np.asarray(centre_xyz_mm, np.float32), np.asarray(radii_xyz_mm, np.float32)
     square: Any = 0
     slope: Any = 1e-6
@@ -137,7 +146,10 @@ def either(*distances_mm: Field) -> Field:
 
 
 def cover(distance_mm: Field, width_mm: float) -> Field:
-    """Turn a signed distance into the covered share of a voxel, 0 to 1, over an edge `width_mm` wide."""
+    """Turn a signed distance into the covered share of a voxel, 0 to 1.
+
+    The edge is `width_mm` wide.
+    """
     return np.clip(0.5 - distance_mm / width_mm, 0, 1)
 
 
@@ -147,7 +159,10 @@ def paint(image: Field, value: Field | float, share: Field) -> None:
 
 
 class SmoothNoise:
-    """Smooth noise of unit standard deviation that is fixed in the patient, whatever part of it is in view."""
+    """Smooth noise of unit standard deviation.
+
+    It is fixed in the patient, whatever part of it is in view.
+    """
 
     def __init__(self, rng: np.random.Generator, grain_mm: float) -> None:
         """Draw the noise: white noise on a coarse lattice, which a Gaussian kernel smooths.
@@ -181,7 +196,7 @@ class SmoothNoise:
 
 
 class Slab(NamedTuple):
-    """Part of an image that is painted: tissue after tissue, each with the signed distance to its surface.
+    """Part of an image that is painted, tissue after tissue, each by the distance to its surface.
 
     Attributes:
         points: The lattice.

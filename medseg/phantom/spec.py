@@ -1,4 +1,4 @@
-"""Specification of a case: every choice that a phantom is made from, and the draw of realistic ones."""
+"""Specification of a case: every choice that a phantom is made from, and realistic draws."""
 
 import zlib
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SIDES = {1: "left", -1: "right"}
 
 
 class View(NamedTuple):
-    """Part of the body that a scan shows: the levels of its lowest and highest slice, drawn from two ranges.
+    """Part of the body that a scan shows: two ranges for its lowest and its highest slice.
 
     Attributes:
         share: Share of the cases.

@@ -1,4 +1,4 @@
-"""Hounsfield units of a patient: chest wall, table, abdomen, mediastinum, and lungs with disease."""
+"""HU of a patient: chest wall, table, abdomen, mediastinum, and lungs with disease."""
 
 from typing import NamedTuple
 
@@ -115,7 +115,10 @@ def draw_planes(
 
 
 def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
-    """Paint skin, fat, muscle, arms and bones; ribs, sternum and shoulder blades are plates outside the rib cage."""
+    """Paint skin, fat, muscle, arms and bones.
+
+    Ribs, sternum and shoulder blades are plates outside the rib cage.
+    """
     spec, points, cage = patient.spec, slab.points, body["cage"]
     x, y, z = points
     half_x, half_y, centre_y = by_level(TRUNK, z)

@@ -1,4 +1,7 @@
-"""Batch: scans read, segmented and written in an overlapping pipeline, with an outcome for each case."""
+"""Batch: scans read, segmented and written in an overlapping pipeline.
+
+Each case has an outcome of its own.
+"""
 
 import os
 import threading
@@ -54,9 +57,7 @@ from medseg.prediction.forecast import (
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
-from medseg.prediction.scans import (
-    Scan,
-)
+from medseg.prediction.scans import Scan
 
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
@@ -76,7 +77,7 @@ class BatchCase:
         output: Path of its label map, whether or not `save` has it.
         result_paths: Files that are written beside the report.
         chosen: Its cascade, set when it is read.
-        known: Report that was there when it was read.
+        earlier_report: Report that was there when it was read.
         messages: Sentences for the error stream.
         exit_code: Exit code of the case alone.
         report: Content of `<case>.json`; None where nothing was written.
@@ -87,7 +88,7 @@ class BatchCase:
     output: Path
     result_paths: Sequence[Path] = ()
     chosen: RangeCascade = field(init=False)
-    known: dict[str, Any] = field(default_factory=dict)
+    earlier_report: dict[str, Any] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     exit_code: int = 0
     report: dict[str, Any] | None = None
@@ -95,7 +96,10 @@ class BatchCase:
 
 
 class Observer:
-    """What a prediction tells its caller while it runs; the methods do nothing until a subclass replaces them."""
+    """What a prediction tells its caller while it runs.
+
+    The methods do nothing until a subclass replaces them.
+    """
 
     def header_read(self) -> None:
         """Called for each DICOM file of a folder whose header was read to find the studies."""
@@ -107,7 +111,7 @@ class Observer:
         """Called with the name of a case and the number of cases when its turn comes."""
 
     def step_begins(self, name: str, step: str, number: int, num_steps: int) -> None:
-        """Called with the name of a case, the name of the step that begins, its place and the number of steps."""
+        """Called with a case, the step that begins, its place and the number of steps."""
 
     def case_ends(self, case: BatchCase) -> None:
         """Called with each case when it is done: in the order of the cases, but with engine=ray."""
@@ -166,12 +170,15 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
 def make_batch(
     cascades: Sequence[RangeCascade], config: PredictConfig, num_cases: int, observer: Observer
 ) -> "Batch":
-    """Divide what the loaded weights leave of `max_ram_gib`, see `share_memory`, and make a batch that keeps it."""
+    """Divide what the loaded weights leave of `max_ram_gib`, and make a batch that keeps it.
+
+    See `share_memory`.
+    """
     backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
-    bounded = [
-        chosen._replace(cascade=chosen.cascade.within(shares.network_gib)) for chosen in cascades
-    ]
+    bounded = []
+    for chosen in cascades:
+        bounded.append(chosen._replace(cascade=chosen.cascade.within(shares.network_gib)))
     return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
 
 
@@ -197,32 +204,43 @@ class Batch:
     observer: Observer
 
     def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
-        """Say what the cases are expected to cost, by the headers of some of those that have no report yet; None if no header can be read."""
+        """Say what the cases are expected to cost; None if no header can be read.
+
+        The headers of some of the cases that have no report yet are read.
+        """
         new = [case for case in cases if self.config.overwrite or not read_report(case.output)]
-        found: dict[str, Forecast] = {}
-        rates = []
+        forecasts: dict[str, Forecast] = {}
+        rates: list[float] = []
+        has_all_rates = True
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
-            with suppress(Exception):  # of any reader; the case tells it in its turn
+            # Any reader may fail; the case tells it in its turn.
+            with suppress(Exception):
                 cascade = pick_cascade(case.scan, self.cascades)[0].cascade
-                found[case.scan.name] = self._forecast(cascade, scan_grid(case.scan, cascade.task))
-                rates.append(seconds_per_voxel(machine_key(cascade)))
-        known = [rate for rate in rates if rate is not None]
-        return (
-            forecast_text(found, median(known) if len(known) == len(rates) else None, len(new))
-            if found
-            else None
-        )
+                grid = scan_grid(case.scan, cascade.task)
+                forecasts[case.scan.name] = self._forecast(cascade, grid)
+                rate = seconds_per_voxel(machine_key(cascade))
+                if rate is None:
+                    has_all_rates = False
+                else:
+                    rates.append(rate)
+        if not forecasts:
+            return None
+        usual_rate = median(rates) if has_all_rates else None
+        return forecast_text(forecasts, usual_rate, len(new))
 
     def _forecast(self, cascade: ScanModel, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
-        """Read a case unless its results are up to date; None if called ahead of its turn while other cases need the memory."""
+        """Read a case unless its results are up to date.
+
+        Called ahead of its turn while other cases need the memory, it returns None.
+        """
         try:
             if case.scan.refusal:
                 raise UserError(case.scan.refusal)
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
-            case.known = read_report(case.output)
+            case.earlier_report = read_report(case.output)
             check_kinds(case.scan, self.config.save)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
@@ -236,7 +254,9 @@ class Batch:
             with scratch_above(self.array_bytes):
                 return read_case(case.scan, cascade.task)
         except Exception as error:
-            return None if is_ahead and is_out_of_memory(error) else self._as_value(error)
+            if is_ahead and is_out_of_memory(error):
+                return None
+            return self._as_value(error)
 
     def compute(
         self, case: BatchCase, data: CaseData | str | Exception
@@ -272,7 +292,7 @@ class Batch:
                         case.output,
                         case.chosen,
                         data,
-                        case.known,
+                        case.earlier_report,
                         self.config,
                         self._forecast,
                     )
@@ -294,7 +314,10 @@ class Batch:
         self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 
     def _describe(self, error: Exception) -> tuple[int, str]:
-        """Exit code and sentence of an error; of a single case, a defect keeps its traceback and ends the program."""
+        """Exit code and sentence of an error.
+
+        Of a single case, a defect keeps its traceback and ends the program.
+        """
         if isinstance(error, SeveralSeriesError):
             return EXIT_USER_ERROR, f"{error} Or give series_pick=thinnest."
         if isinstance(error, UserError):
@@ -307,7 +330,10 @@ class Batch:
         return EXIT_FAILED, f"{type(error).__name__}: {error}"
 
     def _as_value(self, error: Exception) -> Exception:
-        """Remove the frames of an error in a batch: they would hold a scan and its crops while the next cases run."""
+        """Remove the frames of an error in a batch.
+
+        They would hold a scan and its crops while the next cases run.
+        """
         link: BaseException | None = error
         while link is not None and self.num_cases > 1:
             link.__traceback__ = None
@@ -361,7 +387,8 @@ def run_overlapped(
             computed = compute(case, loaded)
             del loaded
             if finishing is not None:
-                last, finishing = finishing, None  # read once, also where an interrupt comes now
+                # Read once, also where an interrupt comes now.
+                last, finishing = finishing, None
                 answers.append(last.result())
                 del last
             finishing = _start(finish, case, computed, daemon=False)

@@ -1,4 +1,4 @@
-"""Models of a prediction: loading cascades and model folders, and choosing a cascade for a scan by its spacing."""
+"""Models of a prediction: cascades and model folders, and the cascade of a scan by its spacing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -85,35 +85,56 @@ def load_cascade(
     for key in ("sums", "orientation"):
         if getattr(options, key) is not None:
             raise UserError(
-                f"inference.{key} belongs to a model folder of nnU-Net; give weights=<folder> too, or leave it out"
+                f"inference.{key} belongs to a model folder of nnU-Net; "
+                "give weights=<folder> too, or leave it out"
             )
-    stages: list[TrainedStage] = []
-    measured = ""
-    given_stages = [("single", single)] if single else [("coarse", coarse), ("fine", fine)]
-    for name, checkpoints in given_stages:
-        if checkpoints or not stages or stages[0].name == "coarse":
-            paths = [Path(path) for path in checkpoints or ()] or [
-                shipped_weights(INCLUDED_TASK, name)
-            ]
-            measured = "" if checkpoints else TILE_CHANGES
-            # OpenVINO takes memory with its first pass only: that of the stages before is still to
-            # come.
-            room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
-            room_bytes -= sum(stage.backend_bytes for stage in stages)
-            stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
-            if name == "single" and stages[0].name != "single":
-                raise UserError(
-                    f"single={paths[0]}: this is the coarse stage of a cascade; "
-                    "give it as coarse=, and its fine stage as fine="
-                )
+    stages_to_load = [("coarse", coarse), ("fine", fine)]
+    if single:
+        stages_to_load = [("single", single)]
+    stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
-        stages[-1].use_tiles(options.tile_size, measured)
+        # What other tiles change was measured with the included weights.
+        is_included = not single and not (fine if len(stages) > 1 else coarse)
+        stages[-1].use_tiles(options.tile_size, TILE_CHANGES if is_included else "")
     for stage in stages:
         if stage.tile_size is not None:
-            stage.plan(
-                stage.tile_size, options
-            )  # refuses a tile that exceeds the budget before a scan is read
-    return Cascade(stages[0], stages[1] if len(stages) > 1 else None, options)
+            # Refuses a tile that exceeds the budget before a scan is read.
+            stage.plan(stage.tile_size, options)
+    fine_stage = stages[1] if len(stages) > 1 else None
+    return Cascade(stages[0], fine_stage, options)
+
+
+def _load_in_order(
+    checkpoints_by_stage: Sequence[tuple[str, Sequence[str | Path] | None]],
+    device: torch.device,
+    precision: str | None,
+    trusted: Sequence[str],
+    options: InferenceOptions,
+) -> list[TrainedStage]:
+    """Load the coarse and the fine stage, or the single one; see `load_cascade`.
+
+    Raises:
+        UserError: If a checkpoint is not usable, or of another stage.
+    """
+    stages: list[TrainedStage] = []
+    for name, checkpoints in checkpoints_by_stage:
+        # A task without regions has a single stage, in place of the coarse one.
+        if not checkpoints and stages and stages[0].name != "coarse":
+            continue
+        paths = [Path(path) for path in checkpoints or ()]
+        if not paths:
+            paths = [shipped_weights(INCLUDED_TASK, name)]
+        # OpenVINO takes memory with its first pass only: that of the stages before is still to
+        # come.
+        room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
+        room_bytes -= sum(stage.backend_bytes for stage in stages)
+        stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
+        if name == "single" and stages[0].name != "single":
+            raise UserError(
+                f"single={paths[0]}: this is the coarse stage of a cascade; "
+                "give it as coarse=, and its fine stage as fine="
+            )
+    return stages
 
 
 def load_model_folders(
@@ -197,24 +218,31 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     """
     if not cascades[0].name:
         return cascades[0], []
-    # Headers store float32: 5 mm must not fall below a range that begins there.
     channels = cascades[0].cascade.task.channels
     num_volumes = scan.paths(len(channels)).count(scan.path)
     grid = read_grid(scan.path, scan.series, channels[0].modality, num_volumes, scan.files)
+    # Headers store float32: 5 mm must not fall below a range that begins there.
     spacing_mm = round(max(grid.spacing_mm), 3)
-    for one in cascades:
-        if one.range_mm[0] <= spacing_mm < one.range_mm[1]:
-            return one, [
-                f"uses by_spacing.{one.name}, since its coarsest spacing of {spacing_mm:g} mm lies in {one}"
-            ]
-    known = ", ".join(f"{one.name} {one}" for one in cascades)
+    for candidate in cascades:
+        low_mm, high_mm = candidate.range_mm
+        if low_mm <= spacing_mm < high_mm:
+            sentence = (
+                f"uses by_spacing.{candidate.name}, since its coarsest spacing of "
+                f"{spacing_mm:g} mm lies in {candidate}"
+            )
+            return candidate, [sentence]
+    ranges = ", ".join(f"{candidate.name} {candidate}" for candidate in cascades)
     raise UserError(
-        f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({known}); give checkpoints for it, or widen a range"
+        f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({ranges}); "
+        "give checkpoints for it, or widen a range"
     )
 
 
 def result_settings(cascade: ScanModel, precision: str | None) -> dict[str, Any]:
-    """List what decides the result of a cascade beside the scan: checkpoints by content, precision and inference options but the memory."""
+    """List what decides the result of a cascade beside the scan.
+
+    These are the checkpoints by content, the precision, and the inference options but the memory.
+    """
     checksums = {name: sorted(files.values()) for name, files in cascade.checkpoints.items()}
     deciding = asdict(cascade.options)
     for key in ("budget_gib", "max_ram_gib"):

@@ -1,4 +1,7 @@
-"""Case of a batch: reads, segments and writes one scan with its report, and checks whether its result is up to date."""
+"""Case of a batch: reads, segments and writes one scan with its report.
+
+It also checks whether a result is up to date.
+"""
 
 import fcntl
 import json
@@ -16,7 +19,7 @@ import numpy as np
 from medseg import __version__
 from medseg.data.audit.image import audit_channels, check_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import Segmentation
@@ -81,10 +84,8 @@ def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
     Raises:
         UserError: If its header cannot be read.
     """
-    return (
-        BYTES_PER_VOXEL * len(task.channels) * math.prod(scan_grid(scan, task).shape)
-        <= budget_gib * 2**30
-    )
+    num_voxels = len(task.channels) * math.prod(scan_grid(scan, task).shape)
+    return BYTES_PER_VOXEL * num_voxels <= budget_gib * 2**30
 
 
 def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
@@ -103,12 +104,15 @@ def read_case(scan: Scan, task: Task) -> CaseData:
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    case, paths = CaseData(), scan.paths(len(task.channels))
+    case = CaseData()
+    paths = scan.paths(len(task.channels))
     with case.measured("read"):
         for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
-            case.sources.append(None)
+            source = None
             with suppress(OSError):  # the reader reports it in a sentence
-                case.sources[-1] = fingerprint(path, files) if path else None
+                if path is not None:
+                    source = fingerprint(path, files)
+            case.sources.append(source)
         case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu, scan.files)
     return case
 
@@ -135,9 +139,8 @@ def read_scan(
     Raises:
         UserError: If one is missing or cannot be read.
     """
-    outside, modalities = (
-        [getattr(one, name) for one in task.channels] for name in ("outside", "modality")
-    )
+    outside = [channel.outside for channel in task.channels]
+    modalities = [channel.modality for channel in task.channels]
     channels, volume = read_channels(
         paths, outside, series=series, files=files, scales=[hu], modalities=modalities
     )
@@ -197,11 +200,11 @@ def segment_scan(
     Raises:
         UserError: If all voxels have one value.
     """
-    is_constant = volume.array.min() == volume.array.max()
-    require(
-        not is_constant,
-        f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; export it again.",
-    )
+    if volume.array.min() == volume.array.max():
+        raise UserError(
+            f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; "
+            "export it again."
+        )
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in cascade.task.channels]
     findings: list[Finding] = []
@@ -217,8 +220,12 @@ def segment_scan(
     statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
     result.statistics, result.total_statistics = statistics
     result.findings[:0] = [*volume.findings, *findings]
-    is_doubtful = any(one.severity is Severity.error for one in findings)
-    result.status = "not_hu" if is_doubtful else "warnings" if result.warnings else "ok"
+    if any(finding.severity is Severity.error for finding in findings):
+        result.status = "not_hu"
+    elif result.warnings:
+        result.status = "warnings"
+    else:
+        result.status = "ok"
     return result
 
 
@@ -227,11 +234,13 @@ def write_case(
     output: Path,
     chosen: RangeCascade,
     case: CaseData,
-    known: dict[str, Any],
+    earlier_report: dict[str, Any],
     config: PredictConfig,
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
-    """Write the results and their report, which always belong together: one process writes into a folder at a time.
+    """Write the results and their report.
+
+    They always belong together: one process writes into a folder at a time.
 
     Args:
         scan: The scan.
@@ -239,7 +248,7 @@ def write_case(
             all.
         chosen: The cascade that segmented it.
         case: What is written.
-        known: Report that was there when the scan was read.
+        earlier_report: Report that was there when the scan was read.
         config: Which files are written.
         expect: Makes the forecast of a case from its grid.
 
@@ -252,11 +261,12 @@ def write_case(
     """
     paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
-        found = read_report(output)
-        require(
-            found == known or found.get("input") == scan.place,
-            f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
-        )
+        report = read_report(output)
+        if report != earlier_report and report.get("input") != scan.place:
+            raise UserError(
+                f"{output}: another prediction, of {report.get('input')}, has written it while "
+                "this one ran; give another output"
+            )
         with case.measured("write"):
             write_results(
                 paths,
@@ -279,7 +289,9 @@ def _write_report(
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the report of a case beside its results."""
-    result, volume, total_s = case.result, case.volume, sum(case.durations_s.values())
+    result = case.result
+    volume = case.volume
+    total_s = sum(case.durations_s.values())
     expected = None
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
         expected = expected_cost(expect(chosen.cascade, volume.grid), chosen.cascade, total_s)
@@ -330,28 +342,34 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
     must be unchanged.
     """
     try:
-        paths = scan.paths(len(chosen.cascade.task.channels))
-        known = read_report(output)
-        return bool(
-            known["version"] == __version__
-            and isinstance(known["volume_ml"], dict)
-            and isinstance(known["warnings"], list)
-            # Through JSON, which turns tuples into lists.
-            and known["settings"] == json.loads(json.dumps({**chosen.settings, **scan.reading()}))
-            and checksums(list(result_paths(output, chosen.cascade, config.save).values())).items()
-            <= known["results"].items()
-            and all(
-                path is not None and is_same_source(path, source, files)
-                for path, source, files in zip(
-                    paths,
-                    [known["source"], *known.get("more_sources", [])],
-                    scan.files_by_channel(len(paths)),
-                    strict=True,
-                )
-            )
-        )
+        report = read_report(output)
+        if report["version"] != __version__:
+            return False
+        if not isinstance(report["volume_ml"], dict) or not isinstance(report["warnings"], list):
+            return False
+        # Through JSON, which turns tuples into lists.
+        settings = json.loads(json.dumps({**chosen.settings, **scan.reading()}))
+        if report["settings"] != settings:
+            return False
+        paths = list(result_paths(output, chosen.cascade, config.save).values())
+        if not checksums(paths).items() <= report["results"].items():
+            return False
+        return _has_same_sources(scan, report, len(chosen.cascade.task.channels))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, UserError):
-        return False  # missing, damaged, of another version or not readable, which the prediction will report
+        # Missing, damaged, of another version or not readable, which the prediction will report.
+        return False
+
+
+def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> bool:
+    """Whether the files of each channel are those of the report."""
+    paths = scan.paths(num_channels)
+    sources = [report["source"], *report.get("more_sources", [])]
+    for path, source, files in zip(
+        paths, sources, scan.files_by_channel(num_channels), strict=True
+    ):
+        if path is None or not is_same_source(path, source, files):
+            return False
+    return True
 
 
 def read_report(output: Path) -> dict[str, Any]:
@@ -365,7 +383,10 @@ def read_report(output: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which leaves no file behind and ends with its holder; without effect on a file system without locks."""
+    """Hold the lock of a folder, which leaves no file behind and ends with its holder.
+
+    On a file system without locks it has no effect.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -382,7 +403,9 @@ def report_path(output: Path) -> Path:
 
 def checksums(paths: list[Path]) -> dict[str, str]:
     """SHA-256 of result files by name; a volume of two files has one."""
-    return {
-        path.name: fingerprint(path)["sha256"] if volume_suffix(path) else checksum(path)
-        for path in paths
-    }
+    sums = {}
+    for path in paths:
+        # A volume may have its voxels in a second file.
+        is_volume = volume_suffix(path) is not None
+        sums[path.name] = fingerprint(path)["sha256"] if is_volume else checksum(path)
+    return sums

@@ -1,12 +1,13 @@
-"""Memory limit of a prediction: division of `inference.max_ram_gib` between the networks and the arrays of a scan.
+"""Memory limit of a prediction, divided between the networks and the arrays of a scan.
 
-The limit, or the memory of the machine, also decides whether OpenVINO may be chosen.
+The limit is `inference.max_ram_gib`. It, or the memory of the machine, also decides whether
+OpenVINO may be chosen.
 """
 
 import math
 from typing import NamedTuple
 
-from medseg.errors import require
+from medseg.errors import UserError
 from medseg.memory.profile import memory_limit_bytes, resident_bytes
 
 # Libraries that load with the first scan, and kernels that are compiled for it; measured.
@@ -48,23 +49,25 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
         return MemoryShares()
     fixed = resident_bytes() + OVERHEAD_BYTES + backend_bytes
     rest = max_ram_gib * 2**30 - fixed
-    require(
-        rest >= LEAST_BYTES,
-        f"inference.max_ram_gib={max_ram_gib:g}: expected at least {math.ceil((fixed + LEAST_BYTES) / 2**30 * 20) / 20:g}, because "
-        f"libraries, weights and work on slabs take {fixed / 2**30:.2f} GiB; raise it to that",
-    )
+    if rest < LEAST_BYTES:
+        # Rounded up to a twentieth.
+        least_gib = math.ceil((fixed + LEAST_BYTES) / 2**30 * 20) / 20
+        raise UserError(
+            f"inference.max_ram_gib={max_ram_gib:g}: expected at least {least_gib:g}, because "
+            f"libraries, weights and work on slabs take {fixed / 2**30:.2f} GiB; raise it to that"
+        )
     return MemoryShares(NETWORK_SHARE * rest / 2**30, (1 - NETWORK_SHARE) * rest / NUM_ARRAYS)
 
 
 def backend_room_bytes(max_ram_gib: float | None, budget_gib: float) -> float:
-    """Measure what is left for another backend beside a pass that takes all of `inference.budget_gib`.
+    """Measure what is left for another backend beside a pass that takes all of its budget.
 
     Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to
     load.
 
     Args:
         max_ram_gib: Memory of the whole process; None = that of the machine.
-        budget_gib: Memory of a network pass.
+        budget_gib: `inference.budget_gib`, the memory of a network pass.
     """
     limit_bytes = memory_limit_bytes() if max_ram_gib is None else max_ram_gib * 2**30
     return limit_bytes - resident_bytes() - OVERHEAD_BYTES - budget_gib * 2**30

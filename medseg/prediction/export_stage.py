@@ -1,4 +1,4 @@
-"""Export of a trained stage for other programs: ONNX or OpenVINO, with its preprocessing as metadata."""
+"""Export of a trained stage to ONNX or OpenVINO, with its preprocessing as metadata."""
 
 from dataclasses import asdict
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 from medseg import __version__
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
-from medseg.geometry.sizes import network_size
+from medseg.geometry.sizes import Shape, network_size
 from medseg.inference.export import FORMATS, INPUT, OUTPUT, Exported, export_network
 from medseg.inference.options import InferenceOptions
 from medseg.io.atomic import check_writable, replace_bytes
@@ -37,13 +37,21 @@ def export_stage(stage: TrainedStage, output: Path) -> Exported:
         network.in_channels,
         stage.divisor,
         network.traits.small_size,
-        network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
+        _tile_size(stage),
         suffix,
         partial(describe_stage, stage),
     )
-    for part, content in sorted(exported.files.items()):  # weights before the file that needs them
+    # In this order the weights are there before the file that needs them.
+    for part, content in sorted(exported.files.items()):
         replace_bytes(output.with_suffix(part), content)
     return exported
+
+
+def _tile_size(stage: TrainedStage) -> Shape | None:
+    """Size of a tile as the network takes it; None for a stage that sees whole crops."""
+    if not stage.tile_size:
+        return None
+    return network_size(stage.tile_size, stage.divisor)
 
 
 def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None) -> dict[str, Any]:
@@ -54,13 +62,24 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of
             the divisor.
     """
-    task, is_whole = stage.task, stage.name != "fine"
-    classes = (
-        {"all": ["background", *task.labels]}
-        if is_whole
-        else {one.name: ["background", *one.labels] for one in task.regions}
-    )
-    num_classes = task.num_classes if is_whole else task.num_region_classes
+    task = stage.task
+    is_whole = stage.name != "fine"
+    classes = {"all": ["background", *task.labels]}
+    num_classes = task.num_classes
+    crop: dict[str, Any] = {
+        "of": "body: values above -500.5 HU in the first channel (other than 0 where it is no CT)",
+        "margin_mm": BODY_MARGIN_MM,
+    }
+    flipped = []
+    least_size = None
+    if not is_whole:
+        classes = {region.name: ["background", *region.labels] for region in task.regions}
+        num_classes = task.num_region_classes
+        crop = {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
+        # The network knows the left side of a pair alone.
+        flipped = [region.name for region in task.regions if region.side == "right"]
+        least_size = network_size(stage.tile_size or stage.least_size, stage.divisor)
+    size = fixed_size or ("D", "H", "W")
     return {
         "medseg": __version__,
         "checkpoints": sorted(stage.checkpoints.values()),
@@ -68,13 +87,13 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "stage": stage.name,
         "input": {
             "name": INPUT,
-            "shape": [1, stage.num_channels, *(fixed_size or ("D", "H", "W"))],
+            "shape": [1, stage.num_channels, *size],
             "multiple_of": list(stage.divisor),
             "axes": "z, y, x towards superior, posterior, left",
         },
         "output": {
             "name": OUTPUT,
-            "shape": [1, num_classes, *(fixed_size or ("D", "H", "W"))],
+            "shape": [1, num_classes, *size],
             "activation": "softmax over classes",
         },
         "classes": classes,
@@ -82,7 +101,29 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "spacing_mm": "native" if stage.spacing_mm is None else list(stage.spacing_mm),
         "resampling": stage.resampling,
         "grid_rule": asdict(stage.rule),
-        "channels": [
+        "channels": _describe_channels(stage),
+        "crop": crop,
+        "flipped_x": flipped,
+        "padding": {
+            "where": "at the end of each axis",
+            "z": "the last slice is repeated",
+            "y, x": AIR,
+        },
+        "tile_size": _tile_size(stage),
+        "least_size": least_size,
+        "overlap": InferenceOptions.overlap,
+        "add_parts_mm": stage.add_parts_mm,
+        "coarse_channel": stage.has_coarse_channel,
+    }
+
+
+def _describe_channels(stage: TrainedStage) -> list[dict[str, Any]]:
+    """Describe how each channel becomes an input of the network."""
+    channels = []
+    for channel, limits, outside in zip(
+        stage.task.channels, stage.limits, stage.outside, strict=True
+    ):
+        channels.append(
             {
                 "modality": channel.modality,
                 "clip": limits,
@@ -90,29 +131,5 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
                 "window_hu": channel.window_hu,
                 "outside": outside,
             }
-            for channel, limits, outside in zip(
-                task.channels, stage.limits, stage.outside, strict=True
-            )
-        ],
-        "crop": (
-            {
-                "of": "body: values above -500.5 HU in the first channel (other than 0 where it is no CT)",
-                "margin_mm": BODY_MARGIN_MM,
-            }
-            if is_whole
-            else {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
-        ),
-        "flipped_x": [] if is_whole else [one.name for one in task.regions if one.side == "right"],
-        "padding": {
-            "where": "at the end of each axis",
-            "z": "the last slice is repeated",
-            "y, x": AIR,
-        },
-        "tile_size": network_size(stage.tile_size, stage.divisor) if stage.tile_size else None,
-        "least_size": None
-        if is_whole
-        else network_size(stage.tile_size or stage.least_size, stage.divisor),
-        "overlap": InferenceOptions.overlap,
-        "add_parts_mm": stage.add_parts_mm,
-        "coarse_channel": stage.has_coarse_channel,
-    }
+        )
+    return channels

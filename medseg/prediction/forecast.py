@@ -1,4 +1,7 @@
-"""Forecast of a prediction: what a case holds in memory, step by step, and how long it takes, from the grid of its scan alone."""
+"""Forecast of a prediction: what a case holds in memory, step by step, and how long it takes.
+
+Only the grid of its scan is known.
+"""
 
 import json
 import math
@@ -27,24 +30,33 @@ from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel: of a scan (int16), its labels, an image at the spacing of a stage, a stored
-# probability, and one of a tile.
-SCAN, LABEL, IMAGE, PROBABILITY, SUM = 2, 1, 4, 2, 4
+# Bytes of a voxel of a scan, which is int16.
+SCAN = 2
+# Of its labels.
+LABEL = 1
+# Of an image at the spacing of a stage.
+IMAGE = 4
+# Of a stored probability.
+PROBABILITY = 2
+# Of a probability that is summed up over tiles.
+SUM = 4
 # Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger
 # `WORKSPACE`.
 USUAL_WORKSPACE = 1.25
 # Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
 # of a wide field of view. Medians of 33 scans.
-BODY_SHARE, BODY_MM = (1.0, 0.8, 1.0), (math.inf, 360.0, 480.0)
+BODY_SHARE = (1.0, 0.8, 1.0)
+BODY_MM = (math.inf, 360.0, 480.0)
 # Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop
 # until its step ends, unless large blocks are mapped.
 RESAMPLING = 24
 # Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
 # each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
-# Bytes per voxel of a slab in which a label is cleaned (numbers of components and masks), and bytes
-# while they are counted.
-CLEANING, COUNTING = 8, 32 * 2**20
+# Bytes per voxel of a slab in which a label is cleaned: numbers of components and masks.
+CLEANING = 8
+# Bytes while the components are counted.
+COUNTING = 32 * 2**20
 CLEANED_VOXELS = 2**25
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
@@ -95,7 +107,8 @@ def _forecast_nnunet(
     model: NnunetModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
     """Forecast a case of a model of nnU-Net, which has no crop that is unknown beforehand."""
-    num_voxels, channels = math.prod(grid.shape), len(model.task.channels)
+    num_voxels = math.prod(grid.shape)
+    channels = len(model.task.channels)
     fixed = loaded_bytes + LIBRARIES_BYTES
     if SCAN * num_voxels <= array_bytes:
         fixed += channels * SCAN * num_voxels
@@ -121,59 +134,53 @@ def _forecast_cascade(
     Raises:
         UserError: If a stage cannot keep its budget.
     """
-    grid, task, options, coarse = (
-        oriented_grid(grid),
-        cascade.task,
-        cascade.options,
-        cascade.coarse,
-    )
+    grid = oriented_grid(grid)
+    coarse = cascade.coarse
+    task = cascade.task
+    options = cascade.options
 
-    def held(*sizes: float) -> int:
-        return round(sum(size for size in sizes if size <= array_bytes))
-
-    num_voxels, channels, first = math.prod(grid.shape), len(task.channels), cascade.steps[0]
+    num_voxels = math.prod(grid.shape)
+    channels = len(task.channels)
     threads = min(torch.get_num_threads(), MAX_THREADS)
     has_holes = not maps_large_blocks()
     heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
     libraries = LIBRARIES_BYTES + cascade.backend_bytes
-    fixed = loaded_bytes + libraries + heaps + channels * held(SCAN * num_voxels)
-    lattice, scan_mm = (
-        grid.resampled(coarse.spacing_mm),
-        [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)],
-    )
-    body = _crop_shape(
-        coarse,
-        grid,
-        [
-            min(length * share, most)
-            for length, share, most in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True)
-        ],
-        None,
-    )
-    during, kept = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
-    memory = {
-        "read": fixed,
-        first: fixed + channels * held(IMAGE * math.prod(lattice.shape)) + during,
-    }
+    fixed = loaded_bytes + libraries + heaps + channels * _held(SCAN * num_voxels, array_bytes)
+    scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
+    body_mm = []
+    for length_mm, share, most_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):
+        body_mm.append(min(length_mm * share, most_mm))
+    body = _crop_shape(coarse, grid, body_mm, None)
+    lattice = grid.resampled(coarse.spacing_mm)
+    resampled = channels * _held(IMAGE * math.prod(lattice.shape), array_bytes)
+    during, stored_probs = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
+    memory = {"read": fixed, cascade.steps[0]: fixed + resampled + during}
     voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
     if cascade.fine is not None:
-        fine, kept = cascade.fine, 0
+        fine = cascade.fine
+        stored_probs = 0
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
         cleaned = math.prod(extent_mm) / math.prod(grid.spacing_mm)
         resampling = has_holes * round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
         during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)
         for region, step in zip(task.regions, cascade.steps[1:], strict=False):
-            memory[step] = fixed + kept + resampling + during
-            kept += round(probs * len(region.labels) / task.num_region_classes)
+            memory[step] = fixed + stored_probs + resampling + during
+            stored_probs += round(probs * len(region.labels) / task.num_region_classes)
             voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
     else:
-        cleaned, extent_mm = num_voxels, scan_mm
+        cleaned = num_voxels
+        extent_mm = scan_mm
     cleaning = COUNTING + CLEANING * min(cleaned, CLEANED_VOXELS, num_voxels)
     # Zeros of planes without a region take no memory until they are written.
-    labels = held(LABEL * num_voxels) * extent_mm[0] / scan_mm[0]
-    memory["join"] = fixed + kept + round(labels + min(SLABS_BYTES, cleaning))
+    labels = _held(LABEL * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
+    memory["join"] = fixed + stored_probs + round(labels + min(SLABS_BYTES, cleaning))
     return Forecast(memory, voxels)
+
+
+def _held(size: int, array_bytes: float) -> int:
+    """Bytes of an array in memory: none where it is so large that it is a temporary file."""
+    return size if size <= array_bytes else 0
 
 
 def _crop_shape(
@@ -181,13 +188,11 @@ def _crop_shape(
 ) -> Shape:
     """Voxels (D, H, W) of the crop that a stage makes of a box of some extent."""
     lattice = grid.resampled(stage.spacing_mm).resampled(stage.rule.spacing_mm(grid.spacing_mm))
-    shape = (
-        max(1, math.ceil(length / mm))
-        for length, mm in zip(extent_mm, lattice.spacing_mm, strict=True)
-    )
-    crop = stage.rule.crop(
-        VoxelBox.full(tuple(shape)), lattice, patch_size or (1, 1, 1), stage.divisor
-    )
+    shape = []
+    for length_mm, step_mm in zip(extent_mm, lattice.spacing_mm, strict=True):
+        shape.append(max(1, math.ceil(length_mm / step_mm)))
+    box = VoxelBox.full(tuple(shape))
+    crop = stage.rule.crop(box, lattice, patch_size or (1, 1, 1), stage.divisor)
     return crop.grid.shape
 
 
@@ -195,43 +200,45 @@ def _pass_bytes(
     stage: TrainedStage, classes: int, shape: Shape, options: InferenceOptions, array_bytes: float
 ) -> tuple[int, int]:
     """Bytes while a crop goes through a stage, and those of its probabilities, which stay."""
-
-    def held(size: float) -> float:
-        return size if size <= array_bytes else 0.0
-
-    plan, channels = stage.plan(shape, options), stage.num_channels
-    seen = network_size(plan.tile_size or shape, stage.divisor)
-    padded: Shape = tuple(map(max, shape, seen))  # type: ignore[assignment]
-    # One pass gives its probabilities when its features are free.
-    probs = 0.0 if plan == TilingPlan(None) else held(PROBABILITY * classes * math.prod(padded))
-    during = (
-        held(IMAGE * channels * math.prod(shape))
-        + (padded != shape) * held(IMAGE * channels * math.prod(padded))
-        + probs
-    )
+    plan = stage.plan(shape, options)
+    num_voxels = math.prod(shape)
+    # What the network sees at a time, and the crop when it is padded to that.
+    network_shape = network_size(plan.tile_size or shape, stage.divisor)
+    padded: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
+    num_padded = math.prod(padded)
+    during: float = _held(IMAGE * stage.num_channels * num_voxels, array_bytes)
+    if padded != shape:
+        during += _held(IMAGE * stage.num_channels * num_padded, array_bytes)
+    # A single pass gives its probabilities when its features are free.
+    if plan != TilingPlan(None):
+        during += _held(PROBABILITY * classes * num_padded, array_bytes)
     if stage.has_views(options):
-        during += held(IMAGE * classes * math.prod(shape)) + held(IMAGE * math.prod(shape))
+        during += _held(IMAGE * classes * num_voxels, array_bytes)
+        during += _held(IMAGE * num_voxels, array_bytes)
     if stage.device.type == "cpu":
-        live = USUAL_WORKSPACE / WORKSPACE * stage.bytes_per_voxel * math.prod(seen)
+        live = USUAL_WORKSPACE / WORKSPACE * stage.bytes_per_voxel * math.prod(network_shape)
         during += plan.slab_bytes or live
         if plan.tile_size is not None:
-            layer = held(SUM * classes * seen[0] * math.prod(padded[1:]))
-            during += 2 * layer + SUM * classes * math.prod(seen)
-    return round(during), round(held(PROBABILITY * classes * math.prod(shape)))
+            layer = _held(SUM * classes * network_shape[0] * math.prod(padded[1:]), array_bytes)
+            during += 2 * layer + SUM * classes * math.prod(network_shape)
+    return round(during), _held(PROBABILITY * classes * num_voxels, array_bytes)
 
 
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
     """Voxels that go through the networks of a stage for one crop."""
-    seen = network_size(stage.tile_size or shape, stage.divisor)
+    network_shape = network_size(stage.tile_size or shape, stage.divisor)
     num_tiles = 1
     if stage.tile_size:
-        depth, height, width = map(max, shape, seen)
-        num_tiles = len(tile_boxes((depth, height, width), seen, options.overlap))
-    return num_tiles * math.prod(seen) * len(stage.networks) * len(flips(stage.task, options.tta))
+        depth, height, width = map(max, shape, network_shape)
+        num_tiles = len(tile_boxes((depth, height, width), network_shape, options.overlap))
+    num_passes = num_tiles * len(stage.networks) * len(flips(stage.task, options.tta))
+    return num_passes * math.prod(network_shape)
 
 
 def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:
-    """Say what a batch will hold and, where this machine has finished cases before, how long it will take.
+    """Say what a batch will hold and how long it will take.
+
+    The time is known where this machine has finished cases before.
 
     Args:
         forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of
@@ -240,19 +247,24 @@ def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_c
         num_cases: Number of all cases.
     """
     largest = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
-    said = f"expected peak memory {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
+    sentence = f"expected peak memory {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
     if num_cases > 1:
-        said = f"{num_cases} cases, {said} (case {largest})"
+        sentence = f"{num_cases} cases, {sentence} (case {largest})"
     if rate_s is None:
-        return said
-    seconds = rate_s * sum(one.voxels for one in forecasts.values()) * num_cases / len(forecasts)
-    return f"{said}, expected time {f'{seconds:.0f} s' if seconds < 120 else f'{seconds / 60:.0f} min'}"
+        return sentence
+    num_voxels = sum(expected.voxels for expected in forecasts.values())
+    seconds = rate_s * num_voxels * num_cases / len(forecasts)
+    duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{sentence}, expected time {duration}"
 
 
 def expected_cost(
     expected: Forecast, cascade: ScanModel, total_s: float
 ) -> dict[str, float | None]:
-    """Return the expected peak and seconds of a case (null for the first one), and record its `total_s` for later cases."""
+    """Return the expected peak and seconds of a case, and record its `total_s` for later cases.
+
+    The seconds of the first case on a machine are None.
+    """
     key = machine_key(cascade)
     rate_s = seconds_per_voxel(key)
     note_duration(key, total_s, expected.voxels)
@@ -263,13 +275,15 @@ def expected_cost(
 
 
 def machine_key(cascade: ScanModel) -> str:
-    """Name of all that decides the seconds per voxel on this machine: weights, precision, device and threads."""
-    weights = " ".join(
-        checksum[:12]
-        for files in cascade.checkpoints.values()
-        for checksum in sorted(files.values())
+    """Name all that decides the seconds per voxel on this machine."""
+    checksums: list[str] = []
+    for files in cascade.checkpoints.values():
+        checksums += sorted(files.values())
+    weights = " ".join(checksum[:12] for checksum in checksums)
+    return (
+        f"{weights} {cascade.precision} {cascade.device} {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
     )
-    return f"{weights} {cascade.precision} {cascade.device} {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def seconds_per_voxel(key: str) -> float | None:
@@ -280,15 +294,16 @@ def seconds_per_voxel(key: str) -> float | None:
 
 def note_duration(key: str, seconds: float, voxels: int) -> None:
     """Add a finished case to those of this machine, where the folder can be written."""
-    known = _known_rates()
-    known[key] = [*known.get(key, []), seconds / voxels][-MAX_CASES:]
+    rates_by_key = _known_rates()
+    rates_by_key[key] = [*rates_by_key.get(key, []), seconds / voxels][-MAX_CASES:]
     with suppress(UserError):
-        replace_text(machine_folder() / "predictions.json", json.dumps(known, indent=1))
+        replace_text(machine_folder() / "predictions.json", json.dumps(rates_by_key, indent=1))
 
 
 def _known_rates() -> dict[str, list[float]]:
+    """Seconds per voxel of finished cases by `machine_key`."""
     try:
-        known = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
-        return {key: [float(rate) for rate in rates] for key, rates in known.items()}
+        content = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
+        return {key: [float(rate) for rate in rates] for key, rates in content.items()}
     except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
         return {}

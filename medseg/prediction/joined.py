@@ -1,4 +1,4 @@
-"""Several models as one: their labels in one map, in the order given, a later label over an earlier one."""
+"""Several models as one: their labels in one map, a later label over an earlier one."""
 
 from __future__ import annotations
 

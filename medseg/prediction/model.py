@@ -1,4 +1,4 @@
-"""Interface between a prediction and what makes the labels of a scan: a cascade, or a model of nnU-Net."""
+"""Interface of what makes the labels of a scan: a cascade, or a model of nnU-Net."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from medseg.task import Task
 
 
 class ScanModel(Protocol):
-    """Makes the labels of a scan; everything else, from reading to the report, is the same for all."""
+    """Makes the labels of a scan; all else, from reading to the report, is the same for all."""
 
     @property
     def options(self) -> InferenceOptions:

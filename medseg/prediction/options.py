@@ -50,7 +50,8 @@ class DicomSegOptions:
     kind: Annotated[
         SegKind,
         Knob(
-            "binary: one label per frame; labelmap: smaller, defined in 2024, unknown to older viewers."
+            "binary: one label per frame; labelmap: smaller, defined in 2024, unknown to older "
+            "viewers."
         ),
     ] = SegKind.binary
     keep_empty_frames: Annotated[bool, Knob("Write frames of slices without the label too.")] = (
@@ -79,7 +80,8 @@ class RayOptions:
     address: Annotated[
         Text,
         Knob(
-            "Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster on this machine."
+            "Address of a running cluster (auto, host:port); null: RAY_ADDRESS, or a new cluster "
+            "on this machine."
         ),
     ] = None
     num_actors: Annotated[
@@ -117,7 +119,8 @@ class PredictConfig:
     input: Annotated[
         Any,
         Knob(
-            "NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels of one case."
+            "NIfTI, NRRD, MetaImage, DICOM folder, folder of scans, or case table; [a,b]: channels "
+            "of one case."
         ),
     ]
     output: Annotated[str, Knob("File (its suffix is the format) or folder.")]
@@ -145,7 +148,8 @@ class PredictConfig:
     weights: Annotated[
         Any,
         Knob(
-            "Model folder of medseg or nnU-Net, or the zip file of nnU-Net's export; [a,b]: a later label wins."
+            "Model folder of medseg or nnU-Net, or the zip file of nnU-Net's export; [a,b]: a "
+            "later label wins."
         ),
     ] = None
     folds: Annotated[
@@ -184,7 +188,8 @@ class PredictConfig:
     engine: Annotated[
         Engine,
         Knob(
-            "Where the scans of a batch are segmented; ray: on a cluster, or in several processes of this machine."
+            "Where the scans of a batch are segmented; ray: on a cluster, or in several processes "
+            "of this machine."
         ),
     ] = Engine.local
     ray: RayOptions = field(default_factory=RayOptions)
@@ -214,7 +219,7 @@ class PredictConfig:
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
     def __post_init__(self) -> None:
-        """Bring single checkpoints to lists of one, and give a range the checkpoints that it leaves out."""
+        """Bring single values to lists of one; give a range the checkpoints that it leaves out."""
         self.save = list(dict.fromkeys(self.save))
         for stage in STAGES:
             setattr(self, stage, as_texts(getattr(self, stage)))
@@ -231,7 +236,7 @@ class PredictConfig:
 
     @property
     def ranges(self) -> dict[str, RangeOptions]:
-        """Checkpoints of each range of spacings by its name; one without a name is for all scans."""
+        """Checkpoints of each range of spacings; a range without a name is for all scans."""
         if self.by_spacing:
             return self.by_spacing
         checkpoints = {stage: getattr(self, stage) for stage in STAGES}
@@ -243,7 +248,7 @@ class PredictConfig:
         return HuScale(self.hu_slope, self.hu_offset)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key whose value has no meaning, and for ranges that are empty or overlap."""
+        """Yield a sentence for each key whose value has no meaning."""
         yield from text_clashes(
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
@@ -257,21 +262,33 @@ class PredictConfig:
         yield from self._weights_clashes()
         if self.series is not None and self.series_pick is not None:
             yield "series and series_pick exclude each other; leave one of them out"
-        previous_name, previous_high_mm = "", 0.0
+        yield from self._range_clashes(kinds)
+
+    def _range_clashes(self, kinds: str) -> Iterator[str]:
+        """Yield a sentence for each range of spacings that is empty, overlaps or has no checkpoint.
+
+        Args:
+            kinds: What checkpoints must be.
+        """
+        previous_name = ""
+        previous_high_mm = 0.0
         in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
         for name, limits in in_order:
             key = f"by_spacing.{name}"
-            low_mm, high_mm = limits.range_mm
+            range_mm = list(limits.range_mm)
+            low_mm, high_mm = range_mm
             if not 0 <= low_mm < high_mm:
                 yield (
-                    f"{key}.range_mm: expected two increasing numbers, the first at least 0, but got {list(limits.range_mm)}"
+                    f"{key}.range_mm: expected two increasing numbers, the first at least 0, "
+                    f"but got {range_mm}"
                 )
             if low_mm < previous_high_mm:
                 yield (
-                    f"{key}.range_mm={list(limits.range_mm)} overlaps that of {previous_name}; end one range where the "
-                    "other begins"
+                    f"{key}.range_mm={range_mm} overlaps that of {previous_name}; "
+                    "end one range where the other begins"
                 )
-            previous_name, previous_high_mm = name, high_mm
+            previous_name = name
+            previous_high_mm = high_mm
             for stage in STAGES:
                 checkpoints = getattr(limits, stage)
                 if checkpoints is not None:
@@ -284,14 +301,20 @@ class PredictConfig:
         if self.weights is None:
             for key in ("folds", "label_values"):
                 if getattr(self, key) is not None:
-                    yield f"{key} belongs to a model folder; give weights=<folder> too, or leave it out"
+                    yield (
+                        f"{key} belongs to a model folder; give weights=<folder> too, "
+                        "or leave it out"
+                    )
             return
         yield from text_clashes("weights", self.weights, "a model folder, a list of them or null")
         for key in (*STAGES, "by_spacing"):
             if getattr(self, key) is not None:
                 yield f"weights and {key} exclude each other; leave one of them out"
         if self.folds == []:
-            yield "folds: expected numbers of folds, such as [0,1], but got none; leave it out for all"
+            yield (
+                "folds: expected numbers of folds, such as [0,1], but got none; "
+                "leave it out for all"
+            )
 
 
 def as_texts(value: Any) -> Any:

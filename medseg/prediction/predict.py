@@ -1,7 +1,10 @@
-"""Prediction of an input: its scans found, their results placed, and segmented here or on a cluster."""
+"""Prediction of an input: finds its scans, places their results, and segments them.
+
+The scans are segmented here or on a cluster.
+"""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,7 @@ from medseg.prediction.batch import (
     run_overlapped,
 )
 from medseg.prediction.cascades import RangeCascade
-from medseg.prediction.options import Engine, PredictConfig
+from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
 from medseg.prediction.result_files import result_paths
 from medseg.prediction.scans import (
@@ -45,6 +48,7 @@ from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_sum
 
 if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
+    from medseg.task import Task
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -107,7 +111,8 @@ def _predict_source(
         observer: Is told what happens.
         archive: Archive that the input was unpacked from.
     """
-    is_shared, is_on_ray = has_other_ranks(), config.engine is Engine.ray
+    is_shared = has_other_ranks()
+    is_on_ray = config.engine is Engine.ray
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     if config.series_pick is not None and not is_folder:
         raise UserError(
@@ -132,19 +137,7 @@ def _predict_source(
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
-        empty: list[Study] = []
-        by_study = divide_studies(
-            source, scans, task.channels[0].modality, observer.header_read, empty.append
-        )
-        if sentence := describe_studies(by_study):
-            say(f"{config.input}: {sentence}")
-        if sentence := describe_empty(empty):
-            say(f"{config.input}: {sentence}")
-        if config.series_pick is not None:
-            by_study = pick_series(
-                by_study, config.series_pick, task.channels[0].modality, observer.header_read
-            )
-        scans = join_channels(by_study, len(task.channels))
+        scans = _scans_of_folder(source, scans, task, config, observer)
     else:
         scans = find_files(scans, task.channels[0].modality, observer.header_read)
     outputs = _outputs(output, scans, is_one_scan)
@@ -156,20 +149,8 @@ def _predict_source(
             SCORES,
             f"the scores of an evaluation; give another output than {output}",
         )
-    placed = [result_paths(path, cascades[0].cascade, config.save) for path in outputs]
-    files = [file for paths in placed for file in paths.values()]
-    check_outputs(files, protected)
-    page = output / PAGE_FILE
-    if is_batch and page in files:
-        raise UserError(
-            f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
-            "rename that case, or leave viewer out of save"
-        )
-    for folder in {path.parent for path in outputs}:
-        check_writable(folder)
-    cases = []
-    for scan, path, paths in zip(scans, outputs, placed, strict=True):
-        cases.append(BatchCase(scan, path, list(paths.values())))
+    page = output / PAGE_FILE if is_batch else None
+    cases = _place_results(scans, outputs, cascades[0], config.save, protected, page)
     if is_on_ray:
         predict_on_ray(cases, cascades[0].cascade, config, observer)
     else:
@@ -177,6 +158,67 @@ def _predict_source(
     if is_batch:
         write_summary(output, cases, task)
     return cases
+
+
+def _place_results(
+    scans: Sequence[Scan],
+    outputs: Sequence[Path],
+    chosen: RangeCascade,
+    save: Sequence[Save],
+    protected: Mapping[Path, str],
+    page: Path | None,
+) -> list[BatchCase]:
+    """Choose the result files of each scan, and check that they can be written.
+
+    Args:
+        scans: The scans.
+        outputs: Path of the label map of each.
+        chosen: Any cascade: all have the same labels.
+        save: Kinds of files.
+        protected: Description of each file of the input.
+        page: Page over the batch; None without one.
+
+    Raises:
+        UserError: If a file would be written twice or overwrite an input, or cannot be written.
+    """
+    cases = []
+    files: list[Path] = []
+    for scan, path in zip(scans, outputs, strict=True):
+        paths = list(result_paths(path, chosen.cascade, save).values())
+        files += paths
+        cases.append(BatchCase(scan, path, paths))
+    check_outputs(files, protected)
+    if page is not None and page in files:
+        raise UserError(
+            f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
+            "rename that case, or leave viewer out of save"
+        )
+    for folder in {path.parent for path in outputs}:
+        check_writable(folder)
+    return cases
+
+
+def _scans_of_folder(
+    folder: Path, scans: Sequence[Scan], task: "Task", config: PredictConfig, observer: Observer
+) -> list[Scan]:
+    """Divide the scans of a folder by studies, and join the files of channels.
+
+    Args:
+        folder: The input.
+        scans: Its scans by folder and file.
+        task: Channels and modality.
+        config: Configuration of the prediction.
+        observer: Is told of each header.
+    """
+    modality = task.channels[0].modality
+    empty: list[Study] = []
+    by_study = divide_studies(folder, scans, modality, observer.header_read, empty.append)
+    for sentence in (describe_studies(by_study), describe_empty(empty)):
+        if sentence:
+            say(f"{config.input}: {sentence}")
+    if config.series_pick is not None:
+        by_study = pick_series(by_study, config.series_pick, modality, observer.header_read)
+    return join_channels(by_study, len(task.channels))
 
 
 def _refuse_on_several_processes(config: PredictConfig) -> None:
@@ -191,13 +233,13 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         )
     if config.weights is not None:
         raise UserError(
-            "weights: the processes of torchrun cannot share a model folder; start the command without "
-            "torchrun, or give coarse= and fine="
+            "weights: the processes of torchrun cannot share a model folder; "
+            "start the command without torchrun, or give coarse= and fine="
         )
     if config.by_spacing:
         raise UserError(
-            "by_spacing: the processes of torchrun share one cascade; predict each range with a command of its own, or "
-            "start without torchrun"
+            "by_spacing: the processes of torchrun share one cascade; "
+            "predict each range with a command of its own, or start without torchrun"
         )
 
 
@@ -214,7 +256,10 @@ def _source_of(config: PredictConfig) -> Path | list[Path]:
 
 
 def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
-    """Change what this process does not need where others segment the scans: it may lack their device."""
+    """Change what this process does not need where others segment the scans.
+
+    It may lack their device.
+    """
     inference = replace(config.inference, backend=Backend.torch, half_weights=False)
     return replace(config, inference=inference, accelerator=Accelerator.cpu, precision=None)
 
@@ -226,7 +271,15 @@ def _predict_here(
     observer: Observer,
     is_shared: bool,
 ) -> None:
-    """Segment cases in this process; `is_shared` says whether other processes of torchrun run networks for it."""
+    """Segment cases in this process.
+
+    Args:
+        cases: The cases.
+        cascades: Cascades to choose from.
+        config: Configuration of the prediction.
+        observer: Is told what happens.
+        is_shared: Whether other processes of torchrun run networks for this one.
+    """
     batch = make_batch(cascades, config, len(cases), observer)
     if sentence := batch.describe_cost(cases):
         observer.forecast(sentence)
@@ -236,7 +289,7 @@ def _predict_here(
 
 
 def _is_batch(source: Path | Sequence[Path]) -> bool:
-    """Whether an input is a case table, or a folder or medium, which may hold any number of scans."""
+    """Whether an input may hold any number of scans: a case table, a folder or a medium."""
     if not isinstance(source, Path):
         return False
     return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)

@@ -1,4 +1,6 @@
-"""Cohorts on a Ray cluster: actors that load the weights once, segment cases and write their results; needs the extra `medseg[ray]`.
+"""Cohorts on a Ray cluster; needs the extra `medseg[ray]`.
+
+Actors load the weights once, segment cases and write their results.
 
 Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is
 the journal: a case that is up to date is never computed again, whichever process asks for it.
@@ -22,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from medseg.console import say
-from medseg.errors import EXIT_FAILED, UserError, first_line, require
+from medseg.errors import EXIT_FAILED, UserError, first_line
 from medseg.inference.options import InferenceOptions
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
@@ -71,7 +73,8 @@ class CaseActor:
             os.chdir(folder)
         except OSError as error:
             raise UserError(
-                f"engine=ray: {os.uname().nodename} has no folder {folder}; the nodes must share their files"
+                f"engine=ray: {os.uname().nodename} has no folder {folder}; "
+                "the nodes must share their files"
             ) from error
         cascades = load_cascades(config)
         self.threads = torch.get_num_threads()
@@ -88,9 +91,11 @@ class CaseActor:
                 computed again, even with `overwrite`.
         """
         torch.set_num_threads(self.threads)
-        case, batch = BatchCase(scan, output), self.batch
+        case = BatchCase(scan, output)
+        batch = self.batch
         if is_retry:
             batch = replace(batch, config=replace(batch.config, overwrite=False))
+        # Read beside the case that another thread computes, unless the memory is needed there.
         data = batch.read(case, True)
         with self.lock:
             if data is None:
@@ -116,48 +121,23 @@ def predict_on_ray(
         UserError: If Ray is not installed, no node has the resources, or actors cannot load the
             weights.
     """
-    require(
-        has_ray(),
-        "engine=ray: Ray is not installed; run pip install 'medseg[ray]', or choose engine=local",
-    )
+    if not has_ray():
+        raise UserError(
+            "engine=ray: Ray is not installed; run pip install 'medseg[ray]', "
+            "or choose engine=local"
+        )
     import ray
 
-    options, threads = config.ray, config.threads or 1
-    address = options.address or os.environ.get("RAY_ADDRESS")
-    # Patient data: nothing about the use of a cluster of ours leaves the machine.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        if address and ":" in address:  # Ray tries a wrong one for minutes
-            host, _, port = address.removeprefix("ray://").rpartition(":")
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(
-            address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=None if address else False,
-            runtime_env={
-                "worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"
-            },  # also on other machines
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"ray.address={address}: no cluster can be reached ({first_line(error)}); correct the address"
-        ) from error
+    options = config.ray
+    threads = config.threads or 1
+    _connect(options.address or os.environ.get("RAY_ADDRESS"))
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = options.gpus
-        if gpus is None:
-            gpus = (
-                1.0
-                if config.accelerator is not Accelerator.cpu
-                and any(node.get("GPU", 0) for node in nodes)
-                else 0.0
-            )
-        memory = (
-            math.ceil(2**30 * options.memory_gib)
-            if options.memory_gib
-            else predict_bytes(cascade, cases, config.inference, gpus)
-        )
+        gpus = _gpus_of_actor(config, nodes)
+        if options.memory_gib:
+            memory = math.ceil(2**30 * options.memory_gib)
+        else:
+            memory = predict_bytes(cascade, cases, config.inference, gpus)
         room = count_room(nodes, {"CPU": float(threads), "GPU": gpus, "memory": float(memory)})
         make = ray.remote(CaseActor).options(
             num_cpus=threads, num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
@@ -167,7 +147,10 @@ def predict_on_ray(
         own_node = ray.get_runtime_context().get_node_id()
 
         def is_lost() -> bool:
-            """Whether Ray has declared the node of this process dead: no actor would start any more."""
+            """Whether Ray has declared the node of this process dead.
+
+            No actor would start any more.
+            """
             alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
             return own_node not in alive
 
@@ -177,8 +160,53 @@ def predict_on_ray(
         ray.shutdown()
 
 
+def _connect(address: str | None) -> None:
+    """Connect to a cluster, or start one on this machine.
+
+    Args:
+        address: Address of the cluster; None = a new one.
+
+    Raises:
+        UserError: If there is no cluster.
+    """
+    import ray
+
+    # Patient data: nothing about the use of a cluster of ours leaves the machine.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Also on other machines.
+    environment = {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
+    try:
+        if address and ":" in address:  # Ray tries a wrong one for minutes
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(
+            address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=None if address else False,
+            runtime_env=environment,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"ray.address={address}: no cluster can be reached ({first_line(error)}); "
+            "correct the address"
+        ) from error
+
+
+def _gpus_of_actor(config: PredictConfig, nodes: Sequence[Mapping[str, float]]) -> float:
+    """GPUs that an actor takes; by default one, where a node has any."""
+    if config.ray.gpus is not None:
+        return config.ray.gpus
+    if config.accelerator is Accelerator.cpu:
+        return 0.0
+    return 1.0 if any(node.get("GPU", 0) for node in nodes) else 0.0
+
+
 class _Cohort:
-    """Cases of a cohort on their way: each living actor holds a few, and those of a dead one go to the others."""
+    """Cases of a cohort on their way.
+
+    Each living actor holds a few, and those of a dead one go to the others.
+    """
 
     def __init__(
         self,
@@ -189,14 +217,19 @@ class _Cohort:
         observer: Observer,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.ray, self.make, self.arguments, self.retries = ray, make, arguments, retries
-        self.observer, self.is_lost = observer, is_lost
+        self.ray = ray
+        self.make = make
+        self.arguments = arguments
+        self.retries = retries
+        self.observer = observer
+        self.is_lost = is_lost
         self.num_cases = 0
-        self.actors: list[Any] = []  # those that have loaded the weights
-        self.starting: dict[Any, Any] = {}  # reference of `load` to its actor
-        self.running: dict[
-            Any, tuple[Any, BatchCase]
-        ] = {}  # reference of `predict` to its actor and case
+        # Those that have loaded the weights.
+        self.actors: list[Any] = []
+        # Reference of `load` to its actor.
+        self.starting: dict[Any, Any] = {}
+        # Reference of `predict` to its actor and case.
+        self.running: dict[Any, tuple[Any, BatchCase]] = {}
         self.waiting: deque[BatchCase] = deque()
         self.attempts: Counter[str] = Counter()
         self.num_failed_starts = 0
@@ -231,8 +264,9 @@ class _Cohort:
         for case in unfinished:
             case.exit_code = EXIT_FAILED
             case.messages = [
-                "not segmented: the cluster has lost the node of this command, as where memory is full or a machine "
-                "is switched off; give the same command again, which keeps what is finished"
+                "not segmented: the cluster has lost the node of this command, as where memory is "
+                "full or a machine is switched off; give the same command again, which keeps what "
+                "is finished"
             ]
             self.observer.case_ends(case)
 
@@ -252,54 +286,69 @@ class _Cohort:
             raise
         except self.ray.exceptions.RayError as error:
             self.num_failed_starts += 1
-            require(
-                self.num_failed_starts <= self.retries,
-                f"engine=ray: actors die while they load the weights ({first_line(error)}); give them more memory "
-                "with ray.memory_gib",
-            )
+            if self.num_failed_starts > self.retries:
+                raise UserError(
+                    f"engine=ray: actors die while they load the weights ({first_line(error)}); "
+                    "give them more memory with ray.memory_gib"
+                ) from error
             self.start()
         else:
             self.num_failed_starts = 0
             self.actors.append(actor)
 
     def fill(self) -> None:
-        """Give the actors their next cases, the one with the fewest first; a case that was lost with an actor gets one of its own."""
+        """Give the actors their next cases, the one with the fewest first.
+
+        A case that was lost with an actor gets one of its own.
+        """
         while self.waiting:
             case = self.waiting[0]
-            held = Counter(actor for actor, _ in self.running.values())
-            alone = {
-                actor for actor, other in self.running.values() if self.attempts[other.scan.name]
-            }
-            free = [actor for actor in self.actors if actor not in alone]
-            most = 1 if self.attempts[case.scan.name] else CASES_PER_ACTOR
-            if not free or held[actor := min(free, key=held.__getitem__)] >= most:
+            is_retry = self.attempts[case.scan.name] > 0
+            num_cases_of = Counter(actor for actor, _ in self.running.values())
+            # Actors with a case that was lost before, which may need all of their memory.
+            reserved = set()
+            for actor, running_case in self.running.values():
+                if self.attempts[running_case.scan.name]:
+                    reserved.add(actor)
+            candidates = [actor for actor in self.actors if actor not in reserved]
+            if not candidates:
+                return
+            actor = min(candidates, key=num_cases_of.__getitem__)
+            if num_cases_of[actor] >= (1 if is_retry else CASES_PER_ACTOR):
                 return
             self.waiting.popleft()
             self.observer.case_begins(case.scan.name, self.num_cases)
-            is_retry = self.attempts[case.scan.name] > 0
-            self.running[actor.predict.remote(case.scan, case.output, is_retry)] = (actor, case)
+            reference = actor.predict.remote(case.scan, case.output, is_retry)
+            self.running[reference] = (actor, case)
 
     def ended(self, reference: Any) -> None:
         """Note the outcome of a case, or put those of a dead actor back to the queue."""
         actor, case = self.running.pop(reference)
         try:
             case.messages, case.exit_code, case.report, case.is_skipped = self.ray.get(reference)
-        except (
-            self.ray.exceptions.RayTaskError
-        ) as error:  # a defect outside of the steps of a batch
-            case.exit_code, case.messages = (
-                EXIT_FAILED,
-                [f"{type(error.cause).__name__}: {error.cause}"],
-            )
+        except self.ray.exceptions.RayTaskError as error:
+            # A defect outside of the steps of a batch.
+            case.exit_code = EXIT_FAILED
+            case.messages = [f"{type(error.cause).__name__}: {error.cause}"]
         except self.ray.exceptions.RayError as error:
-            self.actors.remove(actor)
-            lost = [case, *(other for one, other in self.running.values() if one == actor)]
-            self.running = {key: value for key, value in self.running.items() if value[0] != actor}
-            for one in lost:
-                self.retry(one, error)
-            self.start()
+            self.lose(actor, case, error)
             return
         self.observer.case_ends(case)
+
+    def lose(self, actor: Any, case: BatchCase, error: Exception) -> None:
+        """Put a case and the others of its dead actor back to the queue; ask for another actor."""
+        self.actors.remove(actor)
+        lost = [case]
+        running = {}
+        for reference, (holder, running_case) in self.running.items():
+            if holder == actor:
+                lost.append(running_case)
+            else:
+                running[reference] = (holder, running_case)
+        self.running = running
+        for lost_case in lost:
+            self.retry(lost_case, error)
+        self.start()
 
     def retry(self, case: BatchCase, error: Exception) -> None:
         """Put a case back to the queue, unless it was there too often."""
@@ -309,7 +358,8 @@ class _Cohort:
             return
         case.exit_code = EXIT_FAILED
         case.messages = [
-            f"its actor died {self.retries + 1} times ({first_line(error)}); give actors more memory with ray.memory_gib"
+            f"its actor died {self.retries + 1} times ({first_line(error)}); "
+            "give actors more memory with ray.memory_gib"
         ]
         self.observer.case_ends(case)
 
@@ -329,15 +379,16 @@ def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float])
     Raises:
         UserError: If none fits.
     """
-    room = sum(
-        min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need)
-        for node in nodes
-    )
-    require(
-        room > 0,
-        f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and {needs['memory'] / 2**30:.2f} GiB, which no node of the "
-        "cluster has; lower threads, ray.gpus or ray.memory_gib",
-    )
+    room = 0
+    for node in nodes:
+        # The scarcest resource decides.
+        room += min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need)
+    if room == 0:
+        raise UserError(
+            f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and "
+            f"{needs['memory'] / 2**30:.2f} GiB, which no node of the cluster has; "
+            "lower threads, ray.gpus or ray.memory_gib"
+        )
     return room
 
 
@@ -357,21 +408,17 @@ def predict_bytes(
     """
     if options.max_ram_gib is not None:
         return math.ceil(options.max_ram_gib * 2**30)
-    task, loaded, network = (
-        cascade.task,
-        resident_bytes(),
-        round(cascade.options.budget_gib * 2**30),
-    )
+    task = cascade.task
+    loaded = resident_bytes()
+    network = round(cascade.options.budget_gib * 2**30)
     # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
     beside = 0 if gpus or cascade.device.type == "cpu" else network
-    found = []
+    bytes_per_voxel = SCAN * len(task.channels) + LABEL
+    sizes = []
     for case in cases[:NUM_MEASURED]:
-        with suppress(
-            Exception
-        ):  # of any reader, or a budget that crops of usual size exceed; the actor reports it
+        # Any reader may fail, or crops of usual size exceed a budget; the actor reports it.
+        with suppress(Exception):
             grid = scan_grid(case.scan, task)
-            others = (
-                (CASES_PER_ACTOR - 1) * (SCAN * len(task.channels) + LABEL) * math.prod(grid.shape)
-            )
-            found.append(forecast(cascade, grid, loaded).peak_bytes + others + beside)
-    return max(found, default=loaded + OVERHEAD_BYTES + network)
+            other_cases = (CASES_PER_ACTOR - 1) * bytes_per_voxel * math.prod(grid.shape)
+            sizes.append(forecast(cascade, grid, loaded).peak_bytes + other_cases + beside)
+    return max(sizes, default=loaded + OVERHEAD_BYTES + network)

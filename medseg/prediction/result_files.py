@@ -1,4 +1,4 @@
-"""Result files of a case: their names, the views of the voxels that pictures need, and the writers."""
+"""Result files of a case: their names, what pictures need of the voxels, and the writers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -100,17 +100,23 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
         UserError: With the kinds.
     """
     kinds = [kind for kind in DICOM_KINDS if kind in save]
-    if kinds and (found := input_format(scan.path)) != "dicom":
+    if not kinds:
+        return
+    scan_format = input_format(scan.path)
+    if scan_format != "dicom":
         raise UserError(
-            f"save={','.join(kinds)}: expected a DICOM series, to whose slices the result refers, but {scan.path} is {found}; leave "
-            f"{' and '.join(kinds)} out"
+            f"save={','.join(kinds)}: expected a DICOM series, to whose slices the result refers, "
+            f"but {scan.path} is {scan_format}; leave {' and '.join(kinds)} out"
         )
 
 
 def take_views(
     scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig
 ) -> Views:
-    """Copy what the pictures of a case need of its voxels; the warnings of the result name a reference that cannot be used."""
+    """Copy what the pictures of a case need of its voxels.
+
+    A warning of the result names a reference that cannot be used.
+    """
     slices: Sequence[PreviewSlice] = ()
     if Save.preview in config.save:
         image, grid, orientation = orient(volume.array, volume.grid)
@@ -120,32 +126,33 @@ def take_views(
     reference = None
     if scan.labels is not None:
         try:
-            reference = _read_reference(
-                scan, scan.labels, volume, task, file_values(config.data.label_values)
-            )
+            label_values = file_values(config.data.label_values)
+            reference = _read_reference(scan, scan.labels, volume, task, label_values)
         except (UserError, OSError, ValueError) as error:
-            result.findings += warnings_of(
-                "no_reference", [f"the viewer shows no reference: {error}"]
-            )
-            result.status = "warnings" if result.status == "ok" else result.status
-    return Views(
-        slices,
-        pack_case(volume.array, result.labels, volume.grid, reference, task, config.viewer.max_mb),
-    )
+            sentence = f"the viewer shows no reference: {error}"
+            result.findings += warnings_of("no_reference", [sentence])
+            if result.status == "ok":
+                result.status = "warnings"
+    max_mb = config.viewer.max_mb
+    packed = pack_case(volume.array, result.labels, volume.grid, reference, task, max_mb)
+    return Views(slices, packed)
 
 
 def _read_reference(
     scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues
 ) -> np.ndarray:
-    """Read a reference in the storage order of a scan, its values those of the task; ignored voxels are background.
+    """Read a reference in the storage order of a scan, its values those of the task.
+
+    Ignored voxels are background.
 
     Raises:
         UserError: If it cannot be read, lies on another grid, or has a value without a meaning.
     """
-    given = label_values or {value: name for name, value in task.values.items()}
+    if not label_values:
+        label_values = {value: name for name, value in task.values.items()}
     modality = task.channels[0].modality
     reference, values = read_reference(
-        path, given, scan.path, scan.series, modality, kept=task.values
+        path, label_values, scan.path, scan.series, modality, kept=task.values
     )
     labels, grid, _ = orient(reference.array, reference.grid)
     check_grid("reference's", grid, "scan's", oriented_grid(volume.grid))
@@ -178,7 +185,9 @@ def write_results(
     Raises:
         UserError: If a file cannot be written.
     """
-    structures, grid, header = structures_of(task), volume.grid, volume.header
+    structures = structures_of(task)
+    grid = volume.grid
+    header = volume.header
     for (kind, label), path in paths.items():
         if kind == "labels":
             write_labels(path, result.labels, grid, header, structures)
@@ -189,13 +198,10 @@ def write_results(
             mask = new_array(grid.shape, np.uint8)
             for plane, labels in zip(mask, result.labels, strict=True):
                 plane[:] = labels == task.labels[label]
-            write_labels(
-                path,
-                mask,
-                grid,
-                header,
-                [replace(one, value=1) for one in structures if one.name == label],
-            )
+            names = [
+                replace(structure, value=1) for structure in structures if structure.name == label
+            ]
+            write_labels(path, mask, grid, header, names)
         elif kind == "probabilities":
             percent = paste_percent(result.probabilities.get(label, []), oriented_grid(grid))
             write_labels(path, orientation_of(grid).from_lps(percent), grid, header)

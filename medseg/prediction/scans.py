@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from medseg.data.case_table import Case, list_channels, named_files, read_case_table
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.inputs import (
     WRITTEN_SUFFIXES,
@@ -119,34 +119,42 @@ def find_scans(
     Raises:
         UserError: If there is nothing to predict.
     """
+    is_table = isinstance(source, Path) and source.suffix.lower() == ".csv"
+    if split is not None and not is_table:
+        name = source if isinstance(source, Path) else list(map(str, source))
+        raise UserError(f"split={split}: input={name} is not a case table; leave split out")
     if not isinstance(source, Path):
-        require(
-            split is None,
-            f"split={split}: input={list(map(str, source))} is not a case table; leave split out",
-        )
         for path in source:
             input_format(path)
         scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
-    if source.suffix.lower() != ".csv":
-        require(
-            split is None, f"split={split}: input={source} is not a case table; leave split out"
-        )
+    if not is_table:
         paths = list_inputs(source, is_dicom=series is not None)
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
-    require(
-        series is None,
-        f"series={series}: a case table has a column series for that; fill in that column of input={source}",
-    )
-    table = read_case_table(source, labels_column, hu=hu, needs_labels=False)
-    chosen = [_scan_of_row(case) for case in table if split is None or case.split == split]
-    require(
-        bool(chosen),
-        f"input={source}: no case of the table is marked split={split}; give a split of the table",
-    )
-    protected = {path: f"a file of the case {name}" for name, path in named_files(source)}
-    return chosen, protected | {case.image: f"the scan of the case {case.name}" for case in table}
+    if series is not None:
+        raise UserError(
+            f"series={series}: a case table has a column series for that; "
+            f"fill in that column of input={source}"
+        )
+    return _scans_of_table(source, split, hu, labels_column)
+
+
+def _scans_of_table(
+    path: Path, split: str | None, hu: HuScale, labels_column: str | None
+) -> tuple[list[Scan], dict[Path, str]]:
+    """List the scans of a split of a case table, and describe its files; see `find_scans`."""
+    table = read_case_table(path, labels_column, hu=hu, needs_labels=False)
+    scans = [_scan_of_row(case) for case in table if split is None or case.split == split]
+    if not scans:
+        raise UserError(
+            f"input={path}: no case of the table is marked split={split}; give a split of the table"
+        )
+    # Files of the other splits must not be overwritten either.
+    protected = {file: f"a file of the case {name}" for name, file in named_files(path)}
+    for case in table:
+        protected[case.image] = f"the scan of the case {case.name}"
+    return scans, protected
 
 
 def _scan_of_row(case: Case) -> Scan:
@@ -201,7 +209,10 @@ class StudyCase:
     @property
     def series(self) -> list[Series]:
         """All its series."""
-        return [series for part in self.parts for series in part.study.series]
+        series: list[Series] = []
+        for part in self.parts:
+            series += part.study.series
+        return series
 
     @property
     def is_divided(self) -> bool:
@@ -210,7 +221,7 @@ class StudyCase:
 
     def goes_on_in(self, part: Part) -> bool:
         """Whether a series of it has slices in a further folder."""
-        return any(part.study.shares_series(own.study) for own in self.parts)
+        return any(part.study.shares_series(earlier.study) for earlier in self.parts)
 
 
 def divide_studies(
@@ -238,9 +249,35 @@ def divide_studies(
     holders = [scan for scan in scans if may_hold_studies(scan)]
     if not holders:
         return list(scans)
+    parts, alone = _find_parts(holders, modality, on_file, on_empty)
+    result = []
+    # Scans without a study stay as they are.
+    paths_with_study = {part.scan.path for part in parts}
+    for scan in scans:
+        if scan.path in alone:
+            result.append(scan._replace(identity=alone[scan.path].identity))
+        elif scan.path not in paths_with_study:
+            result.append(scan)
+    result += _scans_of_cases(_join_parts(parts), source, scans)
+    return sorted(result, key=lambda scan: scan.name)
+
+
+def _find_parts(
+    holders: Sequence[Scan],
+    modality: str,
+    on_file: Callable[[], None],
+    on_empty: Callable[[Study], None],
+) -> tuple[list[Part], dict[Path, Study]]:
+    """Find the studies of folders, see `divide_studies`.
+
+    Returns:
+        The studies with a volume of the modality; and the study of each folder that has no other
+        than one without.
+    """
     # pydicom is imported only for DICOM.
     from medseg.io.dicom.studies import find_studies
 
+    # A medium is named by its DICOMDIR.
     folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
     parts: list[Part] = []
     alone: dict[Path, Study] = {}
@@ -254,35 +291,47 @@ def divide_studies(
             continue
         for study in empty:
             on_empty(study)
-    found = _join_parts(parts)
-    chosen = set(_choose(found))
-    divided_paths = {part.scan.path for case in found if case.is_divided for part in case.parts}
-    with_study = {part.scan.path for part in parts}
+    return parts, alone
+
+
+def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Scan]) -> list[Scan]:
+    """Make the scans of the studies that may hold what `series=` names.
+
+    Args:
+        cases: All studies.
+        source: The input, a folder.
+        scans: All its scans by folder, with whose names those of the studies must not clash.
+    """
+    chosen = set(_choose(cases))
+    divided_paths: set[Path] = set()
+    for case in cases:
+        if case.is_divided:
+            divided_paths.update(part.scan.path for part in case.parts)
     names = {scan.name for scan in scans if scan.path not in divided_paths}
-    cases = [
-        scan._replace(identity=alone[scan.path].identity) if scan.path in alone else scan
-        for scan in scans
-        if scan.path not in with_study
-    ]
-    for case in found:
+    result = []
+    for case in cases:
         scan = case.scan
         if case.is_divided:
             # Its name does not depend on the choice, so that a later one does not write over it.
             scan = _scan_of(case, source, names)
             names.add(scan.name)
         if case in chosen:
-            cases.append(scan._replace(identity=case.study.identity))
-    return sorted(cases, key=lambda scan: scan.name)
+            result.append(scan._replace(identity=case.study.identity))
+    return result
 
 
 def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
     """Join the parts of a study over which a series is spread."""
     cases: list[StudyCase] = []
     for part in parts:
-        joined = [case for case in cases if case.goes_on_in(part)]
-        apart = [case for case in cases if case not in joined]
-        own = [earlier for case in joined for earlier in case.parts]
-        cases = [*apart, StudyCase((*own, part))]
+        apart = []
+        joined_parts: list[Part] = []
+        for case in cases:
+            if case.goes_on_in(part):
+                joined_parts += case.parts
+            else:
+                apart.append(case)
+        cases = [*apart, StudyCase((*joined_parts, part))]
     return cases
 
 
@@ -302,9 +351,13 @@ def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
         return with_uid
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
     holders = {case for case in in_scope if any(map(choice.is_meant, case.series))}
+    # A study in several folders is answered by one of them; the others have nothing to add.
     answered = {case.study.scope for case in holders if case.study.uid}
-    kept = [case for case in in_scope if case in holders or case.study.scope not in answered]
-    return kept or cases
+    candidates = []
+    for case in in_scope:
+        if case in holders or case.study.scope not in answered:
+            candidates.append(case)
+    return candidates or cases
 
 
 def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
@@ -316,11 +369,14 @@ def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
     name = _study_name(case.study, folder)
     while name in names:
         name += "_2"
+    files: list[Path] = []
+    for part in case.parts:
+        files += part.study.files
     return case.scan._replace(
         name=name,
         path=source if is_joined else case.scan.path,
         series=parse_series(case.scan.series).within(case.study.scope),
-        files=tuple(file for part in case.parts for file in part.study.files),
+        files=tuple(files),
     )
 
 
@@ -341,7 +397,8 @@ def describe_studies(scans: Sequence[Scan]) -> str:
     if not names:
         return ""
     number = "1 case" if len(names) == 1 else f"{len(names)} cases"
-    return f"by the patients and studies in their headers the DICOM files are {number}: {first_few(names, MAX_NAMED)}"
+    named = first_few(names, MAX_NAMED)
+    return f"by the patients and studies in their headers the DICOM files are {number}: {named}"
 
 
 def describe_empty(studies: Sequence[Study]) -> str:
@@ -357,7 +414,7 @@ def describe_empty(studies: Sequence[Study]) -> str:
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
-    """Name scans without the number of a channel, as nnU-Net gives it: `<case>_0000`, `<case>_0001`, … are one case.
+    """Join the channels of a case that are numbered as nnU-Net does: `<case>_0000`, `<case>_0001`.
 
     Files are joined to a case only if there is one for each channel of the task: such numbers may
     also count scans.
@@ -368,19 +425,35 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """
     # A study in a folder of several is no file of a channel.
     by_name = {scan.name: scan for scan in scans if not scan.files}
+    numbers = [f"{index:04d}" for index in range(num_channels)]
     joined: dict[str, Scan] = {}
     for scan in scans:
         case, _, number = scan.name.rpartition("_")
-        files = [by_name.get(f"{case}_{index:04d}") for index in range(num_channels + 1)]
-        is_whole = (
-            None not in files[:-1] and files[-1] is None and bool(case) and case not in by_name
-        )
-        if is_whole and number in {f"{index:04d}" for index in range(num_channels)}:
-            paths = tuple(one.path for one in files[:-1] if one is not None)
-            joined[case] = scan._replace(name=case, path=paths[0], more_paths=paths[1:])
+        paths = []
+        if number in numbers and case and case not in by_name:
+            paths = _paths_of_channels(case, numbers, by_name)
+        if paths:
+            joined[case] = scan._replace(name=case, path=paths[0], more_paths=tuple(paths[1:]))
         else:
             joined[scan.name] = scan
     return list(joined.values())
+
+
+def _paths_of_channels(
+    case: str, numbers: Sequence[str], by_name: Mapping[str, Scan]
+) -> list[Path]:
+    """List the file of each channel of a case; none where a channel is missing or there are more.
+
+    Args:
+        case: Name of the case.
+        numbers: Numbers of the channels of the task, from `0000`.
+        by_name: Scans by name, that is `<case>_<number>`.
+    """
+    channels = [by_name.get(f"{case}_{number}") for number in numbers]
+    has_more = f"{case}_{len(numbers):04d}" in by_name
+    if has_more or None in channels:
+        return []
+    return [channel.path for channel in channels if channel is not None]
 
 
 def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:
@@ -396,20 +469,16 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
             file exists where a folder is needed.
     """
     suffix = volume_suffix(output)
-    if not output.is_dir():
-        if suffix in WRITTEN_SUFFIXES:
-            require(
-                len(names) == 1,
-                f"output={output}: the input has {len(names)} cases, so give a folder",
-            )
-            return [output]
-        is_new_folder = (
-            suffix is None and not output.exists() and not (is_one_scan and output.suffix)
-        )
-        require(
-            is_new_folder,
-            f"output={output}: give a name that ends in {', '.join(WRITTEN_SUFFIXES)}, or a folder",
-        )
+    if not output.is_dir() and suffix in WRITTEN_SUFFIXES:
+        if len(names) != 1:
+            raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
+        return [output]
+    # The file of one scan with another suffix is a mistyped name, and no new folder.
+    is_mistyped = is_one_scan and bool(output.suffix)
+    is_new_folder = suffix is None and not output.exists() and not is_mistyped
+    if not output.is_dir() and not is_new_folder:
+        suffixes = ", ".join(WRITTEN_SUFFIXES)
+        raise UserError(f"output={output}: give a name that ends in {suffixes}, or a folder")
     return [output / f"{name}.nii.gz" for name in names]
 
 
@@ -423,14 +492,18 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     Raises:
         UserError: If a path would be written twice or overwrite an input.
     """
-    kept = {path.resolve(): description for path, description in protected.items()}
-    taken: dict[str, Path] = {}
+    inputs = {path.resolve(): description for path, description in protected.items()}
+    earlier_outputs: dict[str, Path] = {}
     for output in outputs:
         target = output.resolve()
-        if target in kept:
+        if target in inputs:
             raise UserError(
-                f"{output} is {kept[target]} and would be overwritten; give another output"
+                f"{output} is {inputs[target]} and would be overwritten; give another output"
             )
         # Some file systems treat two encodings of ü as one name.
-        other = taken.setdefault(unicodedata.normalize("NFC", str(target)), output)
-        require(other is output, f"{other} and {output} would be one file; rename one of the cases")
+        key = unicodedata.normalize("NFC", str(target))
+        if key in earlier_outputs:
+            raise UserError(
+                f"{earlier_outputs[key]} and {output} would be one file; rename one of the cases"
+            )
+        earlier_outputs[key] = output

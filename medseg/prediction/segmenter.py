@@ -20,7 +20,7 @@ from medseg.prediction.case import read_scan, segment_scan
 from medseg.prediction.model import ScanModel
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
-from medseg.task import AIR_HU
+from medseg.task import AIR_HU, Task
 
 
 class Segmenter:
@@ -108,51 +108,21 @@ class Segmenter:
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
-        scans, task = (
-            list(scan) if isinstance(scan, (list, tuple)) else [scan],
-            self.cascade.task,
-        )
+        task = self.cascade.task
+        scans = list(scan) if isinstance(scan, (list, tuple)) else [scan]
         require_channels(task, len(scans))
-        is_image = not isinstance(scans[0], (str, Path, Volume))
-        name = (
-            str(scans[0])
-            if isinstance(scans[0], (str, Path))
-            else "SimpleITK image"
-            if is_image
-            else "Volume"
-        )
-        paths = [Path(one) for one in scans if isinstance(one, (str, Path))]
+        paths = [Path(channel) for channel in scans if isinstance(channel, (str, Path))]
         if len(paths) == len(scans):
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
-            volume, *others = (
-                _to_volume(one, channel.modality)
-                for one, channel in zip(scans, task.channels, strict=True)
-            )
-            more_channels, findings = [], list(volume.findings)
-            for number, (other, channel) in enumerate(
-                zip(others, task.channels[1:], strict=True), start=1
-            ):
-                placed, uncovered = place_channel(
-                    other.array, other.grid, volume.grid, channel.outside, f"image_{number}"
-                )
-                more_channels.append(placed)
-                findings += [
-                    *uncovered,
-                    *(finding.within(f"image_{number}") for finding in other.findings),
-                ]
-            volume = replace(volume, array=hu.apply(volume.array), findings=tuple(findings))
+            volume, more_channels = _read_channels(scans, task, hu)
         read_s = time.perf_counter() - start_s
         # A `Volume` belongs to the caller.
-        result = segment_scan(
-            volume,
-            name,
-            self.cascade,
-            more_channels,
-            is_owned=not any(isinstance(one, Volume) for one in scans),
-        )
+        is_owned = not any(isinstance(channel, Volume) for channel in scans)
+        name = _name_of(scans[0])
+        result = segment_scan(volume, name, self.cascade, more_channels, is_owned=is_owned)
         labels: Any = Volume(result.labels, volume.grid, volume.header)
-        if is_image:
+        if not isinstance(scans[0], (str, Path, Volume)):
             from medseg.io.simpleitk import to_simpleitk
 
             labels = to_simpleitk(result.labels, scans[0])
@@ -160,8 +130,47 @@ class Segmenter:
         return replace(result, labels=labels, durations_s=durations_s)
 
 
+def _name_of(scan: str | Path | Volume | Any) -> str:
+    """Name a scan in messages: its path, or its kind."""
+    if isinstance(scan, (str, Path)):
+        return str(scan)
+    if isinstance(scan, Volume):
+        return "Volume"
+    return "SimpleITK image"
+
+
+def _read_channels(
+    scans: Sequence[str | Path | Volume | Any], task: Task, hu: HuScale
+) -> tuple[Volume, list[np.ndarray]]:
+    """Read the channels of a scan that are not all paths, see `Segmenter.segment`.
+
+    Returns:
+        The first channel in HU with the findings of all, and the arrays (D, H, W) of the others on
+        its grid.
+    """
+    volumes = []
+    for scan, channel in zip(scans, task.channels, strict=True):
+        volumes.append(_to_volume(scan, channel.modality))
+    first = volumes[0]
+    findings = list(first.findings)
+    arrays = []
+    for number in range(1, len(volumes)):
+        other = volumes[number]
+        name = f"image_{number}"
+        outside = task.channels[number].outside
+        placed, uncovered = place_channel(other.array, other.grid, first.grid, outside, name)
+        arrays.append(placed)
+        findings += uncovered
+        findings += [finding.within(name) for finding in other.findings]
+    first = replace(first, array=hu.apply(first.array), findings=tuple(findings))
+    return first, arrays
+
+
 def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
-    """Read a path, as a scan of a modality, convert a `SimpleITK.Image`; a `Volume` is returned as it is, but for NaN and infinity."""
+    """Read a path, as a scan of a modality, or convert a `SimpleITK.Image`.
+
+    A `Volume` is returned as it is, but for NaN and infinity.
+    """
     air = AIR_HU if modality == "ct" else 0
     if isinstance(scan, Volume):
         if np.isfinite(scan.array).all():
@@ -182,7 +191,10 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
 
 
 class LungSegmenter(Segmenter):
-    """The segmenter with the included weights where no checkpoints are given; label 1 is the left side, 2 the right."""
+    """The segmenter with the included weights where no checkpoints are given.
+
+    Label 1 is the left side, 2 the right.
+    """
 
     def __init__(
         self, coarse: Sequence[str | Path] = (), fine: Sequence[str | Path] = (), **options: Any

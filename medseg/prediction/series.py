@@ -114,7 +114,7 @@ def _refused(candidates: Sequence[Candidate], usable: Sequence[Candidate], rule:
 def find_files(
     scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
 ) -> list[Scan]:
-    """Give each row of a case table that shares its DICOM folder with others the files of its series.
+    """Give rows of a case table that share a DICOM folder the files of their series.
 
     So the headers of the folder are read once, and not for each row; and a file that is added to
     the folder changes no other case.

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
+# From the worst to the least severe.
 _MARKS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
 _LINE_LENGTH = 74
 _MAX_LINES = 7
@@ -69,26 +69,32 @@ def cut_slices(
         labels: Label map of the same shape, or None.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    slices = []
-    for plane, axis in (("coronal", 1), ("axial", 0)):
-        index = image_hu.shape[axis] // 2
-        if labels is not None:
-            areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
-            index = int(np.argmax(areas)) if areas.any() else index
-        strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
-        at: list[int | slice] = [slice(None, None, stride) for stride in strides]
-        at[axis] = index
-        place = tuple(at)
-        rows_mm, columns_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
-        slices.append(
-            Slice(
-                plane,
-                np.array(image_hu[place]),
-                None if labels is None else np.array(labels[place]),
-                (rows_mm, columns_mm),
-            )
-        )
-    return slices[0], slices[1]
+    coronal = _cut_slice("coronal", 1, image_hu, labels, spacing_mm)
+    axial = _cut_slice("axial", 0, image_hu, labels, spacing_mm)
+    return coronal, axial
+
+
+def _cut_slice(
+    plane: str,
+    axis: int,
+    image_hu: np.ndarray,
+    labels: np.ndarray | None,
+    spacing_mm: tuple[float, float, float],
+) -> Slice:
+    """Take the slice of an axis with most label, or the middle one, every few pixels."""
+    index = image_hu.shape[axis] // 2
+    if labels is not None:
+        areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
+        if areas.any():
+            index = int(np.argmax(areas))
+    strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
+    place: list[int | slice] = [slice(None, None, stride) for stride in strides]
+    place[axis] = index
+    at = tuple(place)
+    rows_mm, columns_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
+    # Copies: a view would keep the volume.
+    label_slice = None if labels is None else np.array(labels[at])
+    return Slice(plane, np.array(image_hu[at]), label_slice, (rows_mm, columns_mm))
 
 
 def audit_pictures(
@@ -111,17 +117,28 @@ def audit_pictures(
     Returns:
         The files.
     """
-    pages = [
-        cases[first : first + _CASES_PER_PAGE] for first in range(0, len(cases), _CASES_PER_PAGE)
-    ]
-    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
-    paths = [path, *islice(names, len(pages) - 1)]
-    for number, (page, file) in enumerate(zip(pages, paths, strict=True), start=1):
-        place = f" · {number} of {len(pages)}" if len(pages) > 1 else ""
-        _draw_page(page, file, title + place, label_names, window_hu)
-    for old in takewhile(Path.exists, names):
+    num_pages = math.ceil(len(cases) / _CASES_PER_PAGE)
+    paths = []
+    for number in range(1, 1 + num_pages):
+        page = cases[(number - 1) * _CASES_PER_PAGE : number * _CASES_PER_PAGE]
+        page_title = title
+        if num_pages > 1:
+            page_title += f" · {number} of {num_pages}"
+        paths.append(_path_of_page(path, number))
+        _draw_page(page, paths[-1], page_title, label_names, window_hu)
+    # Pages of an earlier audit with more cases.
+    number = num_pages + 1
+    while (old := _path_of_page(path, number)).exists():
         old.unlink()
+        number += 1
     return paths
+
+
+def _path_of_page(path: Path, number: int) -> Path:
+    """Path of the n-th picture, from 1."""
+    if number == 1:
+        return path
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _draw_page(
@@ -135,59 +152,49 @@ def _draw_page(
 
     A row is as high as its longest findings.
     """
-    texts = [_wrapped(case.findings) for case in cases]
-    columns = min(_COLUMNS, len(cases))
+    lines_by_case = [_wrapped(case.findings) for case in cases]
+    num_columns = min(_COLUMNS, len(cases))
     tops = [_HEADER_PX]
-    for first in range(0, len(cases), columns):
-        num_lines = max(len(text) for text in texts[first : first + columns])
-        tops.append(
-            tops[-1] + _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
-        )
-    canvas = Canvas(columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])
+    for first in range(0, len(cases), num_columns):
+        num_lines = max(len(lines) for lines in lines_by_case[first : first + num_columns])
+        row_px = _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
+        tops.append(tops[-1] + row_px)
+    canvas = Canvas(num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])
     canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
-    right = canvas.width_px
-    for number, name in reversed(list(enumerate(label_names.values()))):
-        right -= 7.5 * len(name) + 2 * _GAP_PX
-        canvas.write(
-            right,
-            17,
-            name.replace("_", " "),
-            color=colour_of(number),
-            fontsize=10,
-            fontweight="bold",
-        )
-    for number, (case, text) in enumerate(zip(cases, texts, strict=True)):
-        left, top = _GAP_PX + number % columns * (_CASE_PX + _GAP_PX), tops[number // columns]
-        worst = min(
-            (severity for severity, _ in case.findings),
-            key=list(_MARKS).index,
-            default="information",
-        )
-        canvas.write(
-            left,
-            top,
-            "✓" if worst == "information" else "●",
-            color=TEXT if worst == "information" else _MARKS[worst],
-            fontsize=11,
-        )
-        canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
-        canvas.write(
-            left + 16,
-            top + 18,
-            shortened(case.subtitle, 74),
-            color=_MARKS["information"],
-            fontsize=8,
-        )
+    _write_legend(canvas, list(label_names.values()))
+    for number, (case, lines) in enumerate(zip(cases, lines_by_case, strict=True)):
+        row, column = divmod(number, num_columns)
+        left = _GAP_PX + column * (_CASE_PX + _GAP_PX)
+        top = tops[row]
+        _write_heading(canvas, left, top, case)
         _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
-        for line, (colour, words) in enumerate(text):
-            canvas.write(
-                left,
-                top + _TITLE_PX + _SLICES_PX + _GAP_PX + line * _LINE_PX,
-                words,
-                color=colour,
-                fontsize=8,
-            )
+        first_line = top + _TITLE_PX + _SLICES_PX + _GAP_PX
+        for line, (colour, text) in enumerate(lines):
+            canvas.write(left, first_line + line * _LINE_PX, text, color=colour, fontsize=8)
     write_png(canvas.figure, path)
+
+
+def _write_legend(canvas: Canvas, names: Sequence[str]) -> None:
+    """Write the names of the labels in their colours, from right to left."""
+    right = canvas.width_px
+    for number in reversed(range(len(names))):
+        # About the width of a letter in bold type of 10 points.
+        right -= 7.5 * len(names[number]) + 2 * _GAP_PX
+        text = names[number].replace("_", " ")
+        canvas.write(right, 17, text, color=colour_of(number), fontsize=10, fontweight="bold")
+
+
+def _write_heading(canvas: Canvas, left: float, top: float, case: CaseView) -> None:
+    """Write name and grid of a case, with a mark for its worst finding."""
+    severities = [severity for severity, _ in case.findings]
+    worst = min(severities, key=list(_MARKS).index, default="information")
+    if worst == "information":
+        canvas.write(left, top, "✓", color=TEXT, fontsize=11)
+    else:
+        canvas.write(left, top, "●", color=_MARKS[worst], fontsize=11)
+    canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
+    subtitle = shortened(case.subtitle, 74)
+    canvas.write(left + 16, top + 18, subtitle, color=_MARKS["information"], fontsize=8)
 
 
 def _draw_slices(

@@ -70,28 +70,40 @@ def pack_case(
     volumes = pack_volumes(image, labels, grid, reference, is_ct=task.is_ct, max_mb=max_mb)
     if reference is None:
         return PackedCase(volumes, None, {})
-    orientation = orientation_of(grid)
     pred, lps_grid, _ = orient(labels, grid)
-    worst_xyz_mm, most = None, 0
-    counts = np.zeros(
-        (3, 1 + max(task.labels.values())), dtype=np.int64
-    )  # of prediction, reference and both, by value
-    for index, (found, expected) in enumerate(
-        zip(pred, orientation.to_lps(reference), strict=True)
-    ):
-        is_equal = found == expected
-        for row, values in enumerate((found, expected, found[is_equal])):
-            counts[row] += np.bincount(values.ravel(), minlength=counts.shape[1])[: counts.shape[1]]
-        number = found.size - int(np.count_nonzero(is_equal))
-        if number > most:
-            y, x = (float(axis.mean()) for axis in np.nonzero(~is_equal))
-            worst_xyz_mm, most = lps_grid.index_to_world_xyz_mm([index, y, x]).tolist(), number
-    dice = {
-        name: 2 * int(counts[2, value]) / total
-        for name, value in task.labels.items()
-        if (total := int(counts[0, value] + counts[1, value]))
-    }
-    return PackedCase(volumes, worst_xyz_mm, dice)
+    target = orientation_of(grid).to_lps(reference)
+    num_values = 1 + max(task.labels.values())
+    # Voxels of the prediction, of the reference and of both, by label value.
+    counts = np.zeros((3, num_values), dtype=np.int64)
+    worst_xyz_mm = None
+    most = 0
+    # Slice by slice: masks of the whole volume would take much memory.
+    for index, (pred_slice, target_slice) in enumerate(zip(pred, target, strict=True)):
+        is_equal = pred_slice == target_slice
+        for row, values in enumerate((pred_slice, target_slice, pred_slice[is_equal])):
+            counts[row] += np.bincount(values.ravel(), minlength=num_values)[:num_values]
+        num_different = pred_slice.size - int(np.count_nonzero(is_equal))
+        if num_different > most:
+            most = num_different
+            ys, xs = np.nonzero(~is_equal)
+            centre = [index, float(ys.mean()), float(xs.mean())]
+            worst_xyz_mm = lps_grid.index_to_world_xyz_mm(centre).tolist()
+    return PackedCase(volumes, worst_xyz_mm, _dice_by_label(counts, task))
+
+
+def _dice_by_label(counts: np.ndarray, task: Task) -> dict[str, float]:
+    """Dice coefficient of each label that the prediction or the reference has.
+
+    Args:
+        counts: Voxels of the prediction, of the reference and of both, by label value; (3, values).
+        task: Its labels.
+    """
+    dice = {}
+    for name, value in task.labels.items():
+        num_pred, num_target, num_both = counts[:, value].tolist()
+        if num_pred + num_target:
+            dice[name] = 2 * num_both / (num_pred + num_target)
+    return dice
 
 
 def write_case_viewer(
@@ -152,12 +164,11 @@ def write_case_viewer(
 
 def structures_of(task: Task) -> list[Structure]:
     """Describe the labels of a task; those without a colour get one of the palette."""
-    return [
-        Structure(
-            name, value, task.colours.get(name) or colour_of(number), task.codes.get(name, ())
-        )
-        for number, (name, value) in enumerate(task.labels.items())
-    ]
+    structures = []
+    for number, (name, value) in enumerate(task.labels.items()):
+        colour = task.colours.get(name) or colour_of(number)
+        structures.append(Structure(name, value, colour, task.codes.get(name, ())))
+    return structures
 
 
 def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
@@ -167,9 +178,8 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """
     written = {"ml": f"{figures.get('ml') or 0:.0f}"}
     if figures.get("mean_hu") is not None:
-        written |= {
-            "mean HU": f"{figures['mean_hu']:.0f}",
-            "5 … 95 % HU": f"{figures['p5_hu']} … {figures['p95_hu']}",
-            "< −950 HU": f"{100 * (figures['share_below_minus_950_hu'] or 0):.1f} %",
-        }
+        share = figures["share_below_minus_950_hu"] or 0
+        written["mean HU"] = f"{figures['mean_hu']:.0f}"
+        written["5 … 95 % HU"] = f"{figures['p5_hu']} … {figures['p95_hu']}"
+        written["< −950 HU"] = f"{100 * share:.1f} %"
     return written

@@ -89,25 +89,13 @@ def render_cases(
     regions = list(dict.fromkeys(row["region"] for row in rows))
     anchors = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
     page_rows = _page_rows(sorted(rows, key=_rank), regions, anchors, baseline_dices)
+    # The charts are data in the page: what they do not draw would only make it larger.
     points = [{key: row[key] for key in _POINT_KEYS} for row in page_rows]
-    tiles: list[tuple[str, Any]] = [("cases", len(anchors))]
-    for row in statistics:
-        if row["metric"] == "dice":
-            name = row["region"].replace("_", " ")
-            tiles.append((f"mean Dice, {name}", f"{row['mean']:.4f}"))
-    tiles += costs
-    cases = []
-    for number, (case, anchor) in enumerate(anchors.items()):
-        picture = files[case].picture
-        uri = ""
-        if picture is not None and number < num_pictures:
-            uri = data_uri(picture, say)
-        cases.append((case, anchor, uri, files[case]))
     return render_page(
         "cases.html",
         "evaluation",
         title,
-        tiles=tiles,
+        tiles=[("cases", len(anchors)), *_mean_dices(statistics), *costs],
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],
             "differences": _difference_charts(compared, points),
@@ -117,11 +105,57 @@ def render_cases(
         trusts=sorted({row["trust"] for row in rows} - {""}),
         titles=_titles(rows[0]),
         rows=page_rows,
-        cases=cases,
+        cases=_page_cases(anchors, files, num_pictures, say),
         statistics=[row for row in statistics if row["mean"] is not None],
         notes={heading: lines for heading, lines in notes.items() if lines},
         baseline=baseline,
-        differences=[
+        differences=_difference_rows(compared),
+        method=METHOD,
+        pairing=pairing,
+        missing=MISSING,
+        write_score=_write_score,
+    )
+
+
+def _mean_dices(statistics: Sequence[Row]) -> list[tuple[str, str]]:
+    """Figures for the top of the page: the mean Dice of each region."""
+    tiles = []
+    for row in statistics:
+        if row["metric"] == "dice":
+            name = row["region"].replace("_", " ")
+            tiles.append((f"mean Dice, {name}", f"{row['mean']:.4f}"))
+    return tiles
+
+
+def _page_cases(
+    anchors: Mapping[str, str],
+    files: Mapping[str, Files],
+    num_pictures: int,
+    say: Callable[[str], None],
+) -> list[tuple[str, str, str, Files]]:
+    """List each case with its anchor, its picture ("" without one) and its files, the worst first.
+
+    Args:
+        anchors: Case to its anchor in the page, the worst case first.
+        files: Case to its picture and viewer.
+        num_pictures: Largest number of pictures.
+        say: Takes a sentence about a picture that could not be read.
+    """
+    cases = []
+    for number, (case, anchor) in enumerate(anchors.items()):
+        picture = files[case].picture
+        uri = ""
+        if picture is not None and number < num_pictures:
+            uri = data_uri(picture, say)
+        cases.append((case, anchor, uri, files[case]))
+    return cases
+
+
+def _difference_rows(compared: Sequence[tuple[str, str, Difference]]) -> list[dict[str, Any]]:
+    """Rows of the table of differences to the baseline: one for each region and metric."""
+    rows = []
+    for region, metric, difference in compared:
+        rows.append(
             {
                 "name": region.replace("_", " "),
                 "metric": _TITLES[metric],
@@ -129,13 +163,8 @@ def render_cases(
                 "digits": 2 if metric == "hd95_mm" else 4,
                 **difference._asdict(),
             }
-            for region, metric, difference in compared
-        ],
-        method=METHOD,
-        pairing=pairing,
-        missing=MISSING,
-        write_score=_write_score,
-    )
+        )
+    return rows
 
 
 def _titles(row: Row) -> dict[str, str]:
@@ -167,6 +196,7 @@ def _difference_charts(
             }
             rows.append(row)
     charts = list(differences(rows, "Difference of the Dice"))
+    # Only some of the cases may be in the baseline.
     pairs = [point for point in points if point["delta"] is not None]
     if pairs:
         charts.append(case_differences(pairs))

@@ -20,8 +20,10 @@ from medseg.report.compare import (
     Comparison,
     Study,
 )
+from medseg.report.plots import rank_offsets
 
-_HEIGHT_PX, _SMALL_HEIGHT_PX = 260, 200
+_HEIGHT_PX = 260
+_SMALL_HEIGHT_PX = 200
 # With fewer results a chart per key shows nothing that the table does not.
 _MIN_RESULTS = 4
 _MAX_KEYS = 9
@@ -57,36 +59,41 @@ def curves(comparison: Comparison) -> list[Chart]:
             points = _thinned(run.curve(column))
             rows += [{**_run(comparison, index), "x": x, **_dice(y)} for x, y in points]
             num_lines += bool(points)
-        if rows:
-            x = _axis("optimiser step", rows, "x", is_count=True)
-            y = _axis(heading, rows, "y", is_dice=column == "val_dice")
-            dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
-            tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
-            # The pointer, or a finger, takes the nearest point.
-            near = {
-                "name": "near",
-                "select": {
-                    "type": "point",
-                    "nearest": True,
-                    "on": "pointerover",
-                    "clear": "pointerout",
-                },
-            }
-            is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
-            layers: Rows = [
-                {
-                    "mark": {"type": "line", "strokeWidth": 1.6},
-                    "encoding": {"detail": {"field": "run"}, "strokeDash": dash},
-                },
-                {
-                    "mark": {"type": "point", "filled": True, "size": 70},
-                    "params": [near],
-                    "encoding": {"opacity": is_near, "tooltip": tooltip},
-                },
-            ]
-            description = f"{heading} over the optimiser steps of {num_lines} runs"
-            charts.append(_chart(heading, description, rows, layers, x, y))
+        if not rows:
+            continue
+        description = f"{heading} over the optimiser steps of {num_lines} runs"
+        x = _axis("optimiser step", rows, "x", is_count=True)
+        y = _axis(heading, rows, "y", is_dice=column == "val_dice")
+        charts.append(_chart(heading, description, rows, _curve_layers(heading), x, y))
     return charts
+
+
+def _curve_layers(heading: str) -> Rows:
+    """Lines of the runs, and the point under the pointer with its values."""
+    dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
+    tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
+    # The pointer, or a finger, takes the nearest point.
+    near = {
+        "name": "near",
+        "select": {
+            "type": "point",
+            "nearest": True,
+            "on": "pointerover",
+            "clear": "pointerout",
+        },
+    }
+    is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    return [
+        {
+            "mark": {"type": "line", "strokeWidth": 1.6},
+            "encoding": {"detail": {"field": "run"}, "strokeDash": dash},
+        },
+        {
+            "mark": {"type": "point", "filled": True, "size": 70},
+            "params": [near],
+            "encoding": {"opacity": is_near, "tooltip": tooltip},
+        },
+    ]
 
 
 def costs(comparison: Comparison) -> list[Chart]:
@@ -132,6 +139,7 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
             results[index] = value
     if len(results) < 2:
         return []
+    # Running maximum or minimum in the order of the trials.
     best_of = np.maximum if direction == "maximize" else np.minimum
     bests = best_of.accumulate(list(results.values())).tolist()
     rows = []
@@ -174,37 +182,31 @@ def differences(rows: Rows, title: str) -> list[Chart]:
     # others.
     axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
+    # Lines of 14 pixels.
     row_px = 16 + 14 * max(row["name"].count(", ") + 1 for row in rows)
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
     tooltip = _tooltip(
         name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases"
     )
-    layers: Rows = [
-        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"x": {"datum": 0}}},
-    ]
+    zero: dict[str, Any] = {
+        "data": {"values": [{}]},
+        "mark": _ZERO,
+        "encoding": {"x": {"datum": 0}},
+    }
+    ends = {"x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}
+    intervals = {
+        "mark": {"type": "rule", "strokeWidth": 2.5},
+        "encoding": {**_SETTING_LOOK, **ends},
+    }
+    means = {
+        "mark": {**_DOT, "opacity": 1},
+        "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip},
+    }
+    layers = [zero, means]
     if any(row["ci95_low"] is not None for row in rows):
-        ends = {"x": {**x, "field": "ci95_low"}, "x2": {"field": "ci95_high"}, "y": y}
-        layers.append(
-            {
-                "mark": {"type": "rule", "strokeWidth": 2.5},
-                "encoding": {**_SETTING_LOOK, **ends},
-            }
-        )
-    layers.append(
-        {
-            "mark": {**_DOT, "opacity": 1},
-            "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip},
-        }
-    )
-    return [
-        _chart(
-            title,
-            f"{title} of {len(rows)} rows, with 95 % intervals",
-            rows,
-            layers,
-            height=row_px * len(rows) + 20,
-        )
-    ]
+        layers = [zero, intervals, means]
+    description = f"{title} of {len(rows)} rows, with 95 % intervals"
+    return [_chart(title, description, rows, layers, height=row_px * len(rows) + 20)]
 
 
 def dice_by_region(rows: Rows) -> Chart:
@@ -215,13 +217,13 @@ def dice_by_region(rows: Rows) -> Chart:
             number for the filters.
     """
     order = sorted(range(len(rows)), key=lambda index: rows[index]["dice"])
-    # Neighbours in rank are moved sideways by the golden ratio, without chance: points of nearly
-    # equal score do not overlap.
-    offsets = {index: (place * 0.618) % 1 for place, index in enumerate(order)}
-    points = [
-        {**row, **_dice(row["dice"]), "offset": offsets[index]} for index, row in enumerate(rows)
-    ]
-    names = [region.replace("_", " ") for region in dict.fromkeys(row["region"] for row in rows)]
+    offsets = dict(zip(order, rank_offsets(len(rows)).tolist(), strict=True))
+    points: Rows = []
+    for index, row in enumerate(rows):
+        name = row["region"].replace("_", " ")
+        points.append({**row, **_dice(row["dice"]), "offset": offsets[index], "name": name})
+    # Regions in the order of their first row.
+    names = list(dict.fromkeys(point["name"] for point in points))
     x = {
         "field": "name",
         "type": "nominal",
@@ -229,7 +231,6 @@ def dice_by_region(rows: Rows) -> Chart:
         "scale": {"domain": names},
         "axis": {"labelAngle": 0 if len(names) < 5 else -35},
     }
-    points = [{**point, "name": point["region"].replace("_", " ")} for point in points]
     y = _axis("Dice", points, "y", is_dice=True)
     offset = {"field": "offset", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}}
     box = {
@@ -240,14 +241,10 @@ def dice_by_region(rows: Rows) -> Chart:
         "box": {"opacity": 0.22},
         "median": {"color": "var(--ink)"},
     }
-    look = {
-        "color": _COLOUR,
-        "href": {"field": "link"},
-        "tooltip": _tooltip(case="case", region="region", y="Dice"),
-    }
+    tooltip = _tooltip(case="case", region="region", y="Dice")
     layers: Rows = [
         {"mark": box, "encoding": {"x": x, "y": y}},
-        {"mark": _DOT, "encoding": {"x": x, "xOffset": offset, "y": y, **look}},
+        {"mark": _DOT, "encoding": {"x": x, "xOffset": offset, "y": y, **_case_look(tooltip)}},
     ]
     return _chart("Dice by region", f"Dice of {len(rows)} results by region", points, layers)
 
@@ -261,29 +258,13 @@ def volume_errors(rows: Rows) -> Chart:
     points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
     x = _axis("reference volume in ml", points, "x")
     y = _axis("prediction minus reference in ml", points, "y")
+    # Over- and underestimation are seen as such only beside zero.
     y["scale"] = {"zero": True}
     tooltip = _tooltip(
         case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml"
     )
-    layers: Rows = [
-        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
-        {
-            "mark": _DOT,
-            "encoding": {
-                "x": x,
-                "y": y,
-                "color": _COLOUR,
-                "href": {"field": "link"},
-                "tooltip": tooltip,
-            },
-        },
-    ]
-    return _chart(
-        "Volume error",
-        f"Volume error of {len(rows)} results over the reference volume",
-        points,
-        layers,
-    )
+    description = f"Volume error of {len(rows)} results over the reference volume"
+    return _chart("Volume error", description, points, _errors_about_zero(x, y, tooltip))
 
 
 def case_differences(rows: Rows) -> Chart:
@@ -292,10 +273,8 @@ def case_differences(rows: Rows) -> Chart:
     Args:
         rows: As of `dice_by_region`, with `delta`.
     """
-    points = [
-        {**row, "x": place}
-        for place, row in enumerate(sorted(rows, key=lambda row: row["delta"]), start=1)
-    ]
+    ordered = sorted(rows, key=lambda row: row["delta"])
+    points = [{**row, "x": place} for place, row in enumerate(ordered, start=1)]
     x = {
         "field": "x",
         "type": "quantitative",
@@ -309,25 +288,21 @@ def case_differences(rows: Rows) -> Chart:
         "axis": {"tickCount": 5},
     }
     tooltip = _tooltip(case="case", region="region", delta="difference", dice="Dice")
-    layers: Rows = [
+    description = f"Difference of the Dice to the baseline of {len(rows)} results"
+    return _chart("Difference by case", description, points, _errors_about_zero(x, y, tooltip))
+
+
+def _errors_about_zero(x: dict[str, Any], y: dict[str, Any], tooltip: Rows) -> Rows:
+    """Points of cases, and a line at zero."""
+    return [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
-        {
-            "mark": _DOT,
-            "encoding": {
-                "x": x,
-                "y": y,
-                "color": _COLOUR,
-                "href": {"field": "link"},
-                "tooltip": tooltip,
-            },
-        },
+        {"mark": _DOT, "encoding": {"x": x, "y": y, **_case_look(tooltip)}},
     ]
-    return _chart(
-        "Difference by case",
-        f"Difference of the Dice to the baseline of {len(rows)} results",
-        points,
-        layers,
-    )
+
+
+def _case_look(tooltip: Rows) -> dict[str, Any]:
+    """Colour, link and tooltip of the point of a case."""
+    return {"color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}
 
 
 _COLOUR = {"field": "colour", "type": "nominal", "scale": None}
@@ -363,7 +338,10 @@ def _chart(
 
     The legend and the filters of the page set its parameters `lit` and `shown`.
     """
-    shared: dict[str, Any] = {"encoding": {"x": x, "y": y, **_SETTING_LOOK}} if x else {}
+    shared: dict[str, Any] = {}
+    if x:
+        shared["encoding"] = {"x": x, "y": y, **_SETTING_LOOK}
+    # Cases have filters, which the page's script writes into `shown`.
     if "row" in rows[0]:
         shared["transform"] = [{"filter": "shown === null || indexof(shown, datum.row) >= 0"}]
     spec = {
@@ -384,8 +362,10 @@ def _tooltip(**titles: str) -> Rows:
     texts = ("run", "label", "case", "region", "name", "x")
     fields: Rows = []
     for field, title in titles.items():
-        number_format = {} if field in texts else {"format": ".4~g"}
-        fields.append({"field": field, "title": title, **number_format})
+        entry = {"field": field, "title": title}
+        if field not in texts:
+            entry["format"] = ".4~g"
+        fields.append(entry)
     return fields
 
 
@@ -396,7 +376,8 @@ def _dice(value: float) -> dict[str, float]:
 
 def _run(comparison: Comparison, index: int) -> dict[str, Any]:
     """Fields of a run that every point of it has."""
-    run, setting = comparison.runs[index], comparison.setting_of[index]
+    run = comparison.runs[index]
+    setting = comparison.setting_of[index]
     return {
         "run": run.name,
         "label": setting.label,
@@ -410,9 +391,8 @@ def _run(comparison: Comparison, index: int) -> dict[str, Any]:
 def _thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Finite points of a curve, at most `_MAX_POINTS`."""
     finite = [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)]
-    return [
-        finite[round(at)] for at in np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))
-    ]
+    places = np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))
+    return [finite[round(place)] for place in places]
 
 
 def _axis(
@@ -438,6 +418,7 @@ def _axis(
         is_count: Whether the axis stays linear, since it counts steps or trials.
     """
     values = [row[name] for row in rows]
+    # The padding keeps the outer points off the frame.
     axis: dict[str, Any] = {
         "field": name,
         "type": "quantitative",
@@ -446,14 +427,11 @@ def _axis(
     }
     if isinstance(values[0], str):
         is_short = sum(map(len, set(values))) < 40
-        return {
-            **axis,
-            "type": "nominal",
-            "sort": None,
-            "scale": {},
-            "axis": {"labelAngle": 0 if is_short else -35, "labelLimit": 110},
-        }
-    low, high = min(values), max(values)
+        labels = {"labelAngle": 0 if is_short else -35, "labelLimit": 110}
+        return {**axis, "type": "nominal", "sort": None, "scale": {}, "axis": labels}
+    low = min(values)
+    high = max(values)
+    # Below 0.9 a linear axis shows the differences well.
     if is_dice and high > 0.9:
         return {**axis, "field": "error", **_dice_scale(low, high)}
     is_linear = is_dice or is_count or not low > 0  # NaN too
@@ -466,9 +444,11 @@ def _axis(
 
 def _dice_scale(low: float, high: float) -> dict[str, Any]:
     """Choose a logarithmic scale of 1 - Dice and its ticks, for scores from `low` to `high`."""
+    # The axis ends at ticks around the scores.
     lowest = max((tick for tick in _DICE_TICKS if tick <= low), default=0.0)
     highest = min((tick for tick in _DICE_TICKS if tick >= high), default=1.0)
     ticks = [tick for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest]
+    # From the larger error to the smaller one: a better Dice is up.
     domain = [1 - lowest, max(1 - highest, _LEAST_ERROR)]
     return {
         "scale": {"type": "log", "domain": domain, "nice": False},
@@ -492,7 +472,9 @@ def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
     ticks: list[float] = []
     for decade in range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1):
         ticks += [float(f"{step}e{decade}") for step in steps]
-    low, high = lowest / 1.25, highest * 1.25  # room beside the outer points
+    # Room beside the outer points.
+    low = lowest / 1.25
+    high = highest * 1.25
     return {
         "scale": {"type": "log", "domain": [low, high], "nice": False},
         "axis": {
@@ -514,6 +496,7 @@ def _dice_chart(
 
     There is nothing to draw where the settings or values of the finished runs do not differ.
     """
+    # Index of each finished run with both figures to its value and its Dice.
     points: dict[int, tuple[Any, float]] = {}
     for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True)):
         dice = VAL_DICE.of(run)
@@ -527,25 +510,14 @@ def _dice_chart(
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):
             points = numbers
-    rows = [
-        {**_run(comparison, index), "x": value, **_dice(dice)}
-        for index, (value, dice) in points.items()
-    ]
+    rows: Rows = []
+    for index, (value, dice) in points.items():
+        rows.append({**_run(comparison, index), "x": value, **_dice(dice)})
+    # Such as `optimizer.lr`.
     is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
-    layer = {
-        "mark": _DOT,
-        "encoding": {"tooltip": _tooltip(run="run", label="setting", x=title, y="validation Dice")},
-    }
+    tooltip = _tooltip(run="run", label="setting", x=title, y="validation Dice")
+    layers: Rows = [{"mark": _DOT, "encoding": {"tooltip": tooltip}}]
     x = _axis(title, rows, "x", is_rate=is_rate)
     y = _axis("validation Dice", rows, "y", is_dice=True)
-    return [
-        _chart(
-            heading,
-            f"Validation Dice of {len(rows)} runs over {title}",
-            rows,
-            [layer],
-            x,
-            y,
-            height,
-        )
-    ]
+    description = f"Validation Dice of {len(rows)} runs over {title}"
+    return [_chart(heading, description, rows, layers, x, y, height)]

@@ -140,12 +140,15 @@ def write_duration(duration_s: float) -> str:
         >>> [write_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
         ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
     """
+    # By the rounded value: 59.6 s is a minute.
     if round(duration_s) < 60:
         return f"{duration_s:.1f} s" if duration_s < 10 else f"{duration_s:.0f} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
     if not hours:
         return f"{minutes} min"
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    if not minutes:
+        return f"{hours} h"
+    return f"{hours} h {minutes} min"
 
 
 def write_count(number: float) -> str:
@@ -171,8 +174,10 @@ def _reader(
 
     def read(run: Run) -> float | None:
         value = run.summary.get(key)
+        # Python counts True as a number.
         if isinstance(value, bool):
             value = None
+        # NaN is not <= anything.
         if isinstance(value, int | float) and abs(value) <= LARGEST:
             return float(value)
         values = [value for _, value in run.curve(column)]
@@ -182,6 +187,7 @@ def _reader(
 
 
 def _val_dice_worst(run: Run) -> float | None:
+    """Dice of the worst case in the line of the best mean."""
     lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
     if not lines:
         return None
@@ -361,9 +367,9 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         baseline: Name of one of the runs; None = no differences.
     """
     texts = _texts(runs)
-    values_of = {
-        key: {value for value in values if value is not None} for key, values in texts.items()
-    }
+    values_of = {}
+    for key, values in texts.items():
+        values_of[key] = {value for value in values if value is not None}
     differing = [key for key in texts if len(values_of[key]) > 1]
     columns = _columns(runs, {key: texts[key] for key in differing})
     setting_columns = [column for column in columns if column.key not in REPEAT_KEYS]
@@ -371,16 +377,21 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     # different runs into repeats.
     setting_texts = {key: texts[key] for key in differing if key not in REPEAT_KEYS}
     settings, setting_of = _group_runs(runs, setting_texts, setting_columns)
-    ranked = sorted(range(len(settings)), key=lambda number: _merit(settings[number]))
-    best = ranked[0] if ranked and _can_be_best(settings[ranked[0]]) else None
-    baseline_settings = [
-        setting_of[index] for index, run in enumerate(runs) if run.name == baseline
-    ]
-    base = baseline_settings[0].number if baseline_settings else None
     patients = _patients_of_cases(runs)
+    ranked = sorted(range(len(settings)), key=lambda number: _merit(settings[number]))
+    best = None
+    tied: Sequence[int] = ()
+    if ranked and _can_be_best(settings[ranked[0]]):
+        best = ranked[0]
+        tied = _tied(settings, ranked, best, patients)
+    base = _number_of_baseline(runs, setting_of, baseline)
     differences: dict[int, Difference] = {}
     if base is not None:
         differences = _differences(settings, base, patients)
+    same: dict[str, str] = {}
+    for key, known_values in values_of.items():
+        if len(known_values) == 1:
+            (same[key],) = known_values
     return Comparison(
         runs=tuple(runs),
         columns=columns,
@@ -389,12 +400,22 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         setting_of=setting_of,
         ranked=ranked,
         best=best,
-        same={key: values.pop() for key, values in values_of.items() if len(values) == 1},
+        same=same,
         baseline=base,
         differences=differences,
-        tied=() if best is None else _tied(settings, ranked, best, patients),
+        tied=tied,
         patients=patients,
     )
+
+
+def _number_of_baseline(
+    runs: Sequence[Run], setting_of: Sequence[Setting], baseline: str | None
+) -> int | None:
+    """Find the setting of the baseline run."""
+    for run, setting in zip(runs, setting_of, strict=True):
+        if run.name == baseline:
+            return setting.number
+    return None
 
 
 def _group_runs(
@@ -410,6 +431,7 @@ def _group_runs(
     Returns:
         The settings, and the setting of each run.
     """
+    # The texts of a setting to the indices of its runs; the dictionary keeps the order.
     groups: dict[tuple[str | None, ...], list[int]] = {}
     for index in range(len(runs)):
         values = tuple(run_texts[index] for run_texts in texts.values())
@@ -430,14 +452,15 @@ def _patients_of_cases(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _can_be_best(setting: Setting) -> bool:
+    """Whether all runs of a setting have finished, with a result."""
     return setting.is_complete and VAL_DICE.key in setting.metrics
 
 
 def _merit(setting: Setting) -> tuple[bool, bool, float, float]:
     """Rank a setting, smaller is better: whether it can be compared, then Dice, then memory."""
     dices = setting.metrics.get(VAL_DICE.key)
-    peaks = setting.metrics.get(PEAK.key)
     minus_dice = -fmean(dices) if dices else 0.0
+    peaks = setting.metrics.get(PEAK.key)
     peak_gib = fmean(peaks) if peaks else float("inf")
     return not dices, not setting.is_complete, minus_dice, peak_gib
 
@@ -469,7 +492,9 @@ def _tied(
     The best was chosen after all were seen: any pair could have become the comparison of the best
     with another one.
     """
+    # Without a result there is nothing to compare.
     with_result = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
+    # Bonferroni: the level of 5 % is divided by the number of pairs.
     num_pairs = len(with_result) * (len(with_result) - 1) // 2
     best_means = settings[best].case_means()
     tied = []
@@ -494,6 +519,9 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     for index, run in enumerate(comparison.runs):
         setting = comparison.setting_of[index]
         dices = setting.metrics.get(VAL_DICE.key, ())
+        mean = f"{fmean(dices):.6g}" if dices else None
+        # A standard deviation needs two runs.
+        deviation = f"{stdev(dices):.6g}" if len(dices) > 1 else None
         figures = {}
         for metric in METRICS:
             value = metric.of(run)
@@ -505,8 +533,8 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
                 **{column.key: column.values[index] for column in comparison.columns},
                 **figures,
                 "setting": setting.number,
-                "setting_val_dice_mean": f"{fmean(dices):.6g}" if dices else None,
-                "setting_val_dice_sd": f"{stdev(dices):.6g}" if len(dices) > 1 else None,
+                "setting_val_dice_mean": mean,
+                "setting_val_dice_sd": deviation,
                 "setting_runs": len(dices),
                 "is_best": comparison.best == setting.number,
                 "tied_with_best": setting.number in comparison.tied,
@@ -527,25 +555,29 @@ def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)
+    # A dictionary keeps the order of the keys' first appearance.
     keys: dict[str, None] = {}
     for run in runs:
         keys |= dict.fromkeys(run.settings)
         keys |= dict.fromkeys(key for key in run.overrides if key in group_keys)
     for key in keys:
-        texts[key] = []
-        for run in runs:
-            value = run.overrides.get(key) if key in group_keys else run.settings.get(key)
-            if value is not None or key in run.settings:
-                texts[key].append(_text(value))
-            else:
-                texts[key].append(MISSING if run.has_config else None)
+        texts[key] = [_text_in(run, key, is_group=key in group_keys) for run in runs]
     return texts
+
+
+def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
+    """Text of a key in a run, see `_texts`; that of a group is the file that an override chose."""
+    value = run.overrides.get(key) if is_group else run.settings.get(key)
+    if value is not None or key in run.settings:
+        return _text(value)
+    return MISSING if run.has_config else None
 
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
     """List the overrides that chose a file of a group: no configuration has a key of that name."""
     config_keys = set(itertools.chain(*(run.settings for run in runs if run.has_config)))
     overridden = set(itertools.chain(*(run.overrides for run in runs)))
+    # A group has keys below its name; an experiment sets keys anywhere.
     group_keys = overridden & {"experiment"}
     for key in overridden - config_keys:
         if any(config_key.startswith(f"{key}.") for config_key in config_keys):
@@ -575,16 +607,22 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
         return is_below and len(pairs) == len({column_text for column_text, _ in pairs})
 
     def place(key: str) -> tuple[bool, bool, bool]:
+        # False sorts before True: groups first, then overrides; seed and fold last.
         return key in REPEAT_KEYS, key not in group_keys, key not in overridden
 
-    equal: dict[str, list[str]] = {}
+    # Key of each column to the keys that repeat it.
+    repeated: dict[str, list[str]] = {}
     for key in sorted(texts, key=place):
-        column = next((column for column in equal if is_repeated(column, key)), key)
-        equal.setdefault(column, []).append(key)
-    return [
-        Column(key, tuple(MISSING if text is None else text for text in texts[key]), tuple(others))
-        for key, *others in equal.values()
-    ]
+        column = next((column for column in repeated if is_repeated(column, key)), None)
+        if column is None:
+            repeated[key] = []
+        else:
+            repeated[column].append(key)
+    columns = []
+    for column, also in repeated.items():
+        values = [MISSING if text is None else text for text in texts[column]]
+        columns.append(Column(column, tuple(values), tuple(also)))
+    return columns
 
 
 def _setting(
@@ -616,6 +654,7 @@ def _setting(
 
 def _label(columns: Sequence[Column], values: Sequence[str]) -> str:
     """Name a setting by its values; keys have their last parts only where these are unique."""
+    # `lr` for `optimizer.lr`, unless another key ends so too.
     last_parts = [column.key.rsplit(".", 1)[-1] for column in columns]
     texts = []
     for column, last_part, value in zip(columns, last_parts, values, strict=True):

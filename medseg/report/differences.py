@@ -89,6 +89,7 @@ def paired_difference(
     mean = float(gains.mean())
     ci95_low = None
     ci95_high = None
+    # A single patient has no variance.
     if len(gains) > 1:
         half_width = float(t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1) * sem(gains))
         ci95_low = mean - half_width
@@ -136,6 +137,7 @@ def is_established(
     gains = np.round(means[:, 0] - means[:, 1], _DIGITS)
     if len(gains) < 2:
         return False
+    # Two-sided, although only a gain counts: as careful as the intervals of the page.
     level = (1 - CONFIDENCE) / num_comparisons
     least_t = t.ppf(1 - level / 2, len(gains) - 1)
     return bool(gains.mean() > least_t * sem(gains))

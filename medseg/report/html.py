@@ -56,6 +56,7 @@ def render_page(
         for chart in group:
             figures[name].append((len(specs), chart.heading))
             specs.append(chart.spec)
+    # A page without a chart does without 0.8 MB of scripts.
     libraries = []
     if specs:
         libraries = [source(f"vega/{name}") for name in _LIBRARIES]

@@ -45,6 +45,7 @@ def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[f
     They are the window, or without one the 1st and 99th percentile of the image.
     """
     low, high = window or np.percentile(image, (1, 99)).tolist()
+    # An image of one value still has a range.
     return low, max(high, low + 1e-6)
 
 
@@ -59,15 +60,22 @@ class Canvas:
     def __init__(self, width_px: float, height_px: float) -> None:
         from matplotlib.figure import Figure
 
-        self.width_px, self.height_px = width_px, height_px
-        self.figure = Figure(
-            figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, facecolor=BACKGROUND
-        )
+        self.width_px = width_px
+        self.height_px = height_px
+        size_in = (width_px / _DPI, height_px / _DPI)
+        self.figure = Figure(figsize=size_in, dpi=_DPI, facecolor=BACKGROUND)
 
     def write(self, left: float, top: float, text: str, **style: Any) -> None:
         """Write a text with its upper left corner at a place, unless the style aligns it."""
-        place = left / self.width_px, 1 - top / self.height_px
-        self.figure.text(*place, text, **{"color": TEXT, "va": "top", "parse_math": False, **style})
+        # The names of cases may contain `$`, which is no formula.
+        defaults = {"color": TEXT, "va": "top", "parse_math": False}
+        x, y = left / self.width_px, 1 - top / self.height_px
+        self.figure.text(x, y, text, **{**defaults, **style})
+
+    def write_title(self, title: str, header_px: float, max_letters: int) -> None:
+        """Write the title at the left of a header, vertically centred."""
+        text = shortened(title, max_letters)
+        self.write(12, header_px / 2, text, fontsize=14, fontweight="bold", va="center")
 
     def draw_slice(
         self,
@@ -101,12 +109,11 @@ class Canvas:
         Returns:
             The axes, in which a pixel of the slice has the size 1.
         """
-        from matplotlib.colors import to_rgba
-
         left, top, right, bottom = np.divide(box_px, (self.width_px, self.height_px) * 2)
         rows, columns = image_hu.shape
         vertical = (0, rows) if is_up else (rows, 0)
         limits: dict[str, Any] = {"xlim": (0, columns), "ylim": vertical, "autoscale_on": False}
+        # Matplotlib counts from the lower edge of the figure.
         axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top), **limits)
         place: dict[str, Any] = {
             "extent": (0, columns, *vertical),
@@ -123,34 +130,55 @@ class Canvas:
             **place,
         )
         if filled is not None:
-            tint = np.zeros((rows, columns, 4))
-            for number, value in enumerate(values):
-                tint[filled == value] = to_rgba(colours[number % len(colours)], _FILL_OPACITY)
-            if shows_errors and outlined is not None:
-                errors = (
-                    (filled == 0) & (outlined > 0),
-                    (filled > 0) & (outlined == 0),
-                    (filled > 0) & (outlined > 0),
-                )
-                for where, colour in zip(errors, ERROR_COLOURS.values(), strict=True):
-                    tint[where & (filled != outlined)] = to_rgba(colour, _ERROR_OPACITY)
+            reference = outlined if shows_errors else None
+            tint = _tint(filled, reference, values, colours)
             axes.imshow(tint, interpolation="nearest", **place)
         if outlined is not None:
-            # The padding closes the lines of labels that are cut by the edge of the picture.
-            centres_y, centres_x = np.arange(-1, rows + 1) + 0.5, np.arange(-1, columns + 1) + 0.5
-            for number, value in enumerate(values):
-                inside = np.pad(outlined == value, 1)
-                if inside.any():
-                    axes.contour(
-                        centres_x,
-                        centres_y,
-                        inside,
-                        levels=[0.5],
-                        colors=[colours[number % len(colours)]],
-                        linewidths=width_pt,
-                    )
+            _draw_outlines(axes, outlined, values, colours, width_pt)
         axes.axis("off")
         return axes
+
+
+def _tint(
+    pred: np.ndarray, reference: np.ndarray | None, values: Sequence[int], colours: Sequence[str]
+) -> np.ndarray:
+    """Colour the labels of a slice and, with a reference, its errors; RGBA, (rows, columns, 4)."""
+    from matplotlib.colors import to_rgba
+
+    tint = np.zeros((*pred.shape, 4))
+    for number, value in enumerate(values):
+        tint[pred == value] = to_rgba(colours[number % len(colours)], _FILL_OPACITY)
+    if reference is not None:
+        is_wrong = pred != reference
+        # In the order of `ERROR_COLOURS`.
+        errors = (
+            (pred == 0) & (reference > 0),
+            (pred > 0) & (reference == 0),
+            (pred > 0) & (reference > 0) & is_wrong,
+        )
+        for is_error, colour in zip(errors, ERROR_COLOURS.values(), strict=True):
+            tint[is_error] = to_rgba(colour, _ERROR_OPACITY)
+    return tint
+
+
+def _draw_outlines(
+    axes: Any,
+    labels: np.ndarray,
+    values: Sequence[int],
+    colours: Sequence[str],
+    width_pt: float,
+) -> None:
+    """Draw a line around each label of a slice, (rows, columns)."""
+    rows, columns = labels.shape
+    # The padding closes the lines of labels that are cut by the edge of the picture.
+    centres_y = np.arange(-1, rows + 1) + 0.5
+    centres_x = np.arange(-1, columns + 1) + 0.5
+    for number, value in enumerate(values):
+        inside = np.pad(labels == value, 1)
+        if inside.any():
+            colour = colours[number % len(colours)]
+            style: dict[str, Any] = {"colors": [colour], "linewidths": width_pt}
+            axes.contour(centres_x, centres_y, inside, levels=[0.5], **style)
 
 
 @dataclass(frozen=True)
@@ -207,25 +235,25 @@ def overlay_montage(
     Raises:
         ValueError: If the arrays differ in shape.
     """
-    if pred.shape != image_hu.shape or (
-        reference is not None and reference.shape != image_hu.shape
-    ):
+    if pred.shape != image_hu.shape:
         raise ValueError("image and labels must have one shape")
-    is_label = pred > 0 if reference is None else (pred > 0) | (reference > 0)
-    box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
-    margin = [round(_VIEW_MARGIN_MM / step_mm) for step_mm in spacing_mm]
-    least = [round(_MIN_VIEW_MM / step_mm) for step_mm in spacing_mm]
-    view = box.expanded(margin).at_least(least).clipped(is_label.shape)
-    is_wrong = np.zeros_like(is_label) if reference is None else pred != reference
+    if reference is not None and reference.shape != image_hu.shape:
+        raise ValueError("image and labels must have one shape")
+    is_label = pred > 0
+    is_wrong = np.zeros_like(is_label)
+    if reference is not None:
+        is_label |= reference > 0
+        is_wrong = pred != reference
+    view = _view_box(is_label, spacing_mm)
     panels, height_px = _layout(is_label, is_wrong, np.multiply(view.shape, spacing_mm))
     canvas = Canvas(_WIDTH_PX, height_px)
     window_hu = grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
-        at = tuple(
-            panel.index if axis == PLANES[panel.plane] else part
-            for axis, part in enumerate(view.slices())
-        )
+        axis = PLANES[panel.plane]
+        place: list[int | slice] = list(view.slices())
+        place[axis] = panel.index
+        at = tuple(place)
         axes = canvas.draw_slice(
             panel.box_px,
             image_hu[at],
@@ -236,10 +264,20 @@ def overlay_montage(
             outlined=None if reference is None else reference[at],
             shows_errors=True,
         )
-        caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[PLANES[panel.plane]]}"
-        draw_marks(axes, panel.plane, caption + ", most errors" * panel.has_most_errors)
+        caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[axis]}"
+        if panel.has_most_errors:
+            caption += ", most errors"
+        draw_marks(axes, panel.plane, caption)
     write_png(canvas.figure, path)
     return panels
+
+
+def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
+    """Find the drawn part of a volume: the labels with a margin, at least `_MIN_VIEW_MM` long."""
+    box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
+    margin = [round(_VIEW_MARGIN_MM / step_mm) for step_mm in spacing_mm]
+    least = [round(_MIN_VIEW_MM / step_mm) for step_mm in spacing_mm]
+    return box.expanded(margin).at_least(least).clipped(is_label.shape)
 
 
 def _layout(
@@ -257,24 +295,26 @@ def _layout(
     """
     panels: list[Panel] = []
     top = _HEADER_PX
-    worst = {
-        plane: int(np.argmax(_areas(is_wrong, plane))) if is_wrong.any() else None
-        for plane in PLANES
-    }
+    worst: dict[str, int | None] = dict.fromkeys(PLANES)
+    if is_wrong.any():
+        worst.update({plane: int(np.argmax(_areas(is_wrong, plane))) for plane in PLANES})
     for row in _ROWS:
         slices = []
         for plane in row:
             rows_mm, columns_mm = np.delete(view_mm, PLANES[plane])
             for index in _slice_indices(is_label, plane, worst[plane]):
                 slices.append((plane, index, rows_mm, columns_mm))
+        # One scale for the row, which is as wide as the picture or as high as a row may be.
         width_mm = sum(columns_mm for _, _, _, columns_mm in slices)
         height_mm = max(rows_mm for _, _, rows_mm, _ in slices)
         free_px = _WIDTH_PX - _GAP_PX * (len(slices) - 1)
         px_per_mm = min(free_px / width_mm, _MAX_ROW_PX / height_mm)
         left = (free_px - width_mm * px_per_mm) / 2
         for plane, index, rows_mm, columns_mm in slices:
-            right, bottom = left + columns_mm * px_per_mm, top + max(1.0, rows_mm * px_per_mm)
-            box_px = round(left), top, max(round(left) + 1, round(right)), round(bottom)
+            right = left + columns_mm * px_per_mm
+            bottom = top + max(1.0, rows_mm * px_per_mm)
+            # A volume of one slice is drawn, too: at least a pixel wide.
+            box_px = (round(left), top, max(round(left) + 1, round(right)), round(bottom))
             panels.append(Panel(plane, index, box_px, index == worst[plane]))
             left = right + _GAP_PX
         top = max(panel.box_px[3] for panel in panels) + _GAP_PX
@@ -292,7 +332,9 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
     Without a label the shares are of all voxels. The nearest slice is moved to `worst`.
     """
     areas = _areas(is_label, plane)
-    areas = areas if areas.any() else np.ones_like(areas)
+    if not areas.any():
+        areas = np.ones_like(areas)
+    # Slices below which these shares of the labelled voxels lie.
     indices = np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane])
     if worst is not None:
         indices[np.argmin(np.abs(indices - worst))] = worst
@@ -308,10 +350,10 @@ def draw_marks(axes: Any, plane: str, caption: str) -> None:
         "color": TEXT,
         "path_effects": [withStroke(linewidth=2.5, foreground="black")],
     }
-    for x, side, align in zip(
-        (0.015, 0.985), "AP" if plane == "sagittal" else "RL", ("left", "right"), strict=True
-    ):
-        axes.text(x, 0.5, side, ha=align, va="center", fontsize=11, fontweight="bold", **style)
+    left_side, right_side = ("A", "P") if plane == "sagittal" else ("R", "L")
+    bold = {"va": "center", "fontsize": 11, "fontweight": "bold", **style}
+    axes.text(0.015, 0.5, left_side, ha="left", **bold)
+    axes.text(0.985, 0.5, right_side, ha="right", **bold)
     axes.text(0.015, 0.015, caption, ha="left", va="bottom", fontsize=8, **style)
 
 
@@ -322,27 +364,16 @@ def _draw_header(
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    canvas.write(
-        12,
-        _HEADER_PX / 2,
-        shortened(title, _MAX_TITLE),
-        fontsize=14,
-        fontweight="bold",
-        va="center",
-    )
-    keys: list[Any] = [
-        *(
-            Patch(facecolor=colour_of(number), label=name.replace("_", " "))
-            for number, name in enumerate(label_names.values())
-        ),
-        Patch(facecolor="#8b949e", alpha=0.6, label="agreement" if has_reference else "prediction"),
-        *([Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference")] * has_reference),
-        *(
-            [Patch(facecolor=colour, label=name) for name, colour in ERROR_COLOURS.items()]
-            if has_reference
-            else ()
-        ),
-    ]
+    canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
+    keys: list[Any] = []
+    for number, name in enumerate(label_names.values()):
+        keys.append(Patch(facecolor=colour_of(number), label=name.replace("_", " ")))
+    fill_name = "agreement" if has_reference else "prediction"
+    keys.append(Patch(facecolor="#8b949e", alpha=0.6, label=fill_name))
+    if has_reference:
+        keys.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
+        for name, colour in ERROR_COLOURS.items():
+            keys.append(Patch(facecolor=colour, label=name))
     canvas.figure.legend(
         handles=keys,
         loc="center right",

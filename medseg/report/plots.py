@@ -8,7 +8,9 @@ import numpy as np
 
 from medseg.io.atomic import replace_path
 
-_OURS, _OTHERS = "#0369a1", "#94a3b8"
+_OURS = "#0369a1"
+_OTHERS = "#94a3b8"
+_LIMIT = "#b91c1c"
 _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
 _MAX_NAME = 28
 _BOX = {"color": "#9ca3af"}
@@ -51,15 +53,22 @@ def write_png(figure: Any, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    small = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     with replace_path(path) as part:
-        image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
-            part, "PNG"
-        )
+        small.save(part, "PNG")
 
 
 def shortened(text: str, length: int) -> str:
     """Cut a text to a number of characters, the last of them an ellipsis."""
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def rank_offsets(number: int) -> np.ndarray:
+    """Offsets in [0, 1) of points in the order of their scores, so that equal ones do not overlap.
+
+    Neighbours in rank are moved apart by the golden ratio, without chance.
+    """
+    return (np.arange(number) * 0.618) % 1
 
 
 def draw_lr_range(
@@ -81,11 +90,11 @@ def draw_lr_range(
         path: PNG file to write.
     """
     figure, (axes,) = new_figure(7, 4, title)
-    axes.scatter(rates, losses, s=9, color="#94a3b8", label="loss of a step")
-    axes.plot(rates, curve, color="#0369a1", linewidth=2, label="smoothed")
+    axes.scatter(rates, losses, s=9, color=_OTHERS, label="loss of a step")
+    axes.plot(rates, curve, color=_OURS, linewidth=2, label="smoothed")
     if suggested is not None:
         label = f"suggested: {suggested:.2g}"
-        axes.axvline(suggested, color="#b91c1c", linewidth=1.2, linestyle="--", label=label)
+        axes.axvline(suggested, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
     # A last step that exploded would flatten all others.
     ylim = (0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
@@ -126,30 +135,40 @@ def draw_panels(
         others: Whether a row is a baseline, drawn grey; empty = none is.
     """
     panels = [panel for panel in panels if any(value is not None for value in panel.values)]
-    figure, all_axes = new_figure(
-        2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names), *(panel.title for panel in panels)
-    )
+    titles = [panel.title for panel in panels]
+    size_in = (2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names))
+    figure, all_axes = new_figure(*size_in, *titles)
     figure.suptitle(title, fontsize=10)
     for axes, panel in zip(all_axes, panels, strict=True):
-        values = {place: value for place, value in enumerate(panel.values) if value is not None}
-        places, numbers = list(values), list(values.values())
-        colours = [_OTHERS if others and others[place] else _OURS for place in places]
-        span = max(max(numbers) - min(numbers), 0.01)
-        xlim = (min(numbers) - 0.2 * span, max(numbers) + 0.6 * span)
-        if panel.has_bars:
-            axes.barh(places, numbers, color=colours, height=0.72)
-            xlim = (0, 1.25 * max(numbers) or 1)
-        else:
-            axes.scatter(numbers, places, color=colours, s=30)
-        for place, value in values.items():
-            axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
+        _draw_panel(axes, panel, others)
         # Only the first panel names the rows.
         row_names = names if axes is all_axes[0] else ()
         axes.set_yticks(range(len(row_names)), row_names, fontsize=9)
-        axes.set(xlim=xlim, ylim=(len(names) - 0.4, -0.6))
+        axes.set(ylim=(len(names) - 0.4, -0.6))
         axes.tick_params(axis="x", labelbottom=False, bottom=False)
         axes.spines["bottom"].set_visible(False)
     write_png(figure, path)
+
+
+def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
+    """Draw the known values of a quantity as bars or dots, with their texts at the right."""
+    places = []
+    numbers = []
+    colours = []
+    for place, value in enumerate(panel.values):
+        if value is not None:
+            places.append(place)
+            numbers.append(value)
+            colours.append(_OTHERS if others and others[place] else _OURS)
+    if panel.has_bars:
+        axes.barh(places, numbers, color=colours, height=0.72)
+        axes.set(xlim=(0, 1.25 * max(numbers) or 1))
+    else:
+        axes.scatter(numbers, places, color=colours, s=30)
+        span = max(max(numbers) - min(numbers), 0.01)
+        axes.set(xlim=(min(numbers) - 0.2 * span, max(numbers) + 0.6 * span))
+    for place, value in zip(places, numbers, strict=True):
+        axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
 
 
 def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -177,53 +196,51 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for number, region in enumerate(regions):
         region_rows = [row for row in rows if row["region"] == region]
         region_rows.sort(key=lambda row: row["dice"])
-        values = np.array([row["dice"] for row in region_rows])
-        colour = _COLOURS[number % len(_COLOURS)]
-        if len(region_rows) > 3:
-            axes.boxplot(
-                values,
-                positions=[number],
-                widths=0.5,
-                showfliers=False,
-                manage_ticks=False,
-                boxprops=_BOX,
-                whiskerprops=_BOX,
-                capprops=_BOX,
-                medianprops={"color": "#4b5563", "linewidth": 1.6},
-            )
-        # Neighbours in rank are moved sideways by the golden ratio, without chance: points of
-        # nearly equal score do not overlap.
-        offsets = ((np.arange(len(region_rows)) * 0.618) % 1 - 0.5) * 0.36
-        is_sure = np.array([row["trust"] in _SURE for row in region_rows])
-        axes.scatter(
-            number + offsets[is_sure], values[is_sure], s=26, color=colour, alpha=0.85, zorder=3
-        )
-        axes.scatter(
-            number + offsets[~is_sure],
-            values[~is_sure],
-            s=26,
-            facecolors="white",
-            edgecolors=colour,
-            zorder=3,
-        )
-        axes.annotate(
-            f"{shortened(region_rows[0]['case'], _MAX_NAME)} {values[0]:.3f}",
-            (number + offsets[0], values[0]),
-            xytext=(0, -9),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize=8,
-            color="#374151",
-            parse_math=False,
-        )
+        _draw_region(axes, number, region_rows)
     lowest = min(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
     axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
+    # Room below for the name of the worst case.
     ylim = (lowest - 0.14 * reach, 1.0 + 0.04 * reach)
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     write_png(figure, path)
+
+
+def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the scores of a region, from the lowest to the highest, at the place `number`."""
+    values = np.array([row["dice"] for row in rows])
+    is_sure = np.array([row["trust"] in _SURE for row in rows])
+    colour = _COLOURS[number % len(_COLOURS)]
+    if len(rows) > 3:
+        axes.boxplot(
+            values,
+            positions=[number],
+            widths=0.5,
+            showfliers=False,
+            manage_ticks=False,
+            boxprops=_BOX,
+            whiskerprops=_BOX,
+            capprops=_BOX,
+            medianprops={"color": "#4b5563", "linewidth": 1.6},
+        )
+    offsets = (rank_offsets(len(rows)) - 0.5) * 0.36
+    filled: dict[str, Any] = {"color": colour, "alpha": 0.85}
+    hollow: dict[str, Any] = {"facecolors": "white", "edgecolors": colour}
+    for is_drawn, look in ((is_sure, filled), (~is_sure, hollow)):
+        axes.scatter(number + offsets[is_drawn], values[is_drawn], s=26, zorder=3, **look)
+    worst_name = shortened(rows[0]["case"], _MAX_NAME)
+    axes.annotate(
+        f"{worst_name} {values[0]:.3f}",
+        (number + offsets[0], values[0]),
+        xytext=(0, -9),
+        textcoords="offset points",
+        ha="center",
+        va="top",
+        fontsize=8,
+        color="#374151",
+        parse_math=False,
+    )
 
 
 def draw_front(
@@ -239,9 +256,8 @@ def draw_front(
     """
     figure, (axes,) = new_figure(7, 4, "Pareto front of peak and seconds")
     axes.plot(peaks_gib, seconds, color=_OURS, linewidth=1.2, marker="o", markersize=4)
-    axes.axvline(
-        budget_gib, color="#b91c1c", linewidth=1.2, linestyle="--", label="budget minus margin"
-    )
+    label = "budget minus margin"
+    axes.axvline(budget_gib, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
     axes.set_xlabel("peak (GiB)")
     axes.set_ylabel("seconds per step")
     axes.set_ylim(bottom=0)

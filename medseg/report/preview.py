@@ -1,6 +1,5 @@
 """Preview of a case: a slice of each plane with outlines and measurements, and the warnings."""
 
-import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from medseg.report.plots import shortened, write_png
 
 MAX_LONG = 6
 """Up to this number of labels, each has its own line; more labels are written three to a line."""
-
 
 _WIDTH_PX = 1280
 _PANEL_PX = 424
@@ -60,6 +58,8 @@ def cut_slices(
         labels: Its label values, (D, H, W).
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
+    # Number of labelled voxels of each slice, by axis; plane by plane, since a mask of the volume
+    # would be as large as the label map.
     areas = [np.zeros(size, dtype=np.int64) for size in labels.shape]
     for index, plane in enumerate(labels):
         is_label = plane > 0
@@ -69,7 +69,9 @@ def cut_slices(
         areas[0][index] = columns.sum()
     slices = []
     for plane, axis in PLANES.items():
-        index = int(areas[axis].argmax()) if areas[axis].any() else labels.shape[axis] // 2
+        index = labels.shape[axis] // 2
+        if areas[axis].any():
+            index = int(areas[axis].argmax())
         rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
         slices.append(
             PreviewSlice(
@@ -112,59 +114,68 @@ def draw_preview(
         UserError: If the file cannot be written.
     """
     warning_lines = _warning_lines(warnings)
-    largest_mm = max(itertools.chain(*(cut.size_mm for cut in slices)))
-    scale = min(_PANEL_PX / largest_mm, 4.0)  # pixels per mm
-    sizes_px = [tuple(max(1, round(scale * size)) for size in cut.size_mm) for cut in slices]
-    top, bottom = _HEADER_PX, _HEADER_PX + max(rows for rows, _ in sizes_px)
     num_columns = 1 if len(structures) <= MAX_LONG else 3
     label_rows = math.ceil(len(structures) / num_columns)
+    sizes_px = _sizes_px(slices)
+    bottom = _HEADER_PX + max(rows for rows, _ in sizes_px)
     num_lines = label_rows + len(notes) + len(warning_lines)
     canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * num_lines + 24)
-    canvas.write(
-        12,
-        _HEADER_PX / 2,
-        shortened(title, _MAX_TITLE),
-        fontsize=14,
-        fontweight="bold",
-        va="center",
-    )
-    # The slices are centred as a group, and each within the highest of them.
+    canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
+    _draw_slices(canvas, slices, sizes_px, structures, window)
+    for number, structure in enumerate(structures):
+        column, row = divmod(number, label_rows)
+        x = 12 + column * _WIDTH_PX / num_columns
+        y = bottom + 24 + _LINE_PX * row
+        name = shortened(structure.name.replace("_", " "), 28)
+        canvas.write(x, y, name, color=structure.colour, fontsize=10, fontweight="bold")
+        canvas.write(x + 190, y, figures.get(structure.value, ""), fontsize=10)
+    warning_colour = "#fbbf24" if warnings else "#86efac"
+    below_labels = [(note, TEXT) for note in notes]
+    below_labels += [(line, warning_colour) for line in warning_lines]
+    for number, (line, colour) in enumerate(below_labels, start=label_rows):
+        canvas.write(12, bottom + 32 + _LINE_PX * number, line, fontsize=10, color=colour)
+    write_png(canvas.figure, path)
+
+
+def _sizes_px(slices: Sequence[PreviewSlice]) -> list[tuple[int, int]]:
+    """Size of each slice in the picture in pixels (rows, columns), all in one scale."""
+    largest_mm = max(max(cut.size_mm) for cut in slices)
+    px_per_mm = min(_PANEL_PX / largest_mm, 4.0)
+    sizes_px = []
+    for cut in slices:
+        rows_mm, columns_mm = cut.size_mm
+        rows, columns = round(px_per_mm * rows_mm), round(px_per_mm * columns_mm)
+        sizes_px.append((max(1, rows), max(1, columns)))
+    return sizes_px
+
+
+def _draw_slices(
+    canvas: Canvas,
+    slices: Sequence[PreviewSlice],
+    sizes_px: Sequence[tuple[int, int]],
+    structures: Sequence[Structure],
+    window: tuple[float, float] | None,
+) -> None:
+    """Draw the slices centred as a group, and each within the height of the highest."""
     width_px = sum(columns for _, columns in sizes_px) + _GAP_PX * (len(slices) - 1)
+    height_px = max(rows for rows, _ in sizes_px)
     left = (_WIDTH_PX - width_px) / 2
+    # One range for all slices, so that a tissue has one grey.
     grey_values = grey_range(np.concatenate([cut.image.ravel() for cut in slices]), window)
     for cut, (rows, columns) in zip(slices, sizes_px, strict=True):
-        upper = (top + bottom - rows) / 2
+        upper = (2 * _HEADER_PX + height_px - rows) / 2
         axes = canvas.draw_slice(
             (left, upper, left + columns, upper + rows),
             cut.image,
-            [entry.value for entry in structures],
+            [structure.value for structure in structures],
             grey_values,
             is_up=cut.plane != "axial",
             outlined=cut.labels,
             width_pt=1.3,
-            colours=[entry.colour for entry in structures],
+            colours=[structure.colour for structure in structures],
         )
         draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.count}")
         left += columns + _GAP_PX
-    for number, entry in enumerate(structures):
-        column, row = divmod(number, label_rows)
-        x = 12 + column * _WIDTH_PX / num_columns
-        y = bottom + 24 + _LINE_PX * row
-        canvas.write(
-            x,
-            y,
-            shortened(entry.name.replace("_", " "), 28),
-            color=entry.colour,
-            fontsize=10,
-            fontweight="bold",
-        )
-        canvas.write(x + 190, y, figures.get(entry.value, ""), fontsize=10)
-    colour = "#fbbf24" if warnings else "#86efac"
-    below_labels = [(note, TEXT) for note in notes]
-    below_labels += [(line, colour) for line in warning_lines]
-    for number, (line, line_colour) in enumerate(below_labels, start=label_rows):
-        canvas.write(12, bottom + 32 + _LINE_PX * number, line, fontsize=10, color=line_colour)
-    write_png(canvas.figure, path)
 
 
 def _warning_lines(warnings: Sequence[str]) -> list[str]:

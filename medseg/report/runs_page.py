@@ -6,13 +6,14 @@ from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
-from medseg.report.charts import by_key, costs, curves, differences, progress
+from medseg.report.charts import Chart, by_key, costs, curves, differences, progress
 from medseg.report.compare import (
     FINISHED,
     METRICS,
     MISSING,
     OPEN,
     PRUNED,
+    TRAIN_TIME,
     VAL_DICE,
     Comparison,
     Metric,
@@ -57,77 +58,112 @@ def render(
     runs = comparison.runs
     places = {number: place for place, number in enumerate(comparison.ranked)}
     ranked_settings = [settings[number] for number in comparison.ranked]
-    best = None
-    best_run = None
-    best_metrics: list[Metric] = []
-    if comparison.best is not None:
-        best = settings[comparison.best]
-        best_run = _best_run(best.runs)
-        best_metrics = [
-            metric for metric in METRICS if metric.better and metric.key in best.metrics
-        ]
-    baseline_label = None
-    if comparison.baseline is not None:
-        baseline_label = settings[comparison.baseline].label
     pictures = _pictures(comparison, places, num_pictures, say)
+    num_all_pictures = sum(len(run.pictures) for run in runs)
     baseline_rows = difference_rows(comparison)
-    case_settings = [setting for setting in ranked_settings if setting.cases]
-    case_rows = _case_rows(case_settings[:_MAX_CASE_SETTINGS], pictures)
+    charts: dict[str, list[Chart]] = {
+        "curves": curves(comparison),
+        "costs": costs(comparison),
+        "by_key": by_key(comparison),
+        "progress": [],
+        "differences": differences(baseline_rows, "Difference of the Dice"),
+    }
+    best_trials: list[dict[str, Any]] = []
+    if study:
+        charts["progress"] = progress(comparison, study)
+        best_trials = _best_trials(comparison, study)
     return render_page(
         "runs.html",
         "report",
         title,
         tiles=_tiles(runs),
-        charts={
-            "curves": curves(comparison),
-            "costs": costs(comparison),
-            "by_key": by_key(comparison),
-            "progress": progress(comparison, study) if study else [],
-            "differences": differences(baseline_rows, "Difference of the Dice"),
-        },
+        charts=charts,
         folder=folder,
         comparison=comparison,
         num_hues=_NUM_HUES,
         places=places,
         legend=ranked_settings,
+        # With more settings than hues a label would be long, and a run is a setting of its own.
         is_named_by_run=_NUM_HUES < len(settings) == len(runs),
         study=study,
-        best_trials=_best_trials(comparison, study) if study else [],
-        best=best,
+        best_trials=best_trials,
         has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
-        best_run=best_run,
-        best_metrics=best_metrics,
         missing=MISSING,
         write_mean=write_mean,
         setting_figures=setting_figures(comparison, metrics),
-        run_texts=[
-            [column.values[index] for column in comparison.columns] for index in range(len(runs))
-        ],
+        run_texts=_run_texts(comparison),
         run_figures=run_figures(comparison, metrics),
         run_links=[_link_to(pictures, run=run) for run in runs],
         metrics=metrics,
-        case_settings=case_settings[:_MAX_CASE_SETTINGS],
-        num_hidden_settings=len(case_settings[_MAX_CASE_SETTINGS:]),
-        case_rows=case_rows,
         differences=baseline_rows,
-        baseline_label=baseline_label,
         method=METHOD,
-        pairing=describe_patients({row["case"] for row in case_rows}, comparison.patients),
         failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
         pictures=pictures,
-        num_left_out=max(0, sum(len(run.pictures) for run in runs) - num_pictures),
+        num_left_out=max(0, num_all_pictures - num_pictures),
         open_statuses=OPEN | {PRUNED},
+        **_best_values(comparison),
+        **_case_values(comparison, ranked_settings, pictures),
     )
+
+
+def _best_values(comparison: Comparison) -> dict[str, Any]:
+    """Values of the template about the best setting and the setting of the baseline."""
+    values: dict[str, Any] = {
+        "best": None,
+        "best_run": None,
+        "best_metrics": [],
+        "baseline_label": None,
+    }
+    if comparison.best is not None:
+        best = comparison.settings[comparison.best]
+        values["best"] = best
+        values["best_run"] = _best_run(best.runs)
+        for metric in METRICS:
+            if metric.better and metric.key in best.metrics:
+                values["best_metrics"].append(metric)
+    if comparison.baseline is not None:
+        values["baseline_label"] = comparison.settings[comparison.baseline].label
+    return values
+
+
+def _case_values(
+    comparison: Comparison, settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Values of the template about the validation cases.
+
+    Args:
+        comparison: All runs.
+        settings: All settings, the best first.
+        pictures: Overlays of the page.
+    """
+    with_cases = [setting for setting in settings if setting.cases]
+    case_settings = with_cases[:_MAX_CASE_SETTINGS]
+    case_rows = _case_rows(case_settings, pictures)
+    cases = {row["case"] for row in case_rows}
+    return {
+        "case_settings": case_settings,
+        "num_hidden_settings": len(with_cases) - len(case_settings),
+        "case_rows": case_rows,
+        "pairing": describe_patients(cases, comparison.patients),
+    }
+
+
+def _run_texts(comparison: Comparison) -> list[list[str]]:
+    """Texts of each run in the columns of the keys that differ."""
+    texts = []
+    for index in range(len(comparison.runs)):
+        texts.append([column.values[index] for column in comparison.columns])
+    return texts
 
 
 def _tiles(runs: Sequence[Run]) -> list[tuple[str, Any]]:
     """Figures for the top of the page: runs, runs by status, time of training in all."""
     tiles: list[tuple[str, Any]] = [("runs", len(runs))]
     counts = Counter(run.status for run in runs)
+    # Finished runs first; the sort keeps the order of the others.
     for status in sorted(counts, key=lambda status: status != FINISHED):
         tiles.append((status.replace("_", " "), counts[status]))
-    (train_s,) = (metric for metric in METRICS if metric.key == "train_s")
-    total_s = sum(train_s.of(run) or 0.0 for run in runs)
+    total_s = sum(TRAIN_TIME.of(run) or 0.0 for run in runs)
     if total_s:
         tiles.append(("training in all", write_duration(total_s)))
     return tiles
@@ -173,6 +209,7 @@ def _pictures(
     comparison: Comparison, places: dict[int, int], num_pictures: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
+    # The best settings first: only so many pictures are in the page.
     indices = sorted(
         range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number]
     )
@@ -228,6 +265,7 @@ def shown_metrics(comparison: Comparison) -> list[Metric]:
     """
     metrics = []
     for metric in METRICS:
+        # The known values, each once.
         values = {metric.of(run) for run in comparison.runs} - {None}
         if len(values) > 1 or (values and metric.better):
             metrics.append(metric)
@@ -284,6 +322,7 @@ def _column(
     for mean, counts in zip(means, is_counted, strict=True):
         if counts and mean is not None:
             candidates.add(mean)
+    # A best value among equal ones would be chance.
     best = None
     if metric.better and len(candidates) > 1:
         best = max(candidates, key=lambda mean: mean * metric.better)
@@ -310,6 +349,7 @@ def _best_run(runs: Sequence[Run]) -> Run:
 
 def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
     """List the best trials of a search: run, objectives, searched keys."""
+    # In the order of the metrics, whatever the order of the objectives.
     objectives = [metric for metric in METRICS if metric.key in study["objectives"]]
     trials = []
     for setting, run in zip(comparison.setting_of, comparison.runs, strict=True):

@@ -162,6 +162,7 @@ def _tied(
 
     The best was chosen after all were seen, so every pair of rows counts as a comparison.
     """
+    # Pairs of 1 + len(rivals) rows.
     num_pairs = len(rivals) * (1 + len(rivals)) // 2
     best_dices = _sure_dices(strategies[best], thickness)
     tied = []

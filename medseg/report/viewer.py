@@ -36,7 +36,7 @@ DIFFERENCES = [
 ]
 """Differences to a reference: voxels of it alone, of the prediction alone, with two labels."""
 
-_FOLDER = Path(__file__).parent / "viewer"
+_FOLDER = Path(__file__).parent / "viewer_page"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
 # Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be
 # tried.
@@ -185,7 +185,7 @@ def _packed_labels(
         small_labels = labels[at]
         box = LabelBox(bounds.start, step, small_labels.shape)
         box_grid = VoxelGrid(
-            small_labels.shape,  # type: ignore[arg-type]
+            small_labels.shape,
             tuple(step * size_mm for size_mm in grid.spacing_mm),  # type: ignore[arg-type]
             tuple(grid.index_to_world_xyz_mm(list(bounds.start)).tolist()),
             grid.direction,
@@ -202,7 +202,7 @@ def _packed_labels(
 
 
 def _label_bounds(label_maps: Sequence[np.ndarray]) -> VoxelBox | None:
-    """Find the box around the labels of several maps (D, H, W), plane by plane; None without any."""
+    """Find the box around the labels of several maps (D, H, W); None without any label."""
     shape = label_maps[0].shape
     is_labelled = [np.zeros(size, dtype=bool) for size in shape]
     for label_map in label_maps:

@@ -86,7 +86,10 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
 
 
 def _data_arguments(config: TrainConfig) -> list[str]:
-    """Arguments for the cases of a run, the split and the values in their files, as far as they differ from the defaults."""
+    """Arguments for the cases of a run, their split and the values in their files.
+
+    Those that equal the defaults are left out.
+    """
     data = config.data
     arguments = [f"data.cases={data.cases}"] if data.cases else []
     defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")

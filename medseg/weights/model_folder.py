@@ -95,8 +95,8 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
     if len(tasks) != 1 or set(files) not in ({"single"}, {"coarse", "fine"}):
         raise UserError(
             f"{given}: expected the stages coarse and fine, or single, of one task, got "
-            f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; copy the folder "
-            "again"
+            f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; "
+            "copy the folder again"
         )
     return {stage: _choose_folds(files[stage], stage, folds, given) for stage in sorted(files)}
 

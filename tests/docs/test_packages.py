@@ -129,7 +129,7 @@ def test_wheel_and_sdist_are_ready_for_the_index(tmp_path: Path) -> None:
     }
     assert licences == {
         "LICENSE",
-        "medseg/report/viewer/niivue.LICENSE.txt",
+        "medseg/report/viewer_page/niivue.LICENSE.txt",
         "medseg/report/page/vega/LICENSE.txt",
     }
     assert "License-Expression: Apache-2.0 AND 0BSD AND BSD-2-Clause" in metadata

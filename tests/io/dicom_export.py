@@ -1,9 +1,9 @@
-"""An export of 40 patients as a hospital's archive writes it: flat, in folders, and as a zip archive.
+"""An export of 40 patients as a hospital's archive writes it: flat, in folders, as a zip archive.
 
     python tests/io/dicom_export.py <output> [<folder of a DICOM series> …]
 
-writes `flat/`, `folders/` and `export.zip` of the same files below the output. The scans are those of the given series
-under new identities, or small phantoms.
+writes `flat/`, `folders/` and `export.zip` of the same files below the output. The scans are those
+of the given series under new identities, or small phantoms.
 """
 
 from __future__ import annotations

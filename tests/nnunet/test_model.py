@@ -73,7 +73,7 @@ def test_the_odd_voxel_of_the_padding_comes_after_the_scan() -> None:
 def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
     name: str, tta: bool | None
 ) -> None:
-    """A scan without zeros, of which nothing is cropped; each fold and each mirrored pass counts."""
+    """A scan without zeros, of which nothing is cropped; each fold and mirrored pass counts."""
     model = load(name, tta=tta)
     volume, others, _ = scan_of(name)
     first, *more = (np.where(array == 0, 1, array) for array in (volume.array, *others))

@@ -1,4 +1,7 @@
-"""An export of a hospital, predicted as it is: flat, in folders, in a zip archive, or by the table of `medseg list`."""
+"""An export of a hospital, predicted as it is.
+
+It is flat, in folders, in a zip archive, or given by the table of `medseg list`.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,7 @@ def test_one_command_predicts_one_series_of_each_study(
 def test_the_table_of_a_listing_is_predicted(
     few: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The headers of the folder are read once for all rows, and a new file changes no other case."""
+    """The headers of the folder are read once for all rows; a new file changes no other case."""
     table, out = tmp_path / "cases.csv", tmp_path / "out"
     assert list_app.list_series(ListConfig(str(few["flat"]), str(table), Modality.ct, None)) == 0
     assert predict(table, out) == 0

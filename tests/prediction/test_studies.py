@@ -356,7 +356,7 @@ def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
 def test_results_and_refusals_name_patient_and_date(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report of a result holds both, and so does the line of a refusal and a row of the summary."""
+    """The report of a result holds both, as do the line of a refusal and a row of the summary."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     series(flat, "anna", 2)
     series(flat, "bert", 2)

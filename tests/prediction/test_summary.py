@@ -1,4 +1,4 @@
-"""Summary of a batch: a row for each scan, its columns, what stays of earlier tables, and LibreOffice."""
+"""Summary of a batch: rows, columns, what stays of earlier tables, and LibreOffice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from medseg.prediction.scans import Scan
 from medseg.prediction.summary import write_summary
 from medseg.task import Channel, Task
 
-LUNGS = Task("lungs", {"left_lung": 1, "right_lung": 2}, (), channels=(Channel("ct", window_hu=(-1000.0, 400.0)),))  # fmt: skip
+LUNGS = Task(
+    "lungs",
+    {"left_lung": 1, "right_lung": 2},
+    (),
+    channels=(Channel("ct", window_hu=(-1000.0, 400.0)),),
+)
 MR = Task("brain", {"total": 1, "tumour": 2}, (), channels=(Channel("mr", normalise="zscore"),))
 
 
@@ -86,10 +91,16 @@ def test_a_scan_is_one_row_with_patient_date_figures_and_words(tmp_path: Path) -
 
 
 def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Path) -> None:
-    case = case_of(tmp_path, "a", volume_ml={"total": 3.5, "tumour": 1.0}, statistics={}, total_statistics={})  # fmt: skip
+    case = case_of(
+        tmp_path, "a", volume_ml={"total": 3.5, "tumour": 1.0}, statistics={}, total_statistics={}
+    )
     write_summary(tmp_path, [case], MR)
     (row,) = read_csv(tmp_path / "summary.csv")
-    assert [key for key in row if key.endswith("_ml")] == ["total_of_all_ml", "total_ml", "tumour_ml"]  # fmt: skip
+    assert [key for key in row if key.endswith("_ml")] == [
+        "total_of_all_ml",
+        "total_ml",
+        "tumour_ml",
+    ]
     assert (row["total_of_all_ml"], row["total_ml"]) == ("4.5", "3.5")
     assert not [key for key in row if "hu" in key or "percent" in key]
 

@@ -1,4 +1,4 @@
-"""Page over a batch: order, words, links; in a browser filters, pictures and 200 scans, without a network."""
+"""Page over a batch: order, words, links; in a browser filters, pictures and 200 scans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def card(name: str, status: str = "ok", agreement: float | None = 0.98, **change
     return Card(**(values | changes))
 
 
-FAILED = card("f", "failed", None, volumes_ml={"total": None}, preview="", viewer="", warnings=["<damaged>"])  # fmt: skip
+FAILED = card(
+    "f", "failed", None, volumes_ml={"total": None}, preview="", viewer="", warnings=["<damaged>"]
+)
 CARDS = [
     card("fine"),
     card("less sure", agreement=0.9),
@@ -94,7 +96,8 @@ def test_two_hundred_scans_are_filtered_and_sorted_in_a_browser(
             """const field = document.querySelector(`.choose [name=${arguments[0]}]`);
             field.value = arguments[1];
             field.dispatchEvent(new Event('input', {bubbles: true}));
-            return [...document.querySelectorAll('.card')].filter((one) => !one.hidden).map((one) => one.dataset.name)""",
+            return [...document.querySelectorAll('.card')]
+                .filter((one) => !one.hidden).map((one) => one.dataset.name)""",
             name,
             value,
         )

@@ -156,7 +156,7 @@ def test_values_that_are_not_hu_are_drawn_by_their_percentiles() -> None:
 
 
 def test_niivue_is_the_published_one_with_its_licence() -> None:
-    folder = Path(viewer.__file__).parent / "viewer"
+    folder = Path(viewer.__file__).parent / "viewer_page"
     expected, name = (folder / "SHA256SUMS").read_text(encoding="utf-8").split()
     assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == expected
     assert "</script" not in (folder / name).read_text(encoding="utf-8")

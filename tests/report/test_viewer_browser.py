@@ -37,9 +37,17 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reference = labels.copy()
     reference[40:56, 10:60, 6:35] = 2
     words = ViewerWords(
-        "Doe, John (ü)", "warnings", ["look at it"], ["a topogram was left out"], ["ml", "mean HU"], {1: ["12", "-850"], 2: ["13", "-851"]},
-        {"left_lung": 0.98, "right_lung": 0.71}, 0.85, "Dice at least 0.93 (left lung) in 9 of 10 patients (26 patients)", {"most differences": GRID.index_to_world_xyz_mm([48, 35, 8]).tolist()},
-    )  # fmt: skip
+        "Doe, John (ü)",
+        "warnings",
+        ["look at it"],
+        ["a topogram was left out"],
+        ["ml", "mean HU"],
+        {1: ["12", "-850"], 2: ["13", "-851"]},
+        {"left_lung": 0.98, "right_lung": 0.71},
+        0.85,
+        "Dice at least 0.93 (left lung) in 9 of 10 patients (26 patients)",
+        {"most differences": GRID.index_to_world_xyz_mm([48, 35, 8]).tolist()},
+    )
     path = tmp_path_factory.mktemp("a viewer (1)") / "case ü.html"
     write_viewer(path, pack_volumes(image, labels, GRID, reference), words, TABLE, (-1000.0, 400.0))
     return path

@@ -234,7 +234,8 @@ def audit_labels(
     for region in task.regions:
         if region.name not in regions and trust.get(region.name) != ABSENT:
             findings.append(find("missing_region", region=region.name))
-    position, sign = "", ""
+    position = ""
+    sign = ""
     if image_hu is not None:
         position, sign = _position(image_hu, labels, grid, task, regions)
     sides = _audit_sides(image_hu, labels, grid, task, regions, position)

@@ -477,10 +477,6 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     # Such as "CT Image Storage".
     class_words = uid.UID(sop_class or storage_class).name.split()
     has_pixels = bool(_whole(header, "Rows", 0) and _whole(header, "Columns", 0))
-    is_colour = (
-        _whole(header, "SamplesPerPixel", 1) != 1
-        or _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
-    )
     # The first that applies names it: each later test presumes an image.
     if modality in NO_IMAGES:
         return f"{modality} object"
@@ -500,7 +496,14 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
         return f"{plain(modality)} image"
     if wanted_modality and not modality and wanted_modality not in class_words:
         return "image of unknown modality"
-    return "colour image" if is_colour else ""
+    return "colour image" if _is_colour(header) else ""
+
+
+def _is_colour(header: FileDataset) -> bool:
+    """Whether a pixel has several values, or is the number of a colour."""
+    if _whole(header, "SamplesPerPixel", 1) != 1:
+        return True
+    return _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
 
 
 def _slice(

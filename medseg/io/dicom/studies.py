@@ -79,8 +79,8 @@ def find_studies(
 ) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
-    Localisers, reports, structures and other modalities make no volume of a study. All slices of a series belong to one study, even where their headers
-    disagree; the reader refuses such.
+    Localisers, reports, structures and other modalities make no volume of a study. All slices of a
+    series belong to one study, even where their headers disagree; the reader refuses such.
 
     Args:
         folders: Where to look, to the bottom.
