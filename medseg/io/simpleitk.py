@@ -617,7 +617,8 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     """
     if not isinstance(image, SimpleITK.Image):
         raise UserError(
-            f"expected a path, a Volume or a SimpleITK image, but got {type(image).__name__}"
+            "expected a path, a Volume, an image of SimpleITK or nibabel, or an array, but got "
+            f"{type(image).__name__}"
         )
     path = Path("SimpleITK image")
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())

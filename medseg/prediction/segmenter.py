@@ -13,6 +13,7 @@ from medseg.cascade.cascade import require_channels
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import Segmentation
+from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade, load_model_folders
@@ -21,6 +22,9 @@ from medseg.prediction.model import ScanModel
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU, Task
+
+CHANNEL_FIRST_AXES = 4
+"""Axes of an array of several channels, as MONAI has them: (C, X, Y, Z)."""
 
 
 class Segmenter:
@@ -87,45 +91,47 @@ class Segmenter:
             trusted=trusted,
         )
 
-    def segment(self, scan: str | Path | Volume | Any, hu: HuScale = AS_STORED) -> Segmentation:
+    def segment(
+        self, scan: str | Path | Volume | Any, hu: HuScale = AS_STORED, *, affine: Any = None
+    ) -> Segmentation:
         """Segment one scan.
 
         Args:
-            scan: Path of a volume file or a DICOM series, a `Volume`, or a `SimpleITK.Image`, a CT
-                in HU; for a task of several channels a list of them, of which the others are
-                resampled to the grid of the first.
+            scan: Path of a volume file or a DICOM series, a `Volume`, an image of SimpleITK or
+                nibabel, or an array or tensor (X, Y, Z), a CT in HU; for a task of several channels
+                a list of them, of which the others are resampled to the grid of the first, or an
+                array (C, X, Y, Z).
             hu: Scale that turns the values into HU, where they are not HU yet.
+            affine: Index to RAS in mm (4, 4) of an array or tensor; None where a tensor has its
+                own, as those of MONAI.
 
         Returns:
-            Labels on the grid of the scan, their volumes and warnings. `labels` is a
-            `SimpleITK.Image` where one was given, else a `Volume` in the storage order of the scan,
-            whose array is uint8 (D, H, W); `durations_s` also has `read` and `total`.
+            Labels on the grid of the scan, their volumes and warnings. `labels` is an image of
+            SimpleITK or nibabel, an array or a tensor where one was given, else a `Volume` in the
+            storage order of the scan, whose array is uint8 (D, H, W); `durations_s` also has `read`
+            and `total`.
 
         Raises:
             UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
-                value, or a channel is missing.
+                value, a channel is missing, or an array has no affine.
         """
         # A thread that starts while another one resamples may inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         task = self.cascade.task
-        scans = list(scan) if isinstance(scan, (list, tuple)) else [scan]
+        scans = _channels_of(scan)
         require_channels(task, len(scans))
         paths = [Path(channel) for channel in scans if isinstance(channel, (str, Path))]
         if len(paths) == len(scans):
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
-            volume, more_channels = _read_channels(scans, task, hu)
+            volume, more_channels = _read_channels(scans, task, hu, affine)
         read_s = time.perf_counter() - start_s
         # A `Volume` belongs to the caller.
         is_owned = not any(isinstance(channel, Volume) for channel in scans)
         name = _name_of(scans[0])
         result = segment_scan(volume, name, self.cascade, more_channels, is_owned=is_owned)
-        labels: Any = Volume(result.labels, volume.grid, volume.header)
-        if not isinstance(scans[0], (str, Path, Volume)):
-            from medseg.io.simpleitk import to_simpleitk
-
-            labels = to_simpleitk(result.labels, scans[0])
+        labels = _like(scans[0], Volume(result.labels, volume.grid, volume.header))
         durations_s = {"read": read_s, **result.durations_s, "total": time.perf_counter() - start_s}
         return replace(result, labels=labels, durations_s=durations_s)
 
@@ -136,11 +142,37 @@ def _name_of(scan: str | Path | Volume | Any) -> str:
         return str(scan)
     if isinstance(scan, Volume):
         return "Volume"
-    return "SimpleITK image"
+    if isinstance(scan, (np.ndarray, torch.Tensor)):
+        return "array"
+    return "nibabel image" if is_nibabel(scan) else "SimpleITK image"
+
+
+def _channels_of(scan: str | Path | Volume | Any) -> list[Any]:
+    """List the channels of a scan, see `Segmenter.segment`."""
+    if isinstance(scan, (list, tuple)):
+        return list(scan)
+    if isinstance(scan, (np.ndarray, torch.Tensor)) and scan.ndim == CHANNEL_FIRST_AXES:
+        return list(scan)
+    return [scan]
+
+
+def _like(scan: Any, labels: Volume) -> Any:
+    """Give labels the form of the scan that they belong to."""
+    if isinstance(scan, (str, Path, Volume)):
+        return labels
+    if isinstance(scan, torch.Tensor):
+        return torch.from_numpy(labels.array.transpose())
+    if isinstance(scan, np.ndarray):
+        return labels.array.transpose()
+    if is_nibabel(scan):
+        return to_nibabel(labels.array, scan)
+    from medseg.io.simpleitk import to_simpleitk
+
+    return to_simpleitk(labels.array, scan)
 
 
 def _read_channels(
-    scans: Sequence[str | Path | Volume | Any], task: Task, hu: HuScale
+    scans: Sequence[str | Path | Volume | Any], task: Task, hu: HuScale, affine: Any
 ) -> tuple[Volume, list[np.ndarray]]:
     """Read the channels of a scan that are not all paths, see `Segmenter.segment`.
 
@@ -150,7 +182,7 @@ def _read_channels(
     """
     volumes = []
     for scan, channel in zip(scans, task.channels, strict=True):
-        volumes.append(_to_volume(scan, channel.modality))
+        volumes.append(_to_volume(scan, channel.modality, affine))
     first = volumes[0]
     findings = list(first.findings)
     arrays = []
@@ -166,10 +198,13 @@ def _read_channels(
     return first, arrays
 
 
-def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
-    """Read a path, as a scan of a modality, or convert a `SimpleITK.Image`.
+def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = None) -> Volume:
+    """Read a path, as a scan of a modality, or convert an image, an array or a tensor.
 
     A `Volume` is returned as it is, but for NaN and infinity.
+
+    Raises:
+        UserError: If it cannot be read, or is an array without an affine.
     """
     air = AIR_HU if modality == "ct" else 0
     if isinstance(scan, Volume):
@@ -185,6 +220,17 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str) -> Volume:
         return replace(load_image(lazy, air), header=scan.header)
     if isinstance(scan, (str, Path)):
         return read_image(Path(scan), modality=modality)
+    if is_nibabel(scan):
+        return from_nibabel(scan, air)
+    if isinstance(scan, (np.ndarray, torch.Tensor)):
+        # Tensors of MONAI know their affine.
+        affine = getattr(scan, "affine", None) if affine is None else affine
+        if affine is None:
+            raise UserError(
+                "an array does not say where its voxels are; give affine=, index to RAS in mm"
+            )
+        array = scan.detach().cpu().numpy() if isinstance(scan, torch.Tensor) else scan
+        return from_array(array, affine, air)
     from medseg.io.simpleitk import from_simpleitk  # SimpleITK takes 50 MiB
 
     return from_simpleitk(scan, air)

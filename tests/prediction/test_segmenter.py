@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
+import nibabel
 import numpy as np
 import pytest
 import SimpleITK
+import torch
+from monai.data import MetaTensor
 from oracle import CoarseOracle, FineOracle, dice, scan, stage
 
 import medseg
@@ -46,6 +49,30 @@ STORED = [
     Orientation((0, 1, 2), (False, False, False)),
     Orientation((2, 0, 1), (True, False, True)),
 ]
+
+
+def test_arrays_and_images_of_nibabel_get_labels_of_their_kind(
+    segmenter: medseg.LungSegmenter, tmp_path: Path
+) -> None:
+    volume, reference = scan(STORED[1])
+    write_image(tmp_path / "a.nii.gz", volume.array, volume.grid)
+    image = nibabel.load(tmp_path / "a.nii.gz")
+    expected = segmenter.segment(tmp_path / "a.nii.gz").labels.array
+    assert is_right(expected, reference)
+    from_image = segmenter.segment(image).labels
+    assert np.array_equal(np.asanyarray(from_image.dataobj).transpose(), expected)
+    assert np.array_equal(from_image.affine, image.affine)
+    array = np.asanyarray(image.dataobj)
+    from_array = segmenter.segment(array, affine=image.affine).labels
+    assert isinstance(from_array, np.ndarray)
+    assert np.array_equal(from_array.transpose(), expected)
+    # As MONAI loads it: one channel first, with its affine.
+    tensor = MetaTensor(torch.from_numpy(array.astype(np.float32))[None], affine=image.affine)
+    from_tensor = segmenter.segment(tensor).labels
+    assert isinstance(from_tensor, torch.Tensor)
+    assert np.array_equal(from_tensor.numpy().transpose(), expected)
+    with pytest.raises(UserError, match="give affine="):
+        segmenter.segment(array)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -133,8 +160,8 @@ def test_voxels_without_a_number_are_what_the_modality_has_outside(
 
 
 def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a Volume or a SimpleITK image, but got ndarray"):
-        segmenter.segment(np.zeros((3, 4, 5)))
+    with pytest.raises(UserError, match="an image of SimpleITK or nibabel, or an array, but got"):
+        segmenter.segment({"image": "a.nii"})
     with pytest.raises(UserError, match="does not exist"):
         segmenter.segment(str(tmp_path / "nowhere.nii"))
     with pytest.raises(UserError, match="accelerator=tpu: choose one of auto, cpu, gpu"):
