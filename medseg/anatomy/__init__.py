@@ -1,4 +1,1 @@
-"""All that is known about patients and organs.
-
-Outline, sides, plausible volumes, painted disease, and one table of rules.
-"""
+"""Knowledge of patients and organs: outline, sides, plausible volumes, disease, table of rules."""
