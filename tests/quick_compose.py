@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 compose_all = hydra.compose
+
+# Nodes of Hydra's store that a composition has seen. They stay, so that no other gets their id.
+nodes: dict[int, Any] = {}
 
 
 def compose(
@@ -35,12 +40,25 @@ def compose(
         else:
             values.append(override)
     sources = tuple(source.full_path() for source in loader.get_sources())
-    config = copy.deepcopy(_choose(sources, config_name, tuple(choices)))
+    stored = {id(node): node for node in _stored_nodes(ConfigStore.instance().repo)}
+    nodes.update(stored)
+    config = copy.deepcopy(_choose((*sources, *stored), config_name, tuple(choices)))
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
 
 
+def _stored_nodes(entries: Mapping[str, Any]) -> Iterator[Any]:
+    """Configurations in Hydra's store: a task that is imported is put there anew."""
+    for entry in entries.values():
+        if isinstance(entry, Mapping):
+            yield from _stored_nodes(entry)
+        else:
+            yield entry
+
+
 @functools.cache
-def _choose(sources: tuple[str, ...], config_name: str, choices: tuple[str, ...]) -> DictConfig:
-    """Compose the chosen files; `sources`, the folders that Hydra searches, are part of the key."""
+def _choose(
+    sources: tuple[str | int, ...], config_name: str, choices: tuple[str, ...]
+) -> DictConfig:
+    """Compose the chosen files; the folders and nodes that Hydra searches are part of the key."""
     return compose_all(config_name, list(choices))

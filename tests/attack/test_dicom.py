@@ -319,42 +319,60 @@ def _enhanced_attacks(folder: Path) -> Iterator[Attack]:
             del group.PlanePositionSequence
 
     changes: dict[str, tuple[Callable[[Dataset], Any], bool]] = {
-        "as it is": (lambda one: None, True),
-        "more frames than groups": (lambda one: setattr(one, "NumberOfFrames", 6), False),
-        "fewer frames than groups": (lambda one: setattr(one, "NumberOfFrames", 4), False),
-        "no group": (lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", []), False),
-        "empty groups": (
-            lambda one: setattr(one, "PerFrameFunctionalGroupsSequence", [Dataset()] * 5),
+        "as it is": (lambda enhanced_object: None, True),
+        "more frames than groups": (
+            lambda enhanced_object: setattr(enhanced_object, "NumberOfFrames", 6),
             False,
         ),
-        "no shared group": (lambda one: setattr(one, "SharedFunctionalGroupsSequence", []), False),
+        "fewer frames than groups": (
+            lambda enhanced_object: setattr(enhanced_object, "NumberOfFrames", 4),
+            False,
+        ),
+        "no group": (
+            lambda enhanced_object: setattr(
+                enhanced_object, "PerFrameFunctionalGroupsSequence", []
+            ),
+            False,
+        ),
+        "empty groups": (
+            lambda enhanced_object: setattr(
+                enhanced_object, "PerFrameFunctionalGroupsSequence", [Dataset()] * 5
+            ),
+            False,
+        ),
+        "no shared group": (
+            lambda enhanced_object: setattr(enhanced_object, "SharedFunctionalGroupsSequence", []),
+            False,
+        ),
         "no positions": (drop_positions, False),
         "one position for all": (
-            lambda one: setattr(
-                one,
+            lambda enhanced_object: setattr(
+                enhanced_object,
                 "PerFrameFunctionalGroupsSequence",
-                [one.PerFrameFunctionalGroupsSequence[0]] * 5,
+                [enhanced_object.PerFrameFunctionalGroupsSequence[0]] * 5,
             ),
             False,
         ),
         "groups within groups": (
-            lambda one: setattr(
-                one.PerFrameFunctionalGroupsSequence[2],
+            lambda enhanced_object: setattr(
+                enhanced_object.PerFrameFunctionalGroupsSequence[2],
                 "PlanePositionSequence",
-                [copy.deepcopy(one)],
+                [copy.deepcopy(enhanced_object)],
             ),
             False,
         ),
         "50,000 groups": (
-            lambda one: setattr(
-                one,
+            lambda enhanced_object: setattr(
+                enhanced_object,
                 "PerFrameFunctionalGroupsSequence",
-                [one.PerFrameFunctionalGroupsSequence[0]] * 50_000,
+                [enhanced_object.PerFrameFunctionalGroupsSequence[0]] * 50_000,
             ),
             False,
         ),
         "pixels of four frames": (
-            lambda one: setattr(one, "PixelData", one.PixelData[: 4 * 7 * 9 * 2]),
+            lambda enhanced_object: setattr(
+                enhanced_object, "PixelData", enhanced_object.PixelData[: 4 * 7 * 9 * 2]
+            ),
             False,
         ),
     }  # fmt: skip

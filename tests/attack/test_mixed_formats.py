@@ -30,10 +30,10 @@ def nifti(
     version: int = 1, order: str = "<", extension: bytes = b"\0\0\0\0", **fields: Any
 ) -> bytes:
     """A NIfTI file with the voxels and the place of the text formats; `fields` are set by name."""
-    one = version == 1
-    block = bytearray(348 if one else 540)
+    is_v1 = version == 1
+    block = bytearray(348 if is_v1 else 540)
     values: dict[str, Any] = {
-        "sizeof_hdr": 348 if one else 540, "magic": b"n+1\0" if one else b"n+2\0\r\n\x1a\n",
+        "sizeof_hdr": 348 if is_v1 else 540, "magic": b"n+1\0" if is_v1 else b"n+2\0\r\n\x1a\n",
         "datatype": 4, "bitpix": 16,
         "dim": (3, 8, 6, 4, 1, 1, 1, 1), "pixdim": (1.0, 1.25, 1.5, 3.0, 0, 0, 0, 0),
         "vox_offset": len(block) + len(extension),
@@ -41,22 +41,22 @@ def nifti(
         "srow": (-1.25, 0, 0, -10, 0, -1.5, 0, -20, 0, 0, 3.0, 30), **fields,
     }  # fmt: skip
     places = {
-        "sizeof_hdr": ("i", 0, 0), "magic": ("4s" if one else "8s", 344, 4),
+        "sizeof_hdr": ("i", 0, 0), "magic": ("4s" if is_v1 else "8s", 344, 4),
         "datatype": ("h", 70, 12), "bitpix": ("h", 72, 14),
-        "dim": ("8h" if one else "8q", 40, 16), "pixdim": ("8f" if one else "8d", 76, 104),
-        "vox_offset": ("f" if one else "q", 108, 168),
-        "slope": ("f" if one else "d", 112, 176), "inter": ("f" if one else "d", 116, 184),
-        "qform": ("h" if one else "i", 252, 344),
-        "sform": ("h" if one else "i", 254, 348), "units": ("B" if one else "i", 123, 500),
-        "srow": ("12f" if one else "12d", 280, 400),
-        "quatern": ("6f" if one else "6d", 256, 352),
+        "dim": ("8h" if is_v1 else "8q", 40, 16), "pixdim": ("8f" if is_v1 else "8d", 76, 104),
+        "vox_offset": ("f" if is_v1 else "q", 108, 168),
+        "slope": ("f" if is_v1 else "d", 112, 176), "inter": ("f" if is_v1 else "d", 116, 184),
+        "qform": ("h" if is_v1 else "i", 252, 344),
+        "sform": ("h" if is_v1 else "i", 254, 348), "units": ("B" if is_v1 else "i", 123, 500),
+        "srow": ("12f" if is_v1 else "12d", 280, 400),
+        "quatern": ("6f" if is_v1 else "6d", 256, 352),
     }  # fmt: skip
     for name, value in values.items():
         kind, first, second = places[name]
         struct.pack_into(
             order + kind,
             block,
-            first if one else second,
+            first if is_v1 else second,
             *(value if isinstance(value, tuple) else (value,)),
         )
     return bytes(block) + extension + (RAW if order == "<" else BIG)
@@ -128,7 +128,7 @@ def _versions(folder: Path) -> Iterator[Attack]:
         "DICOM": struct.pack("<4sii", b"\1\0\0\0", 32, 2) + b"DICM" * 6,
         "a second header": b"\1\0\0\0" + nifti()[:348],
     }  # fmt: skip
-    given: list[tuple[str, bytes, bool]] = [
+    files: list[tuple[str, bytes, bool]] = [
         (
             f"an extension of {name}, version {version}, {order}",
             nifti(version, order, extension),
@@ -147,16 +147,16 @@ def _versions(folder: Path) -> Iterator[Attack]:
         (0, 6, 4),
         (8, 6, 4 + 2**32),
     ]
-    given += [(f"sizes {size}", nifti(2, dim=(3, *size, 1, 1, 1, 1)), False) for size in sizes]
-    given += [
+    files += [(f"sizes {size}", nifti(2, dim=(3, *size, 1, 1, 1, 1)), False) for size in sizes]
+    files += [
         (f"{count} axes", nifti(2, dim=(count, 8, 6, 4, 1, 1, 1, 1)), 4 <= count <= 7)
         for count in (-1, 0, 1, 2, 4, 7, 8, 2**40)
     ]
     offsets = (0, 1, 543, 545, -544, 2**62, 2**63 - 1, -(2**63), 10**9)
-    given += [
+    files += [
         (f"voxels at {offset}", nifti(2, vox_offset=offset), offset == 0) for offset in offsets
     ]
-    given += [
+    files += [
         (f"unit {unit}", nifti(2, units=unit), unit & 7 != 1) for unit in (0, 1, 5, 2**30, -1, -7)
     ]
     steps = [
@@ -166,11 +166,11 @@ def _versions(folder: Path) -> Iterator[Attack]:
         (-1.25, -1.5, -3.0),
         (float("nan"), 1.5, 3.0),
     ]
-    given += [
+    files += [
         (f"steps {one}", nifti(2, sform=0, pixdim=(1.0, *one, 0, 0, 0, 0)), False) for one in steps
     ]
-    given += [(f"a form of code {code}", nifti(2, sform=code), True) for code in (2, 5, 2**31 - 1)]
-    given += [
+    files += [(f"a form of code {code}", nifti(2, sform=code), True) for code in (2, 5, 2**31 - 1)]
+    files += [
         (
             f"no form but code {code}",
             nifti(2, sform=0, qform=code, quatern=(2.0, 0, 0, 0, 0, 0)),
@@ -186,12 +186,12 @@ def _versions(folder: Path) -> Iterator[Attack]:
         b"n+2 \r\n\x1a\n",
         b"ni2\0\r\n\x1a\n",
     ):
-        given.append((f"mark {mark!r}", nifti(2, magic=mark), False))
-    given += [
+        files.append((f"mark {mark!r}", nifti(2, magic=mark), False))
+    files += [
         (f"mixed orders of {name}", _swapped(name), False)
         for name in ("dim", "datatype", "sizeof_hdr")
     ]
-    for number, (name, data, is_readable) in enumerate(given):
+    for number, (name, data, is_readable) in enumerate(files):
         path = folder / f"v{number}.nii"
         path.write_bytes(data)
         yield Attack(name, path, HU if is_readable else None, CORNERS if is_readable else None)

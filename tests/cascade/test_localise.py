@@ -28,9 +28,9 @@ def locate(*blocks: tuple[tuple[slice, slice, slice], int]) -> Localisation:
 
 
 def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
-    found = locate((LEFT, 1), (RIGHT, 2))
-    assert found.warnings == []
-    assert found.boxes == {
+    location = locate((LEFT, 1), (RIGHT, 2))
+    assert location.warnings == []
+    assert location.boxes == {
         "left_lung": VoxelBox((10, 20, 55), (30, 40, 75)),
         "right_lung": VoxelBox((10, 20, 15), (30, 40, 35)),
     }
@@ -136,20 +136,20 @@ def test_sides_with_different_labels_stay_as_they_are() -> None:
 
 def test_crumbs_do_not_move_the_box_and_large_parts_stay() -> None:
     crumb = (slice(2, 6), slice(2, 6), slice(80, 84))
-    found = locate((LEFT, 1), (RIGHT, 2), (crumb, 1))
-    assert found.boxes["left_lung"] == VoxelBox((10, 20, 55), (30, 40, 75))
-    assert not found.labels[crumb].any()
+    location = locate((LEFT, 1), (RIGHT, 2), (crumb, 1))
+    assert location.boxes["left_lung"] == VoxelBox((10, 20, 55), (30, 40, 75))
+    assert not location.labels[crumb].any()
     part = (slice(32, 38), slice(20, 40), slice(55, 75))
-    found = locate((LEFT, 1), (RIGHT, 2), (part, 1))
-    assert found.boxes["left_lung"] == VoxelBox((10, 20, 55), (38, 40, 75))
+    location = locate((LEFT, 1), (RIGHT, 2), (part, 1))
+    assert location.boxes["left_lung"] == VoxelBox((10, 20, 55), (38, 40, 75))
 
 
 def test_a_region_below_the_least_volume_is_absent() -> None:
     small = (slice(10, 18), slice(20, 28), slice(60, 68))  # 4.1 ml
-    found = locate((small, 1), (RIGHT, 2))
-    assert list(found.boxes) == ["right_lung"]
-    assert not (found.labels == 1).any()
-    assert found.warnings == [
+    location = locate((small, 1), (RIGHT, 2))
+    assert list(location.boxes) == ["right_lung"]
+    assert not (location.labels == 1).any()
+    assert location.warnings == [
         (
             "no left_lung found: the coarse stage marks 4.1 ml, and regions below 5 ml are "
             "reported as absent"
@@ -160,12 +160,12 @@ def test_a_region_below_the_least_volume_is_absent() -> None:
 def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
     small = (slice(10, 18), slice(20, 28), slice(60, 70))  # 5.1 ml
     large = (slice(0, 40), slice(0, 60), slice(0, 30))  # 576 ml
-    found = locate((small, 1), (large, 2))
-    assert list(found.boxes) == ["right_lung"]
+    location = locate((small, 1), (large, 2))
+    assert list(location.boxes) == ["right_lung"]
     assert (
         "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are "
         "reported as absent"
-    ) in found.warnings
+    ) in location.warnings
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,16 @@ def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
 def test_what_is_not_plausible_is_said_and_goes_on(
     blocks: tuple[tuple[tuple[slice, slice, slice], int], ...], text: str
 ) -> None:
-    found = locate(*blocks)
-    assert set(found.boxes) == {"left_lung", "right_lung"}
-    (warning,) = found.warnings
+    location = locate(*blocks)
+    assert set(location.boxes) == {"left_lung", "right_lung"}
+    (warning,) = location.warnings
     assert text in warning
 
 
 def test_nothing_at_all_is_said_for_each_region_and_once_more() -> None:
-    found = locate()
-    assert found.boxes == {}
-    assert [warning.split(":")[0] for warning in found.warnings] == [
+    location = locate()
+    assert location.boxes == {}
+    assert [warning.split(":")[0] for warning in location.warnings] == [
         "no left_lung found",
         "no right_lung found",
         "no region found at all",
@@ -255,17 +255,17 @@ def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() ->
         (slice(10, 22), slice(20, 40), slice(30, 60)),
         (slice(22, 28), slice(20, 40), slice(30, 60)),
     )
-    found = locate((upper, 2), (lower, 1))
-    assert list(found.boxes) == ["right_lung"]
-    assert found.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
-    assert found.warnings[0] == (
+    location = locate((upper, 2), (lower, 1))
+    assert list(location.boxes) == ["right_lung"]
+    assert location.boxes["right_lung"] == VoxelBox((10, 20, 30), (28, 40, 60))
+    assert location.warnings[0] == (
         "29 ml that the coarse stage labelled left_lung lie within right_lung and were "
         "relabelled accordingly; check the sides"
     )
     touching = (slice(10, 30), slice(20, 40), slice(35, 55))
-    found = locate((LEFT, 1), (touching, 2))
-    assert set(found.boxes) == {"left_lung", "right_lung"}
-    assert found.warnings == []
+    location = locate((LEFT, 1), (touching, 2))
+    assert set(location.boxes) == {"left_lung", "right_lung"}
+    assert location.warnings == []
 
 
 def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None:
@@ -273,18 +273,20 @@ def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None
     body, foam, table = np.s_[:, 20:70, 20:100], np.s_[:, 80:90, 30:50], np.s_[:, 94:96, 20:100]
     image_hu = np.full(grid.shape, -1000, dtype=np.int16)
     image_hu[body], image_hu[foam], image_hu[table] = 40, -900, 200
-    found = localise([image_hu], grid, stage(CoarseOracle(), "coarse", spacing_mm=grid.spacing_mm))
-    assert found.beyond is not None
-    assert found.beyond.shape == found.labels.shape == found.grid.shape
-    z, y, x = np.indices(found.grid.shape).reshape(3, -1)
+    location = localise(
+        [image_hu], grid, stage(CoarseOracle(), "coarse", spacing_mm=grid.spacing_mm)
+    )
+    assert location.beyond is not None
+    assert location.beyond.shape == location.labels.shape == location.grid.shape
+    z, y, x = np.indices(location.grid.shape).reshape(3, -1)
     there = np.rint(
-        grid.world_to_index_zyx(found.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))
+        grid.world_to_index_zyx(location.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))
     ).astype(int)
     is_in_body = (there[:, 1] >= 22) & (there[:, 1] < 68) & (there[:, 2] >= 22) & (there[:, 2] < 98)
     assert is_in_body.any()
-    assert not found.beyond.reshape(-1)[is_in_body].any()
+    assert not location.beyond.reshape(-1)[is_in_body].any()
     is_foam = (there[:, 1] >= 82) & (there[:, 1] < 88) & (there[:, 2] >= 32) & (there[:, 2] < 48)
-    assert found.beyond.reshape(-1)[is_foam].all()
+    assert location.beyond.reshape(-1)[is_foam].all()
 
 
 @pytest.mark.parametrize(("median_hu", "is_removed"), [(-985.0, True), (-975.0, False)])

@@ -143,8 +143,17 @@ def spacing_of(
     )
 
 
-@pytest.mark.parametrize("resampling", RESAMPLINGS)
-@pytest.mark.parametrize("rule", RULES)
+# Each rule with one resampling, and each resampling with two rules; all pairs are slow.
+PAIRS = [
+    pytest.param(
+        rule, resampling, marks=[] if row % len(RESAMPLINGS) == column else pytest.mark.slow
+    )
+    for row, rule in enumerate(RULES)
+    for column, resampling in enumerate(RESAMPLINGS)
+]
+
+
+@pytest.mark.parametrize(("rule", "resampling"), PAIRS)
 def test_every_rule_makes_the_same_of_a_case_in_validation_and_in_prediction(
     rule: str, resampling: str, tmp_path: Path
 ) -> None:

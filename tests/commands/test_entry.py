@@ -113,6 +113,7 @@ entry.run("predict", job)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks GNU's OpenMP")
 @pytest.mark.parametrize(
     ("given", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
@@ -228,13 +229,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_done(
 
 def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: Path) -> None:
     for command in ("train", "prepare", "predict", "evaluate", "report", "phantom", "demo"):
-        result = subprocess.run(
-            [*MEDSEG, command, "--cfg", "job"],
-            cwd=tmp_path,
-            capture_output=True,
-            encoding="utf-8",
-            env=ENVIRONMENT,
-        )
+        result = forked.run([*MEDSEG, command, "--cfg", "job"], cwd=tmp_path, env=ENVIRONMENT)
         assert result.returncode == 0, result.stderr
         assert ":" in result.stdout
 

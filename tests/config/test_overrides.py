@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from medseg.config.overrides import expand_options, quote_paths
@@ -80,7 +80,7 @@ def test_both_programs_translate_before_hydra(tmp_path: Path, program: list[str]
         "-o",
         str(tmp_path / "out"),
     ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    result = forked.run(command, cwd=ROOT)
     assert result.returncode == 2
     assert result.stderr.startswith(
         f"medseg: {tmp_path}/a (1).nii.gz: this file or folder does not exist"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hydra
 import pytest
 import quick_compose
+from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 
 from medseg.conf_folder import conf_dir
@@ -30,6 +31,17 @@ def test_a_configuration_is_the_one_that_hydra_composes(overrides: list[str]) ->
             quick = quick_compose.compose("train", overrides)
             assert quick == whole
             assert quick._get_flag("struct") == whole._get_flag("struct")
+
+
+def test_what_is_stored_anew_under_a_name_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ConfigStore.instance()
+    monkeypatch.setattr(store, "repo", {**store.repo, "schedule": {}})
+    schedules = []
+    for steps in (3, 4):
+        store.store("of_a_test", {"total_steps": steps}, "schedule")
+        with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            schedules.append(quick_compose.compose("train", ["schedule=of_a_test"]).schedule)
+    assert schedules == [{"total_steps": 3}, {"total_steps": 4}]
 
 
 @pytest.mark.parametrize(

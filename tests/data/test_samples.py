@@ -224,13 +224,13 @@ def test_half_chests_are_ranges_of_columns_of_whole_scans(
             sample["image"][0, :depth, :height, :width].numpy(),
             sample["target"][:depth, :height, :width].numpy(),
         )
-        found = [
+        columns = [
             (z, y, x)
             for z, y, x in np.ndindex(*np.subtract(whole.shape, (depth, height, width)) + 1)
             if np.array_equal(part, whole[z : z + depth, y : y + height, x : x + width])
         ]
-        assert len(found) == 1
-        (z, y, x) = found[0]
+        assert len(columns) == 1
+        (z, y, x) = columns[0]
         assert np.array_equal(labels, case.labels[z : z + depth, y : y + height, x : x + width])
         places.add((case.name, x, width))
     assert len(places) > 20
@@ -587,8 +587,8 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
         *cases[1:],
         replace(cases[0], trust=dict.fromkeys(("left_lung", "right_lung"), "absent")),
     ]
-    found = coarse(empty, task, train_trust=["reference"]).items
-    assert [samples_case.name for samples_case, _ in found] == ["case_1", "case_0"], (
+    items = coarse(empty, task, train_trust=["reference"]).items
+    assert [samples_case.name for samples_case, _ in items] == ["case_1", "case_0"], (
         "a scan that is known to have no region is known"
     )
     with pytest.raises(

@@ -70,7 +70,7 @@ def code_lines(page: Path) -> list[str]:
 
 def commands(page: Path) -> list[tuple[str, list[str]]]:
     """Name and arguments of each command of a page; `<run>` becomes a word, `…` is left out."""
-    found: dict[tuple[str, str], list[str]] = {}
+    arguments_of_command: dict[tuple[str, str], list[str]] = {}
     for line in code_lines(page):
         match = COMMAND.match(line)
         if match is None or match["name"] == "is":
@@ -84,10 +84,10 @@ def commands(page: Path) -> list[tuple[str, list[str]]]:
             and (one != "given" or name in POSITIONAL_KEYS)
         ]
         if name in COMMANDS and any("=" in one or not one.startswith("-") for one in kept):
-            found[name, str(kept)] = kept
+            arguments_of_command[name, str(kept)] = kept
         else:
             assert name in COMMANDS, f"{page.name}: there is no command {name}"
-    return [(name, arguments) for (name, _), arguments in found.items()]
+    return [(name, arguments) for (name, _), arguments in arguments_of_command.items()]
 
 
 def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
@@ -114,11 +114,11 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
 def refusal(name: str, arguments: list[str], table: Path) -> str:
     """Why a command is refused before it does anything; "" if it is accepted."""
     schema = COMMANDS[name][0]
-    own = ["run_dir=none"] if "run_dir" in schema.__dataclass_fields__ else []
+    needed = ["run_dir=none"] if "run_dir" in schema.__dataclass_fields__ else []
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         try:
-            to_config(hydra.compose(name, [*overrides_of(name, arguments, table), *own]), schema)
+            to_config(hydra.compose(name, [*overrides_of(name, arguments, table), *needed]), schema)
         except (UserError, HydraException) as error:
             return str(error)
     return ""
@@ -210,14 +210,14 @@ def composed(
     name: str, arguments: list[str], table: Path, run_dir: Path
 ) -> tuple[DictConfig, list[str]]:
     """Compose a command of a page for a run folder; returns the overrides too."""
-    kept = [
+    arguments_kept = [
         override
         for override in overrides_of(name, arguments, table)
         if not override.startswith("hydra.run.dir=")
     ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra.compose(name, [*kept, f"run_dir='{run_dir}'"]), kept
+        return hydra.compose(name, [*arguments_kept, f"run_dir='{run_dir}'"]), arguments_kept
 
 
 @pytest.mark.slow

@@ -53,7 +53,10 @@ def convert(network: StageNetwork, suffix: str, fixed: Any = None) -> export.Exp
     )
 
 
-@pytest.mark.parametrize("norm", ["instance", "affine", "channel"])
+@pytest.mark.parametrize(
+    "norm",
+    ["instance", *(pytest.param(norm, marks=pytest.mark.slow) for norm in ("affine", "channel"))],
+)
 def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(
     norm: str, tmp_path: Path
 ) -> None:
@@ -70,6 +73,7 @@ def test_a_converted_network_has_the_logits_of_torch_and_its_metadata(
     assert json.loads(model.get_rt_info(["medseg"]).astype(str)) == {"size": None}
 
 
+@pytest.mark.slow
 def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
     network = make(kind=OneSize)
     assert convert(network, ".xml", fixed=(16, 16, 24)).fixed_size == (16, 16, 24)
@@ -80,6 +84,7 @@ def test_a_network_of_one_size_is_converted_for_its_tiles_only() -> None:
         convert(network, ".xml")
 
 
+@pytest.mark.slow
 def test_other_logits_than_those_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     load = FORMATS[".xml"].load
 

@@ -46,7 +46,7 @@ def test_openvino_holds_the_bytes_of_the_weights_twice() -> None:
 
 
 @needs_openvino
-@pytest.mark.parametrize("norm", ["instance", "affine"])
+@pytest.mark.parametrize("norm", ["instance", pytest.param("affine", marks=pytest.mark.slow)])
 def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
     network = make(norm)
     # The second pass of a size must not write into the result of the first.

@@ -46,6 +46,7 @@ def held_mib(call: str, **environment: str) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not heap._has_huge_pages(), reason="the kernel gives no huge pages")
 def test_freed_tensors_leave_no_holes() -> None:
     assert held_mib("") > 90

@@ -259,6 +259,7 @@ def test_blocks_are_the_whole_network_but_the_head() -> None:
     )
 
 
+@pytest.mark.slow
 def test_learns_two_blobs() -> None:
     grid = torch.stack(torch.meshgrid(*(torch.arange(32.0),) * 3, indexing="ij"))
     blobs = [

@@ -161,17 +161,17 @@ def candidates() -> list[Candidate]:
     return [candidate(plain), candidate(half, "memory.precision=bf16")]
 
 
-def all_options(found: list[Candidate]) -> list[Option]:
-    return [one.option(chosen) for one in found for chosen in one.model.sets()]
+def all_options(candidate_sets: list[Candidate]) -> list[Option]:
+    return [one.option(chosen) for one in candidate_sets for chosen in one.model.sets()]
 
 
 def test_the_bytes_and_seconds_beside_the_step_count() -> None:
     model = models()[0]
-    found = candidate(model).fastest(BASE + 800)
+    fastest = candidate(model).fastest(BASE + 800)
     assert model.budgets == [800]
-    assert found is not None
-    assert (found.peak, found.seconds) == (BASE + 800, 1.0 + 0.1 + OTHER_S)
-    assert found.switches["memory.checkpointing"] == ["b"]
+    assert fastest is not None
+    assert (fastest.peak, fastest.seconds) == (BASE + 800, 1.0 + 0.1 + OTHER_S)
+    assert fastest.switches["memory.checkpointing"] == ["b"]
     assert candidate(model).fastest(BASE + 399) is None
     assert candidate(model, validation=901).fastest(900) is None, (
         "the validation alone is too large"
@@ -182,15 +182,15 @@ def test_the_bytes_and_seconds_beside_the_step_count() -> None:
 
 @pytest.mark.parametrize("max_seconds", [math.inf, 2.05, 1.85, 0.9])
 def test_the_choice_is_the_fastest_of_all_sets_that_fit(max_seconds: float) -> None:
-    found = candidates()
+    all_candidates = candidates()
     for budget in range(300, 1200, 25):
         fitting = [
             option
-            for option in all_options(found)
+            for option in all_options(all_candidates)
             if option.peak <= budget and option.seconds <= max_seconds
         ]
         expected = min(fitting, key=lambda option: (option.seconds, option.peak), default=None)
-        choice = fastest_option(found, budget, max_seconds)
+        choice = fastest_option(all_candidates, budget, max_seconds)
         assert (None if choice is None else choice[1][1:]) == (
             None if expected is None else expected[1:]
         )
@@ -199,15 +199,15 @@ def test_the_choice_is_the_fastest_of_all_sets_that_fit(max_seconds: float) -> N
 
 
 def test_of_equally_fast_sets_the_smaller_peak_is_chosen() -> None:
-    found = [candidate(Model(peak, 1.0, {}, {})) for peak in (900, 700, 800)]
-    choice = fastest_option(found, 2000, math.inf)
+    equally_fast = [candidate(Model(peak, 1.0, {}, {})) for peak in (900, 700, 800)]
+    choice = fastest_option(equally_fast, 2000, math.inf)
     assert choice is not None
     assert choice[1].peak == BASE + 700
 
 
 def test_no_set_beats_a_row_of_the_front_and_the_front_ends_at_the_least_peak() -> None:
-    found = candidates()
-    rows, sets = front(found), all_options(found)
+    all_candidates = candidates()
+    rows, sets = front(all_candidates), all_options(all_candidates)
     assert rows[0].seconds == min(option.seconds for option in sets)
     assert rows[-1].peak == min(option.peak for option in sets)
     for row in rows:
@@ -253,10 +253,10 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
     measured: list[Any] = []
     config = compose("stage.batch_size=2", "allow=same_result")
 
-    def count(one: PlanConfig, shape: Any, timeline: Timeline) -> Any:
+    def count(config: PlanConfig, shape: Any, timeline: Timeline) -> Any:
         assert shape == (32, 32, 48)
-        counted.append((one.memory, timeline))
-        return f"memory of {one.memory.accumulate}"
+        counted.append((config.memory, timeline))
+        return f"memory of {config.memory.accumulate}"
 
     monkeypatch.setattr(choose, "count_memory", count)
     monkeypatch.setattr(choose, "estimate_beside", lambda *arguments: arguments)

@@ -102,7 +102,7 @@ def test_an_address_without_a_cluster_is_one_sentence(
     checkpoint: Path, scans: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
-    given = [
+    arguments = [
         f"input='{scans}'",
         f"output='{tmp_path / 'out'}'",
         f"coarse='{checkpoint}'",
@@ -114,7 +114,7 @@ def test_an_address_without_a_cluster_is_one_sentence(
             match=rf"^ray\.address={address}: no cluster can be reached \(.*\); "
             "correct the address$",
         ):
-            predict(*given, f"ray.address='{address}'")
+            predict(*arguments, f"ray.address='{address}'")
 
 
 def test_under_torchrun_it_is_refused(
@@ -164,21 +164,21 @@ class FakeRay:
         self.num_actors += 1
 
         def call(kind: str) -> SimpleNamespace:
-            return SimpleNamespace(remote=lambda *given: (kind, number, given, object()))
+            return SimpleNamespace(remote=lambda *arguments: (kind, number, arguments, object()))
 
         return SimpleActor(number, call("load"), call("predict"))
 
     def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
         assert references
-        held = Counter(number for kind, number, *_ in references if kind == "predict")
-        self.most_held = max([self.most_held, *held.values()])
+        num_cases_of_actor = Counter(number for kind, number, *_ in references if kind == "predict")
+        self.most_held = max([self.most_held, *num_cases_of_actor.values()])
         return [references[self.rng.integers(len(references))]], []
 
     def get(self, reference: Any) -> Any:
-        kind, number, given, _ = reference
+        kind, number, arguments, _ = reference
         if kind == "load":
             return self.loads(number)
-        name = given[0].name
+        name = arguments[0].name
         if number in self.dead or self.dies(number, name):
             self.dead.add(number)
             raise self.exceptions.RayError("The actor died.")
@@ -275,16 +275,16 @@ def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     output = tmp_path / "out"
     output.mkdir()
-    given = [
+    arguments = [
         f"input={scans}",
         f"output={output}",
         f"coarse={checkpoint}",
         "engine=ray",
         "precision=fp32",
     ]
-    given += ["ray.num_actors=1", "ray.memory_gib=0.5"]
+    arguments += ["ray.num_actors=1", "ray.memory_gib=0.5"]
     first = subprocess.run(
-        [sys.executable, "-c", LOST_NODE, str(output), *given],
+        [sys.executable, "-c", LOST_NODE, str(output), *arguments],
         cwd=tmp_path,
         capture_output=True,
         encoding="utf-8",
@@ -295,7 +295,7 @@ def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
     assert 0 < num_finished < NUM_SCANS
     num_lost = first.stderr.count("not segmented: the cluster has lost the node")
     assert num_lost >= NUM_SCANS - num_finished
-    assert predict(*given) == 0
+    assert predict(*arguments) == 0
     assert len(list(output.glob("*.json"))) == NUM_SCANS
 
 
@@ -411,15 +411,15 @@ def test_actors_a_node_and_the_driver_die_and_no_case_is_computed_twice(
 ) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    given, local, output = (
+    arguments, local, output = (
         [f"input='{scans}'", f"coarse='{checkpoint}'"],
         tmp_path / "local",
         tmp_path / "out",
     )
-    assert predict(*given, f"output='{local}'", "threads=1") == 0
+    assert predict(*arguments, f"output='{local}'", "threads=1") == 0
     with cohort.SimulatedCluster(2) as cluster:
         num_journalled, num_again = cohort.run_disturbed(
-            cluster, [*given, "precision=fp32"], output, NUM_SCANS, num_kills=1
+            cluster, [*arguments, "precision=fp32"], output, NUM_SCANS, num_kills=1
         )
     assert NUM_SCANS // 2 <= num_journalled < NUM_SCANS
     assert num_again == 0
@@ -488,14 +488,14 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
             node("dead", is_alive=False, CPU=64.0, GPU=8.0, memory=999.0 * GIB),
         ]
     )
-    made: list[Any] = []
+    actor_options: list[Any] = []
 
     class Cohort:
         def __init__(self, *arguments: Any) -> None:
-            made.append(arguments)
+            actor_options.append(arguments)
 
         def run(self, cases: Any, count: int) -> None:
-            made.append((cases, count))
+            actor_options.append((cases, count))
 
     monkeypatch.setitem(sys.modules, "ray", cluster)
     monkeypatch.setattr(ray_engine, "has_ray", lambda: True)
@@ -527,7 +527,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     }
     assert (settings["log_to_driver"], settings["include_dashboard"]) == (False, False)
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-    (arguments, (given_cases, given_count)) = made
+    (arguments, (given_cases, given_count)) = actor_options
     assert (given_cases, given_count) == (cases, count)
     assert arguments[2:5] == ((os.getcwd(), config, num_cases), 7, observer)
     is_lost = arguments[5]
@@ -540,7 +540,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
 def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
+    actor_options: list[Any] = []
     steps: list[Any] = []
 
     @dataclass
@@ -563,7 +563,7 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
             case.messages.append("said")
 
     def make(*arguments: Any) -> FakeBatch:
-        made.append(arguments)
+        actor_options.append(arguments)
         return FakeBatch(arguments[1])
 
     monkeypatch.chdir(tmp_path)
@@ -577,7 +577,7 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
     config = PredictConfig(input="scans", output="out", coarse="c", overwrite=True)
     assert actor.load(str(folder), config, 1) == os.uname().nodename
     assert Path.cwd() == folder
-    assert made[0][:3] == ([["c"]], config, 2), "at least as many as an actor holds"
+    assert actor_options[0][:3] == ([["c"]], config, 2), "at least as many as an actor holds"
     output = tmp_path / "a.nii.gz"
     outcome = actor.predict(Scan("small", tmp_path / "a"), output, False)
     assert outcome == (["said"], 4, {"a": 1}, True)

@@ -71,11 +71,11 @@ def test_the_slab_size_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     image_hu = noise_hu(SOURCE.shape)
     for spacing_mm in SPACINGS:
         target = SOURCE.resampled(spacing_mm)
-        one = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
+        resampled = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
         with monkeypatch.context() as patch:
             patch.setattr(resample, "SLAB_VOXELS", 1)
             other = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+        torch.testing.assert_close(resampled, other, rtol=0, atol=1e-4)
 
 
 def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(
@@ -131,7 +131,7 @@ def test_a_linear_ramp_stays_a_ramp_of_the_world(
     scale = np.maximum(
         1.0, np.array(SOURCE.spacing_mm) / spacing_mm
     )  # one source voxel in target voxels
-    border = tuple(slice(int(np.ceil(2 * one)), -int(np.ceil(2 * one))) for one in scale)
+    border = tuple(slice(int(np.ceil(2 * factor)), -int(np.ceil(2 * factor))) for factor in scale)
     np.testing.assert_allclose(result[border], expected[border], rtol=0, atol=1e-4 * np.ptp(image))
 
 
@@ -322,8 +322,8 @@ def test_the_type_of_labels_changes_nothing_and_unknown_values_are_background() 
     for dtype in (np.uint8, np.int16, np.int64):
         wide = labels.astype(dtype)
         wide[labels == 3] = 250 if dtype == np.uint8 else 257  # 257 would be 1 as a byte
-        for given in (wide, torch.from_numpy(wide)):
-            assert torch.equal(resample_labels(given, SOURCE, target, 3), expected)
+        for labels_of_type in (wide, torch.from_numpy(wide)):
+            assert torch.equal(resample_labels(labels_of_type, SOURCE, target, 3), expected)
 
 
 def test_labels_agree_with_the_argmax_of_one_hot_probabilities() -> None:
@@ -458,7 +458,7 @@ def test_slabs_are_small_and_write_each_voxel_once(monkeypatch: pytest.MonkeyPat
         written = np.zeros(target.shape, dtype=int)
         for slab in resample.plan_slabs(SOURCE, target):
             written[slab.target] += 1
-            num_read = np.prod([one.stop - one.start for one in slab.source])
+            num_read = np.prod([planes.stop - planes.start for planes in slab.source])
             # 9 planes of 4270 voxels are asked for; the filter's reach at both ends comes on top.
             reach = 2 * max(1.0, spacing_mm[0] / SOURCE.spacing_mm[0]) + 1
             assert num_read <= 40_000 + reach * 4270
@@ -512,12 +512,12 @@ def test_extreme_spacings_keep_ramp_and_place(spacing_mm: tuple[float, float, fl
     grid = VoxelGrid(shape, spacing_mm, (-11.0, 20.0, 300.0), OBLIQUE)
     target = grid.resampled((2.0, 2.0, 2.0))
     index = [
-        np.stack(np.meshgrid(*map(np.arange, one.shape), indexing="ij"), -1)
-        for one in (grid, target)
+        np.stack(np.meshgrid(*map(np.arange, grid_of_side.shape), indexing="ij"), -1)
+        for grid_of_side in (grid, target)
     ]
     ramp, expected = (
-        one.index_to_world_xyz_mm(at) @ np.array([0.3, -1.1, 0.7])
-        for one, at in zip((grid, target), index, strict=True)
+        grid_of_side.index_to_world_xyz_mm(at) @ np.array([0.3, -1.1, 0.7])
+        for grid_of_side, at in zip((grid, target), index, strict=True)
     )
     result = resample_image(ramp, grid, target, 0.0).numpy()
     inner = tuple(

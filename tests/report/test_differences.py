@@ -19,48 +19,53 @@ def test_the_interval_is_that_of_scipy(number: int) -> None:
         case: dice + float(rng.exponential(0.02)) - 0.01
         for case, dice in reversed(baseline.items())
     }
-    found = paired_difference(scores, baseline)
-    assert found is not None
+    difference = paired_difference(scores, baseline)
+    assert difference is not None
     expected = stats.ttest_rel(
         [scores[case] for case in baseline], list(baseline.values())
     ).confidence_interval(0.95)
-    assert (found.ci95_low, found.ci95_high) == pytest.approx(
+    assert (difference.ci95_low, difference.ci95_high) == pytest.approx(
         (expected.low, expected.high), abs=1e-12
     )
-    assert found.difference == pytest.approx(found.mean - found.baseline_mean)
-    assert found.better + found.worse == found.cases == number
+    assert difference.difference == pytest.approx(difference.mean - difference.baseline_mean)
+    assert difference.better + difference.worse == difference.cases == number
 
 
 def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(400):
-        found = paired_difference(
+        difference = paired_difference(
             dict(enumerate(rng.normal(0.01, 0.03, 8))), dict.fromkeys(range(8), 0.0)
         )
-        assert found is not None
-        assert found.ci95_low is not None
-        assert found.ci95_high is not None
-        hits += found.ci95_low <= 0.01 <= found.ci95_high
+        assert difference is not None
+        assert difference.ci95_low is not None
+        assert difference.ci95_high is not None
+        hits += difference.ci95_low <= 0.01 <= difference.ci95_high
     assert 0.92 <= hits / 400 <= 0.98
 
 
 def test_only_common_cases_with_finite_scores_are_pairs() -> None:
-    found = paired_difference(
+    difference = paired_difference(
         {"a": 3.0, "b": math.inf, "c": 1.0, "d": 2.0},
         {"a": 5.0, "b": 1.0, "c": 1.0, "e": 0.0},
         better=-1,
     )
-    assert found is not None
-    assert (found.cases, found.difference, found.better, found.worse) == (2, -1.0, 1, 0)
+    assert difference is not None
+    assert (difference.cases, difference.difference, difference.better, difference.worse) == (
+        2,
+        -1.0,
+        1,
+        0,
+    )
     assert paired_difference({"a": 1.0}, {"b": 1.0}) is None
 
 
 def test_one_pair_has_no_interval_and_equal_differences_one_of_no_width() -> None:
-    one = paired_difference({"a": 0.5}, {"a": 0.25})
-    assert one is not None
-    assert (one.ci95_low, one.ci95_high) == (None, None)
-    assert write_difference(one) == "+0.2500"
+    single_pair = paired_difference({"a": 0.5}, {"a": 0.25})
+    assert single_pair is not None
+    assert (single_pair.ci95_low, single_pair.ci95_high) == (None, None)
+    assert write_difference(single_pair) == "+0.2500"
     same = paired_difference({"a": 0.5, "b": 0.75}, {"a": 0.25, "b": 0.5})
     assert same is not None
     assert (same.ci95_low, same.ci95_high) == (0.25, 0.25)
@@ -84,17 +89,17 @@ def false_positives(counts: list[int], draws: int) -> tuple[float, float]:
     outside = significant = 0
     for _ in range(draws):
         shared = rng.normal(0.0, math.sqrt(0.8), len(counts))
-        own = rng.normal(0.0, math.sqrt(0.2), len(patients))
-        gains = shared[[int(patient) for patient in patients.values()]] + own
+        patient_effect = rng.normal(0.0, math.sqrt(0.2), len(patients))
+        gains = shared[[int(patient) for patient in patients.values()]] + patient_effect
         scores = {
             case: 0.9 + 0.01 * gain for case, gain in zip(patients, gains.tolist(), strict=True)
         }
-        found = paired_difference(scores, baseline, patients=patients)
-        assert found is not None
-        assert found.ci95_low is not None
-        assert found.ci95_high is not None
-        outside += not found.ci95_low <= 0.0 <= found.ci95_high
-        significant += found.wilcoxon_p < 0.05
+        difference = paired_difference(scores, baseline, patients=patients)
+        assert difference is not None
+        assert difference.ci95_low is not None
+        assert difference.ci95_high is not None
+        outside += not difference.ci95_low <= 0.0 <= difference.ci95_high
+        significant += difference.wilcoxon_p < 0.05
     return outside / draws, significant / draws
 
 
@@ -120,14 +125,21 @@ def test_a_patient_counts_once_whatever_the_number_of_scans() -> None:
     patients = {"a_1": "a", "a_2": "a", "a_3": "a", "b": "b", "c": "c"}
     baseline = dict.fromkeys(patients, 0.5)
     scores = {"a_1": 0.7, "a_2": 0.8, "a_3": 0.9, "b": 0.4, "c": 0.5}
-    found = paired_difference(scores, baseline, patients=patients)
-    assert found is not None
-    assert (found.cases, found.patients, found.better, found.worse) == (5, 3, 3, 1)
+    difference = paired_difference(scores, baseline, patients=patients)
+    assert difference is not None
+    assert (difference.cases, difference.patients, difference.better, difference.worse) == (
+        5,
+        3,
+        3,
+        1,
+    )
     gains = [0.3, -0.1, 0.0]
     interval = stats.ttest_1samp(gains, 0.0).confidence_interval(0.95)
-    assert found.difference == pytest.approx(np.mean(gains))
-    assert (found.ci95_low, found.ci95_high) == pytest.approx((interval.low, interval.high))
-    assert found.wilcoxon_p == pytest.approx(stats.wilcoxon([0.3, -0.1]).pvalue), (
+    assert difference.difference == pytest.approx(np.mean(gains))
+    assert (difference.ci95_low, difference.ci95_high) == pytest.approx(
+        (interval.low, interval.high)
+    )
+    assert difference.wilcoxon_p == pytest.approx(stats.wilcoxon([0.3, -0.1]).pvalue), (
         "equal patients have no rank"
     )
     alone = paired_difference(scores, baseline, patients=dict.fromkeys(patients, "a"))
@@ -138,11 +150,11 @@ def test_a_patient_counts_once_whatever_the_number_of_scans() -> None:
 @pytest.mark.parametrize("number", [5, 6, 13, 60])
 def test_the_rank_test_is_that_of_scipy(number: int) -> None:
     gains = np.random.default_rng(number).normal(0.01, 0.03, number)
-    found = paired_difference(
+    difference = paired_difference(
         dict(zip(map(str, range(number)), gains, strict=True)), {str(n): 0.0 for n in range(number)}
     )
-    assert found is not None
-    assert found.wilcoxon_p == pytest.approx(stats.wilcoxon(gains).pvalue, abs=1e-6)
+    assert difference is not None
+    assert difference.wilcoxon_p == pytest.approx(stats.wilcoxon(gains).pvalue, abs=1e-6)
 
 
 def test_rounding_errors_of_equal_scores_are_no_difference() -> None:
@@ -150,9 +162,9 @@ def test_rounding_errors_of_equal_scores_are_no_difference() -> None:
     patients = {f"{patient}_{scan}": patient for patient in "abcdefg" for scan in range(3)}
     baseline = dict.fromkeys(patients, 0.2)
     scores = {case: (1 + int(case[-1])) / 10 for case in patients}
-    found = paired_difference(scores, baseline, patients=patients)
-    assert found is not None
-    assert found.wilcoxon_p == 1.0
+    difference = paired_difference(scores, baseline, patients=patients)
+    assert difference is not None
+    assert difference.wilcoxon_p == 1.0
     assert not is_established(scores, baseline, patients)
     assert not is_established(baseline, baseline, patients)
 
@@ -182,8 +194,10 @@ def test_established_means_a_two_sided_p_of_scipy_below_the_level() -> None:
     for num_comparisons in (1, 3):
         for _ in range(60):
             scores = {case: dice + float(rng.normal(0.02, 0.02)) for case, dice in baseline.items()}
-            found = stats.ttest_rel(list(scores.values()), list(baseline.values()))
-            expected = bool(found.pvalue < 0.05 / num_comparisons and found.statistic > 0)
+            paired_test = stats.ttest_rel(list(scores.values()), list(baseline.values()))
+            expected = bool(
+                paired_test.pvalue < 0.05 / num_comparisons and paired_test.statistic > 0
+            )
             assert is_established(scores, baseline, {}, num_comparisons) == expected
             answers.add(expected)
     assert answers == {True, False}

@@ -64,8 +64,8 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
     parted[6:][parted[6:] == 1] = 2
     regions = measure_regions(parted, GRID, lobes)
     plain = measure_regions(labels, GRID, task)
-    assert [(one.box, one.centre_x_mm) for one in regions.values()] == [
-        (one.box, one.centre_x_mm) for one in plain.values()
+    assert [(region.box, region.centre_x_mm) for region in regions.values()] == [
+        (region.box, region.centre_x_mm) for region in plain.values()
     ]
     assert found(image, parted, lobes) == []
 
@@ -80,8 +80,15 @@ def test_regions_without_sides_are_not_compared(task: Task) -> None:
     image, labels = lungs()
     wide = labels.copy()
     wide[2:10, 8:22, 18:23] = 2
-    for one in (labels, np.array([0, 2, 1], np.uint8)[labels], wide, labels * (labels == 1)):
-        assert {finding.code for finding in found(image, one, organs)} <= {"missing_region"}
+    for labels_of_case in (
+        labels,
+        np.array([0, 2, 1], np.uint8)[labels],
+        wide,
+        labels * (labels == 1),
+    ):
+        assert {finding.code for finding in found(image, labels_of_case, organs)} <= {
+            "missing_region"
+        }
 
 
 @pytest.mark.parametrize("gap", [0, 1])
@@ -254,10 +261,10 @@ def test_a_wrong_spacing_gives_implausible_volumes(
     ranges = {name: (0.25 * volume_ml, 3.0 * volume_ml) for name, volume_ml in volumes_ml.items()}
     z, y, x = GRID.spacing_mm
     grid = VoxelGrid(GRID.shape, (factor * z, y, x))
-    found = audit_labels(None, labels, grid, replace(task, volume_ml=ranges), {})
-    assert [one.severity.value for one in found if one.code == "implausible_volume"] == [
-        severity
-    ] * 2 * (severity is not None)
+    findings = audit_labels(None, labels, grid, replace(task, volume_ml=ranges), {})
+    assert [
+        finding.severity.value for finding in findings if finding.code == "implausible_volume"
+    ] == [severity] * 2 * (severity is not None)
 
 
 @pytest.mark.parametrize(("factor", "is_error"), [(1.0, False), (0.001, True), (30.0, True)])
@@ -298,7 +305,7 @@ def test_a_whole_region_that_is_far_too_small_is_an_error(
 def test_a_region_that_the_scan_cuts_may_be_small(task: Task) -> None:
     _, labels = lungs()
     grid = VoxelGrid((5, *GRID.shape[1:]), GRID.spacing_mm)
-    found = audit_labels(
+    findings = audit_labels(
         None, labels[:5], grid, replace(task, volume_ml={"left_lung": (900.0, 5000.0)}), {}
     )
-    assert [one.code for one in found] == ["cut_region"]
+    assert [finding.code for finding in findings] == ["cut_region"]
