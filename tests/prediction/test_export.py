@@ -20,6 +20,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ListConfig, Modality
 from medseg.errors import UserError
+from medseg.io.archive import unpacked
 from medseg.io.tables import read_csv
 from medseg.prediction.options import PredictConfig
 
@@ -165,6 +166,18 @@ def test_an_archive_that_gives_nothing_is_one_sentence(
         predict(archive, tmp_path / "out")
     assert str(caught.value).startswith(f"{archive}: ")
     assert sentence in str(caught.value)
+
+
+def test_names_and_times_of_an_archive_do_no_harm(tmp_path: Path) -> None:
+    """A name that leads out of the folder stays within it; a time of zeros is no time."""
+    member = zipfile.ZipInfo("a/../../b.txt")
+    member.date_time = (1980, 0, 0, 0, 0, 0)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr(member, "b")
+    with unpacked(tmp_path / "x.zip") as folder:
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    assert names == ["a", "a/b.txt"]
+    assert not folder.exists()
 
 
 def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Path) -> None:
