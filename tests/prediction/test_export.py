@@ -200,6 +200,19 @@ def test_a_refusal_of_two_series_names_the_rule(
     )
 
 
+def test_a_folder_without_a_scan_names_its_patient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of its own is a case, which is refused with what is there instead."""
+    forms = make_export(tmp_path, kinds=("MR alone", "topogram alone"))
+    assert predict(forms["folders"], tmp_path / "out", "series_pick=thinnest") == 1
+    said = capsys.readouterr().err.splitlines()
+    refused = [line for line in said if "(patient P" in line]
+    assert len(refused) == 2
+    assert "4 x MR image (series 4 'T2'); give the folder of a CT series" in refused[0]
+    assert refused[1].endswith("give the folder of a CT series (patient P02, 2024-01-01).")
+
+
 @pytest.mark.slow
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same results in all forms; each refusal names patient, date and cure in one line."""
@@ -215,7 +228,6 @@ def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             row["status"] == "failed" for row in read_csv(out / "summary.csv")
         )
         assert all("again" in line or "give " in line for line in refused)
-        print(form, len(results[form]), len(refused), *said, sep="\n")
     assert len(KINDS) == 40
     assert len(results["flat"]) == 40
     assert results["flat"] == results["folders"] == results["zip"]
