@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from medseg.config.schema import ListConfig
+from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.dicom.frames import plain
@@ -68,10 +69,16 @@ def list_series(config: ListConfig) -> int:
     print(f"{len(listed)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
     if output is None:
         return 0
-    if config.series_pick is not None:
-        scans = pick_each_study(scans, config.series_pick)
     if not scans:
         raise UserError(f"{folder}: there is no scan to write to {output}; see the last column.")
+    if config.series_pick is not None:
+        scans = pick_each_study(scans, config.series_pick)
+        _say_left_out(len(studies) - len(scans), config.series_pick)
+    if not scans:
+        raise UserError(
+            f"series_pick={config.series_pick}: no scan has it in its description or kernel; "
+            "give a text of these columns, thinnest or largest"
+        )
     text = csv_text([_table_row(name, series) for name, series in _named(scans)], TABLE_COLUMNS)
     _refuse_other_table(output, text)
     replace_text(output, text, RAW_NAMES)
@@ -79,6 +86,13 @@ def list_series(config: ListConfig) -> int:
     given = quote_for_shell(f"input={output}")
     print(f"next: medseg predict {given} output=<folder>", flush=True)
     return 0
+
+
+def _say_left_out(num_studies: int, rule: str) -> None:
+    """Say how many studies a rule leaves out."""
+    if num_studies:
+        studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
+        say(f"series_pick={rule} leaves out {studies}, in whose scans nothing matches")
 
 
 def _check_table(output: Path) -> None:

@@ -36,6 +36,8 @@ PATH_KEYS = frozenset(
         "stage.coarse",
     }
 )
+# Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
+TEXT_KEYS = PATH_KEYS | {"series_pick"}
 # Hydra's parser takes seconds for an argument of this length, and grows faster than it.
 MAX_LENGTH = 20_000
 MAX_ARGUMENTS = 2_000
@@ -245,15 +247,17 @@ def _check_argument(argument: str) -> None:
 
 
 def quote_paths(arguments: Sequence[str]) -> list[str]:
-    """Quote path arguments so that Hydra reads them unchanged.
+    """Quote paths and other texts so that Hydra reads them unchanged.
 
-    Arguments other than `key=value` of `PATH_KEYS` stay, as do `null` and quoted values. With `-m`
+    Arguments other than `key=value` of `TEXT_KEYS` stay, as do `null` and quoted values. With `-m`
     a comma in a path does not start a sweep. A value of `LIST_KEYS` in brackets is a list, unless
     it is the name of a file; a comma inside one of its paths needs quotes.
 
     Example:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
         ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
+        >>> quote_paths(["series_pick=b[67]0"])
+        ["series_pick='b[67]0'"]
     """
     return list(map(_quote_path, arguments))
 
@@ -262,7 +266,7 @@ def _quote_path(argument: str) -> str:
     """Quote the path, or each path of a list, of one argument."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
-    if name not in PATH_KEYS or value in ("", "null"):
+    if name not in TEXT_KEYS or value in ("", "null"):
         return argument
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:

@@ -7,7 +7,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from medseg.errors import UserError
@@ -69,11 +69,7 @@ def _unpack(path: Path, folder: Path) -> None:
             )
         for member in members:
             file = archive.extract(member, folder)
-            # The time by which a result that is up to date is recognised.
-            time_s = _time_s(member)
-            os.utime(file, (time_s, time_s))
-
-
-def _time_s(member: zipfile.ZipInfo) -> float:
-    """Modification time of a member, in seconds since 1970 of an unnamed time zone."""
-    return float(calendar.timegm((*member.date_time, 0, 0, 0)))
+            # The time by which a result that is up to date is recognised; some have no valid one.
+            with suppress(ValueError):
+                time_s = calendar.timegm((*member.date_time, 0, 0, 0))
+                os.utime(file, (time_s, time_s))

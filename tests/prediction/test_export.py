@@ -23,6 +23,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ListConfig, Modality
 from medseg.errors import UserError
+from medseg.io.archive import unpacked
 from medseg.io.tables import read_csv
 from medseg.prediction.options import PredictConfig
 
@@ -170,6 +171,18 @@ def test_an_archive_that_gives_nothing_is_one_sentence(
     assert sentence in str(caught.value)
 
 
+def test_names_and_times_of_an_archive_do_no_harm(tmp_path: Path) -> None:
+    """A name that leads out of the folder stays within it; a time of zeros is no time."""
+    member = zipfile.ZipInfo("a/../../b.txt")
+    member.date_time = (1980, 0, 0, 0, 0, 0)
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr(member, "b")
+    with unpacked(tmp_path / "x.zip") as folder:
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    assert names == ["a", "a/b.txt"]
+    assert not folder.exists()
+
+
 def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("case,image\na,a.nii.gz\n")
     with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
@@ -190,6 +203,19 @@ def test_a_refusal_of_two_series_names_the_rule(
     )
 
 
+def test_a_folder_without_a_scan_names_its_patient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of its own is a case, which is refused with what is there instead."""
+    forms = make_export(tmp_path, kinds=("MR alone", "topogram alone"))
+    assert predict(forms["folders"], tmp_path / "out", "series_pick=thinnest") == 1
+    said = capsys.readouterr().err.splitlines()
+    refused = [line for line in said if "(patient P" in line]
+    assert len(refused) == 2
+    assert "4 x MR image (series 4 'T2'); give the folder of a CT series" in refused[0]
+    assert refused[1].endswith("give the folder of a CT series (patient P02, 2024-01-01).")
+
+
 @pytest.mark.slow
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same results in all forms; each refusal names patient, date and cure in one line."""
@@ -205,7 +231,6 @@ def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
             row["status"] == "failed" for row in read_csv(out / "summary.csv")
         )
         assert all("again" in line or "give " in line for line in refused)
-        print(form, len(results[form]), len(refused), *said, sep="\n")
     assert len(KINDS) == 40
     assert len(results["flat"]) == 40
     assert results["flat"] == results["folders"] == results["zip"]
