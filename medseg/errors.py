@@ -29,6 +29,10 @@ class UserError(Exception):
     """
 
 
+class SeveralSeriesError(UserError):
+    """Several DICOM series where one is expected; the message lists them."""
+
+
 class NotFiniteError(UserError):
     """The loss became infinite or not a number."""
 

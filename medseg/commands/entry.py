@@ -41,6 +41,7 @@ from medseg.config.schema import (
     FindLrConfig,
     ImportConfig,
     LadderConfig,
+    ListConfig,
     MakeWeightsConfig,
     PhantomsConfig,
     PlanConfig,
@@ -67,6 +68,11 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         ImportConfig,
         "medseg.commands.import_data",
         "make a case table and a task from a data set of another program",
+    ),
+    "list": (
+        ListConfig,
+        "medseg.commands.list_series",
+        "list the series below a DICOM folder, and write a case table of the scans",
     ),
     "train": (
         TrainConfig,
@@ -147,8 +153,8 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         "make phantoms, train both stages, predict and score, in minutes",
     ),
 }
-# Function of a command whose name is a word of Python.
-FUNCTIONS = {"import": "import_data"}
+# Function of a command whose name is a word of Python, or a type.
+FUNCTIONS = {"import": "import_data", "list": "list_series"}
 # Package that a command imports to its extra of medseg.
 EXTRAS = {"optuna": "search"}
 

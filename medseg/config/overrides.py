@@ -43,9 +43,9 @@ MAX_ARGUMENTS = 2_000
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
 # Command to the key of an argument that stands alone, and to its options with the key that they
 # stand for.
-POSITIONAL_KEYS = {"import": "input", "predict": "input", "watch": "run"}
+POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
 _FILES = {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}
-OPTIONS = {"import": _FILES, "predict": _FILES}
+OPTIONS = {"import": _FILES, "list": _FILES, "predict": _FILES}
 # Hydra's own options whose value is the next argument, and those without one.
 HYDRA_OPTIONS = frozenset(
     {

@@ -33,6 +33,7 @@ ImportFormat = StrEnum(
     "ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"]
 )
 MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
+Modality = StrEnum("Modality", ["ct", "mr", "other"])
 
 
 @dataclass
@@ -232,6 +233,22 @@ class ImportConfig:
         Knob(
             "A structure that some cases lack: refuse stops, absent states that these patients do "
             "not have it."
+        ),
+    ]
+
+
+@dataclass
+class ListConfig:
+    """Keys of `list`."""
+
+    input: Annotated[str, Knob("Folder, searched to its bottom, or DICOMDIR.")]
+    output: Annotated[Text, Knob("Case table of the scans (.csv), for `predict`; null: none.")]
+    modality: Annotated[Modality, Knob("What counts as a scan; other: any modality.")]
+    series_pick: Annotated[
+        Text,
+        Knob(
+            "With output: one scan of each study: thinnest, largest, or a text or pattern in its "
+            "description or kernel; null: all scans."
         ),
     ]
 

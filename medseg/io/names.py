@@ -5,7 +5,7 @@ Python keeps each of their bytes as a lone surrogate.
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,17 @@ def is_utf8(name: str) -> bool:
         (True, False)
     """
     return name.isascii() or _SURROGATE.search(name) is None
+
+
+def joined_name(texts: Iterable[str]) -> str:
+    """Join texts of a header to the name of a case; other signs than `.+-` become "_".
+
+    Example:
+        >>> joined_name(["P 1/2", "", "20240131"])
+        'P_1_2_20240131'
+    """
+    words = (re.sub(r"[^\w.+-]+", "_", text) for text in texts)
+    return "_".join(filter(None, words))
 
 
 @contextmanager

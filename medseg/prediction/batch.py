@@ -17,6 +17,7 @@ from medseg.errors import (
     EXIT_FAILED,
     EXIT_OUT_OF_MEMORY,
     EXIT_USER_ERROR,
+    SeveralSeriesError,
     UserError,
     first_line,
     is_out_of_memory,
@@ -208,6 +209,8 @@ class Batch:
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless its results are up to date; None if called ahead of its turn while other cases need the memory."""
         try:
+            if case.scan.refusal:
+                raise UserError(case.scan.refusal)
             case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
             case.known = read_report(case.output)
             check_kinds(case.scan, self.config.save)
@@ -266,6 +269,7 @@ class Batch:
                 case.messages += case.report["warnings"]
         except Exception as error:
             case.exit_code, message = self._describe(error)
+            message = case.scan.in_words_of_user(message)
             case.messages.append(case.scan.identity.added_to(message))
         self.observer.case_ends(case)
         return case
@@ -281,6 +285,8 @@ class Batch:
 
     def _describe(self, error: Exception) -> tuple[int, str]:
         """Exit code and sentence of an error; of a single case, a defect keeps its traceback and ends the program."""
+        if isinstance(error, SeveralSeriesError):
+            return EXIT_USER_ERROR, f"{error} Or give series_pick=thinnest."
         if isinstance(error, UserError):
             return EXIT_USER_ERROR, str(error)
         if is_out_of_memory(error):

@@ -254,7 +254,7 @@ def write_case(
     with locked_folder(output.parent):
         found = read_report(output)
         require(
-            found == known or found.get("input") == str(scan.path),
+            found == known or found.get("input") == scan.place,
             f"{output}: another prediction, of {found.get('input')}, has written it while this one ran; give another output",
         )
         with case.measured("write"):
@@ -284,7 +284,7 @@ def _write_report(
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
         expected = expected_cost(expect(chosen.cascade, volume.grid), chosen.cascade, total_s)
     report = {
-        "input": str(scan.path),
+        "input": scan.place,
         **scan.reading(),
         "identity": (volume.identity if any(volume.identity) else scan.identity)._asdict(),
         "grid": asdict(volume.grid),

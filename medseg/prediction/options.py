@@ -145,6 +145,13 @@ class PredictConfig:
     series: Annotated[Text, Knob("DICOM series by UID or number where a folder holds several.")] = (
         None
     )
+    series_pick: Annotated[
+        Text,
+        Knob(
+            "One DICOM series of each study: thinnest, largest, or a text or pattern in its "
+            "description or kernel."
+        ),
+    ] = None
     hu_slope: Annotated[
         float,
         Knob(
@@ -221,6 +228,8 @@ class PredictConfig:
             if checkpoints is not None:
                 yield from text_clashes(key, checkpoints, kinds)
         yield from self._weights_clashes()
+        if self.series is not None and self.series_pick is not None:
+            yield "series and series_pick exclude each other; leave one of them out"
         previous_name, previous_high_mm = "", 0.0
         in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
         for name, limits in in_order:

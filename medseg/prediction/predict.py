@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from medseg.cascade.cascade import Cascade, require_channels
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.inference.options import Backend
+from medseg.io.archive import is_archive, unpacked
 from medseg.io.atomic import check_writable
 from medseg.io.inputs import is_dicomdir
 from medseg.io.tables import refuse_table
@@ -28,8 +29,10 @@ from medseg.prediction.options import Engine, PredictConfig
 from medseg.prediction.ray_engine import predict_on_ray
 from medseg.prediction.result_files import result_paths
 from medseg.prediction.scans import (
+    Archive,
     Scan,
     check_outputs,
+    describe_empty,
     describe_studies,
     divide_studies,
     find_scans,
@@ -37,7 +40,11 @@ from medseg.prediction.scans import (
     may_hold_studies,
     output_paths,
 )
+from medseg.prediction.series import find_files, pick_series
 from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_summary
+
+if TYPE_CHECKING:
+    from medseg.io.dicom.studies import Study
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -57,18 +64,60 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
     observer = observer or Observer()
-    is_shared, is_on_ray = has_other_ranks(), config.engine is Engine.ray
-    if is_shared:
+    if has_other_ranks():
         _refuse_on_several_processes(config)
         if int(os.environ["RANK"]) > 0:
             (chosen,) = load_cascades(config)
             _cascade_of(chosen).serve_tiles()
             return []
     source = _source_of(config)
+    if isinstance(source, Path) and is_archive(source):
+        return _predict_archive(source, config, observer)
+    return _predict_source(source, config, observer)
+
+
+def _predict_archive(path: Path, config: PredictConfig, observer: Observer) -> list[BatchCase]:
+    """Segment the scans in a zip archive; results and messages name it, not its temporary folder.
+
+    Raises:
+        UserError: As for `predict_scans`, and if the archive cannot be unpacked.
+    """
+    if config.engine is Engine.ray:
+        raise UserError(
+            f"engine=ray: other machines cannot read the unpacked {path}; unpack it to a folder"
+        )
+    with unpacked(path) as folder:
+        try:
+            return _predict_source(folder, config, observer, Archive(path, folder))
+        except UserError as error:
+            raise UserError(str(error).replace(str(folder), str(path))) from error
+
+
+def _predict_source(
+    source: Path | list[Path],
+    config: PredictConfig,
+    observer: Observer,
+    archive: Archive | None = None,
+) -> list[BatchCase]:
+    """Segment every scan of an input that is no archive.
+
+    Args:
+        source: The input; the unpacked folder of an archive.
+        config: Checked configuration.
+        observer: Is told what happens.
+        archive: Archive that the input was unpacked from.
+    """
+    is_shared, is_on_ray = has_other_ranks(), config.engine is Engine.ray
+    is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    if config.series_pick is not None and not is_folder:
+        raise UserError(
+            f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
+            f"{config.input}; fill in the column series of a case table, or leave it out"
+        )
     scans, protected = find_scans(
         source, config.split, config.series, config.hu, config.data.labels_column
     )
-    is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    scans = [scan._replace(archive=archive) for scan in scans]
     # Whether there is a summary does not depend on what the headers will say.
     is_batch = _is_batch(source)
     # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds
@@ -83,10 +132,21 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     if not isinstance(source, Path):
         require_channels(task, len(source))
     elif is_folder:
-        by_study = divide_studies(source, scans, task.channels[0].modality, observer.header_read)
+        empty: list[Study] = []
+        by_study = divide_studies(
+            source, scans, task.channels[0].modality, observer.header_read, empty.append
+        )
         if sentence := describe_studies(by_study):
-            say(f"{source}: {sentence}")
+            say(f"{config.input}: {sentence}")
+        if sentence := describe_empty(empty):
+            say(f"{config.input}: {sentence}")
+        if config.series_pick is not None:
+            by_study = pick_series(
+                by_study, config.series_pick, task.channels[0].modality, observer.header_read
+            )
         scans = join_channels(by_study, len(task.channels))
+    else:
+        scans = find_files(scans, task.channels[0].modality, observer.header_read)
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
     is_batch = is_batch and output not in outputs

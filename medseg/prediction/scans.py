@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from medseg.io.inputs import (
     list_inputs,
     volume_suffix,
 )
+from medseg.io.names import joined_name
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.wording import first_few
 
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 # Cases that a sentence names; it counts the others.
 MAX_NAMED = 10
+
+
+class Archive(NamedTuple):
+    """A zip archive that was unpacked.
+
+    Attributes:
+        path: The archive.
+        folder: Temporary folder that stands for it.
+    """
+
+    path: Path
+    folder: Path
 
 
 class Scan(NamedTuple):
@@ -44,6 +56,8 @@ class Scan(NamedTuple):
         files: The DICOM files of its study, where they are not all files at the path.
         identity: Patient and date as far as they are known before it is read: of a study by its
             headers, of a row of a case table by its columns.
+        refusal: Why it cannot be predicted, a message; "" for one that can be read.
+        archive: What it was unpacked from; None for a scan that lies where it was.
     """
 
     name: str
@@ -54,6 +68,19 @@ class Scan(NamedTuple):
     labels: Path | None = None
     files: tuple[Path, ...] = ()
     identity: Identity = UNKNOWN
+    refusal: str = ""
+    archive: Archive | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the user has it: its path, or that in its archive."""
+        return self.in_words_of_user(str(self.path))
+
+    def in_words_of_user(self, text: str) -> str:
+        """Name the archive in a message in place of the folder that it was unpacked to."""
+        if self.archive is None:
+            return text
+        return text.replace(str(self.archive.folder), str(self.archive.path))
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -187,9 +214,15 @@ class StudyCase:
 
 
 def divide_studies(
-    source: Path, scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
+    source: Path,
+    scans: Sequence[Scan],
+    modality: str,
+    on_file: Callable[[], None] = lambda: None,
+    on_empty: Callable[[Study], None] = lambda _: None,
 ) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
+
+    A study without a volume of the modality makes no case, but keeps its folder if it is alone.
 
     A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A
     folder with several becomes a case for each of them. Cases are left out that cannot hold what
@@ -200,6 +233,7 @@ def divide_studies(
         scans: Its scans by folder, see `find_scans`.
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
+        on_empty: Called with each study that makes no case.
     """
     holders = [scan for scan in scans if may_hold_studies(scan)]
     if not holders:
@@ -209,14 +243,27 @@ def divide_studies(
 
     folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
     parts: list[Part] = []
-    for scan, studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
+    alone: dict[Path, Study] = {}
+    for scan, all_studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
+        studies = [study for study in all_studies if study.has_volume]
         parts += [Part(scan, study, len(studies)) for study in studies]
+        empty = [study for study in all_studies if not study.has_volume]
+        if not studies and len(empty) == 1:
+            # Its reader says what is there instead.
+            alone[scan.path] = empty[0]
+            continue
+        for study in empty:
+            on_empty(study)
     found = _join_parts(parts)
     chosen = set(_choose(found))
     divided_paths = {part.scan.path for case in found if case.is_divided for part in case.parts}
     with_study = {part.scan.path for part in parts}
     names = {scan.name for scan in scans if scan.path not in divided_paths}
-    cases = [scan for scan in scans if scan.path not in with_study]
+    cases = [
+        scan._replace(identity=alone[scan.path].identity) if scan.path in alone else scan
+        for scan in scans
+        if scan.path not in with_study
+    ]
     for case in found:
         scan = case.scan
         if case.is_divided:
@@ -284,8 +331,8 @@ def may_hold_studies(scan: Scan) -> bool:
 
 def _study_name(study: Study, folder: str) -> str:
     """Name the case of a study after its folder, patient and date."""
-    words = [folder, *(re.sub(r"[^\w.+-]+", "_", text) for text in (study.patient, study.date))]
-    return "_".join(filter(None, words)) or "study"
+    name = joined_name([study.patient, study.date])
+    return "_".join(filter(None, (folder, name))) or "study"
 
 
 def describe_studies(scans: Sequence[Scan]) -> str:
@@ -295,6 +342,18 @@ def describe_studies(scans: Sequence[Scan]) -> str:
         return ""
     number = "1 case" if len(names) == 1 else f"{len(names)} cases"
     return f"by the patients and studies in their headers the DICOM files are {number}: {first_few(names, MAX_NAMED)}"
+
+
+def describe_empty(studies: Sequence[Study]) -> str:
+    """Name the studies that make no case; "" without one."""
+    if not studies:
+        return ""
+    number = "1 study has" if len(studies) == 1 else f"{len(studies)} studies have"
+    names = [str(study.identity) or "unknown patient" for study in studies]
+    return (
+        f"{number} no scan of the task's modality: {first_few(names, MAX_NAMED, '; ')}; "
+        "`medseg list` says why"
+    )
 
 
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:

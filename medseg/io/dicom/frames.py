@@ -5,6 +5,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -44,6 +45,7 @@ MACROS = {
     "ImageOrientationPatient": "PlaneOrientationSequence",
     "PixelSpacing": "PixelMeasuresSequence",
     "SpacingBetweenSlices": "PixelMeasuresSequence",
+    "SliceThickness": "PixelMeasuresSequence",
     "ReferencedSegmentNumber": "SegmentIdentificationSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
@@ -118,6 +120,7 @@ class Series:
         patient: Patient ID, or "".
         study: Study Instance UID, or "".
         date: Study Date as DICOM writes it, `20240131`, or "".
+        modality: Modality as DICOM names it, such as `CT`, or "".
     """
 
     uid: str = ""
@@ -126,6 +129,7 @@ class Series:
     patient: str = ""
     study: str = ""
     date: str = ""
+    modality: str = ""
 
     @property
     def scope(self) -> str:
@@ -196,6 +200,7 @@ class Frame:
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
         warnings: Sentences for the user.
+        thickness_mm: Slice Thickness, or None.
     """
 
     path: Path
@@ -211,6 +216,7 @@ class Frame:
     has_rescale: bool
     phases: tuple[str, ...]
     warnings: tuple[str, ...]
+    thickness_mm: float | None = None
 
     @property
     def air(self) -> int:
@@ -386,6 +392,7 @@ def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
         patient=_text(header.get("PatientID")),
         study=_text(header.get("StudyInstanceUID")),
         date=_text(header.get("StudyDate")),
+        modality=_text(header.get("Modality")),
     )
 
 
@@ -549,7 +556,15 @@ def _slice(
             for _, keyword, frame_keyword in PHASES
         ),
         warnings=tuple(sentences),
+        thickness_mm=_read_thickness(places),
     )
+
+
+def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
+    """Read the slice thickness in mm, which is only told: a value that makes no sense is None."""
+    with suppress(ValueError, TypeError):
+        return _read_number(places, "SliceThickness")
+    return None
 
 
 def _is_localiser(places: tuple[Dataset, ...]) -> bool:

@@ -94,12 +94,7 @@ def open_slices(
     """
     dicom_modality = "" if modality == "other" else modality.upper()
     stack, left_out = choose_stack(path, series, dicom_modality, files)
-    without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
-    if 0 < len(without_rescale) < len(stack.frames):
-        raise UserError(
-            f"{path}: expected rescale slope and intercept in every slice or in none, but "
-            f"{first_few(without_rescale, 1)} lack them; export the series again."
-        )
+    _check_rescale(path, stack)
     frames, heights_mm, repairs = _without_duplicates(path, stack)
     planes, step_mm, gap_warnings = _even(path, frames, heights_mm)
     shifts_mm, slant, tilt_warnings = _straight(path, frames, heights_mm)
@@ -137,6 +132,39 @@ def open_slices(
         is_shifted=bool(tilt_warnings),
         findings=(*left_out, *warnings),
     )
+
+
+def fault_of(stack: Stack) -> str:
+    """Say why a stack makes no regular volume, by its headers alone; "" for one that does.
+
+    Slices at one position count once: their pixels, which decide whether they are copies, are not
+    read.
+    """
+    path = stack.frames[0].path.parent
+    is_next = np.diff(stack.heights_mm, prepend=-np.inf) > SAME_POSITION_MM
+    frames = tuple(frame for frame, is_new in zip(stack.frames, is_next, strict=True) if is_new)
+    heights_mm = stack.heights_mm[is_next]
+    try:
+        _check_rescale(path, stack)
+        _even(path, frames, heights_mm)
+        _straight(path, frames, heights_mm)
+    except UserError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return ""
+
+
+def _check_rescale(path: Path, stack: Stack) -> None:
+    """Refuse a stack of slices with and without slope and intercept.
+
+    Raises:
+        UserError: With the first of those without.
+    """
+    without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
+    if 0 < len(without_rescale) < len(stack.frames):
+        raise UserError(
+            f"{path}: expected rescale slope and intercept in every slice or in none, but "
+            f"{first_few(without_rescale, 1)} lack them; export the series again."
+        )
 
 
 def open_dicom(

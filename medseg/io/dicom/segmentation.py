@@ -11,13 +11,20 @@ from highdicom.seg import Segmentation, SegmentDescription
 from highdicom.sr import CodedConcept
 from pydicom import Dataset, config
 from pydicom.sr.codedict import codes
-from pydicom.uid import RLELossless, generate_uid
+from pydicom.uid import RLELossless
 
 from medseg import __version__
 from medseg.errors import UserError
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import labels_on_slices, source_headers, stored_name
+from medseg.io.dicom.structures import (
+    UTF_8,
+    derived_series,
+    labels_on_slices,
+    source_headers,
+    state_encoding,
+    stored_name,
+)
 from medseg.io.label_table import Structure
 
 SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
@@ -69,25 +76,29 @@ def write_segmentation(
             # Rounded decimals may differ between slices that are parallel.
             header.ImageOrientationPatient = headers[0].ImageOrientationPatient
             header.SliceThickness = header.get("SliceThickness") or slices.grid.spacing_mm[0]
+    series = derived_series(
+        headers[0], "SEG", numbers, structures, f"{kind} {keep_empty_frames} {__version__}"
+    )
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         segmentation = Segmentation(
             headers,
             numbers,
             kind.upper(),
             [_describe(number, structure) for number, structure in enumerate(structures, start=1)],
-            series_instance_uid=generate_uid(),
-            series_number=9001,
-            sop_instance_uid=generate_uid(),
+            series_instance_uid=series.uid,
+            series_number=series.number,
+            sop_instance_uid=series.instance_uid,
             instance_number=1,
             manufacturer="medseg",
             manufacturer_model_name="medseg",
             software_versions=__version__,
             device_serial_number=__version__,
-            series_description="medseg segmentation",
-            specific_character_set="ISO_IR 192",
+            series_description=series.description,
+            specific_character_set=UTF_8,
             plane_positions=positions,
             omit_empty_frames=not keep_empty_frames,
         )
+        segmentation.PositionReferenceIndicator = headers[0].PositionReferenceIndicator
         if is_multi_frame:
             _drop_other_frames(segmentation, slices)
         if kind == "labelmap":
@@ -142,7 +153,7 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
     for side in structure.code[2:]:
         kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
     colour = CIELabColor.from_string(structure.colour) if structure.colour else None
-    return SegmentDescription(
+    segment = SegmentDescription(
         number,
         name,
         category,
@@ -151,3 +162,5 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
         AlgorithmIdentificationSequence("medseg", codes.DCM.ArtificialIntelligence, __version__),
         display_color=colour,
     )
+    state_encoding(segment, name)
+    return segment

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from medseg.errors import UserError
+from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
@@ -63,6 +63,17 @@ class Stack:
     def series(self) -> Series:
         """The series of its slices."""
         return self.frames[0].series
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions of its slices."""
+        return num_positions(self.heights_mm)
+
+    @property
+    def spacing_mm(self) -> tuple[float, ...]:
+        """Mean distance of its positions, then of rows and of columns."""
+        step_mm = float(np.ptp(self.heights_mm)) / (self.num_positions - 1)
+        return (step_mm, *self.frames[0].spacing_mm)
 
 
 class Contents(NamedTuple):
@@ -244,12 +255,24 @@ def _refused_copy(path: Path) -> NoSlice:
     return NoSlice(path, Series(), reason, is_unreadable=True)
 
 
-def _read_images(
-    path: Path, modality: str, files: Sequence[Path], *, is_deep: bool
+def read_images(
+    path: Path,
+    modality: str,
+    files: Sequence[Path],
+    *,
+    is_deep: bool,
+    on_file: Callable[[], None] = lambda: None,
 ) -> list[Frame | NoSlice]:
     """Read the headers of some files, or of all DICOM files at a path.
 
     Files without DICOM are unreadable: all such among `files`, else those named like slices.
+
+    Args:
+        path: Folder, or a file of it.
+        modality: Modality of the slices, as DICOM names it; "" takes any.
+        files: The files to read instead of all files at the path.
+        is_deep: Whether the folders below are searched too.
+        on_file: Called after each file.
     """
     if files:
         dicom = [file for file in files if is_dicom_file(file)]
@@ -259,6 +282,7 @@ def _read_images(
     images: list[Frame | NoSlice] = []
     for file in dicom:
         images += read_frames(file, modality)
+        on_file()
     if files:
         broken = set(files) - set(dicom)
     else:
@@ -330,12 +354,12 @@ def choose_stack(
     only_file = None if is_folder else path
     choice = parse_series(series)
     kind = f"{modality or 'scan'} series"
-    images = _read_images(path, modality, files, is_deep=is_folder)
+    images = read_images(path, modality, files, is_deep=is_folder)
     contents = _sort_contents(_in_scope(images, choice))
     candidates = _stacks_with(contents.stacks, only_file)
     chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
     if len(chosen) > 1:
-        raise UserError(
+        raise SeveralSeriesError(
             f"{path}: expected one {kind}, but it holds {len(chosen)}: "
             f"{_list(chosen, contents.stacks)}; choose one with series=, or in the "
             "column series of a case table."
@@ -511,8 +535,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     properties = [text for text in properties if text]
     if properties:
         words.append(", ".join(properties))
-    step_mm = np.ptp(stack.heights_mm) / (num_positions(stack.heights_mm) - 1)
-    spacing = " x ".join(f"{mm:.3g}" for mm in (step_mm, *stack.frames[0].spacing_mm))
+    spacing = " x ".join(f"{mm:.3g}" for mm in stack.spacing_mm)
     words.append(f"({len(stack.frames)} slices, {spacing} mm)")
     return " ".join(words)
 

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 from highdicom.base import SOPClass
 from pydicom import Dataset, config
-from pydicom.uid import ImplicitVRLittleEndian, RTStructureSetStorage, generate_uid
+from pydicom.uid import ImplicitVRLittleEndian, RTStructureSetStorage
 
 from medseg import __version__
 from medseg.io.atomic import replace_path
 from medseg.io.dicom.contours import outlines
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
-from medseg.io.dicom.structures import labels_on_slices, points_of, source_headers, stored_name
+from medseg.io.dicom.structures import (
+    UTF_8,
+    derived_series,
+    labels_on_slices,
+    points_of,
+    source_headers,
+    state_encoding,
+    stored_name,
+)
 from medseg.io.label_table import Structure
 
 STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
@@ -49,20 +57,21 @@ def write_structure_set(
     files = dict(zip(dict.fromkeys(frame.path for frame in slices.frames), headers, strict=True))
     references = [_reference(files[frame.path], frame) for frame in slices.frames]
     first = headers[0]
+    series = derived_series(first, "RTSTRUCT", numbers, structures, __version__)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         dataset = SOPClass(
             study_instance_uid=first.StudyInstanceUID,
-            series_instance_uid=generate_uid(),
-            series_number=9002,
-            sop_instance_uid=generate_uid(),
+            series_instance_uid=series.uid,
+            series_number=series.number,
+            sop_instance_uid=series.instance_uid,
             sop_class_uid=RTStructureSetStorage,
             instance_number=1,
             modality="RTSTRUCT",
             manufacturer="medseg",
             manufacturer_model_name="medseg",
             software_versions=__version__,
-            series_description="medseg structure set",
-            specific_character_set="ISO_IR 192",
+            series_description=series.description,
+            specific_character_set=UTF_8,
             # Contours of more than 64 KiB have no length in the explicit encoding.
             transfer_syntax_uid=ImplicitVRLittleEndian,
         )
@@ -73,23 +82,18 @@ def write_structure_set(
         dataset.StructureSetTime = dataset.InstanceCreationTime
         dataset.ApprovalStatus = "UNAPPROVED"
         dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
-        dataset.PositionReferenceIndicator = first.get("PositionReferenceIndicator", "")
-        series = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=references)
+        dataset.PositionReferenceIndicator = first.PositionReferenceIndicator
+        source = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=references)
         study = _item(
             ReferencedSOPClassUID=STUDY_COMPONENT,
             ReferencedSOPInstanceUID=first.StudyInstanceUID,
-            RTReferencedSeriesSequence=[series],
+            RTReferencedSeriesSequence=[source],
         )
         dataset.ReferencedFrameOfReferenceSequence = [
             _item(FrameOfReferenceUID=first.FrameOfReferenceUID, RTReferencedStudySequence=[study])
         ]
         dataset.StructureSetROISequence = [
-            _item(
-                ROINumber=number,
-                ReferencedFrameOfReferenceUID=first.FrameOfReferenceUID,
-                ROIName=stored_name(structure.name),
-                ROIGenerationAlgorithm="AUTOMATIC",
-            )
+            _region(number, structure, first.FrameOfReferenceUID)
             for number, structure in enumerate(structures, start=1)
         ]
         dataset.ROIContourSequence = [
@@ -108,6 +112,19 @@ def _item(**fields: Any) -> Dataset:
     item = Dataset()
     for keyword, value in fields.items():
         setattr(item, keyword, value)
+    return item
+
+
+def _region(number: int, structure: Structure, frame_of_reference_uid: str) -> Dataset:
+    """Name a region of interest."""
+    name = stored_name(structure.name)
+    item = _item(
+        ROINumber=number,
+        ReferencedFrameOfReferenceUID=frame_of_reference_uid,
+        ROIName=name,
+        ROIGenerationAlgorithm="AUTOMATIC",
+    )
+    state_encoding(item, name)
     return item
 
 

@@ -3,11 +3,14 @@
 Headers that a SEG or RTSTRUCT refers to, and label maps moved between the grid and the slices.
 """
 
+import hashlib
 import warnings
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from pydicom import FileDataset, config, dcmread
+from pydicom import Dataset, FileDataset, config, dcmread
+from pydicom.uid import generate_uid
 from pydicom.valuerep import DA, TM
 
 from medseg.errors import UserError
@@ -24,6 +27,9 @@ IDENTITY = (
 )
 """Fields by which an object refers to its source."""
 
+UTF_8 = "ISO_IR 192"
+"""Name of this encoding in DICOM."""
+
 MAX_NAME = 64
 """Characters of a segment's label, of the name of a region of interest, and of a code's meaning."""
 
@@ -36,17 +42,91 @@ TYPE_2 = (
     "StudyID",
     "StudyDate",
     "StudyTime",
+    "ReferringPhysicianName",
+    "PositionReferenceIndicator",
 )
-"""Fields of patient and study that must be present and may be empty; public series lack some."""
+"""Fields of patient, study and frame of reference that must be present and may be empty.
+
+Public series lack some.
+"""
+
+KIND_NAMES = {"SEG": "segmentation", "RTSTRUCT": "structure set"}
+"""What the description of a result calls it."""
+
+KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
+"""Last digit of the series number of a result."""
+
+FIRST_NUMBER = 90_000
+MAX_SOURCE_NUMBER = 10**8
+"""Numbers of DICOM have 32 bits."""
 
 
 DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
 """Those of them that must be a date or a time, and their types."""
 
 
+class DerivedSeries(NamedTuple):
+    """Series of a result, which is the same whenever the result is made again.
+
+    Attributes:
+        uid: Series Instance UID, of the source series, the kind of object and the names of labels.
+        instance_uid: SOP Instance UID, also of the labels themselves: an archive keeps one copy of
+            a result that did not change, and takes another one as new.
+        number: Series Number.
+        description: Series Description.
+    """
+
+    uid: str
+    instance_uid: str
+    number: int
+    description: str
+
+
+def derived_series(
+    header: Dataset, kind: str, numbers: np.ndarray, structures: Sequence[Structure], version: str
+) -> DerivedSeries:
+    """Describe the series of a result.
+
+    Args:
+        header: Header of a source slice.
+        kind: Modality of the result: `SEG` or `RTSTRUCT`.
+        numbers: Number of the structure at each pixel of each source slice.
+        structures: The labels.
+        version: What else makes another instance, such as the version of the program.
+    """
+    identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
+    content = hashlib.sha256(np.ascontiguousarray(numbers)).hexdigest()
+    description = str(header.get("SeriesDescription") or "")
+    return DerivedSeries(
+        generate_uid(entropy_srcs=identity),
+        generate_uid(entropy_srcs=[*identity, content, version]),
+        _derived_number(header, KIND_NUMBERS[kind]),
+        f"medseg {KIND_NAMES[kind]} {description}".strip()[:MAX_NAME],
+    )
+
+
+def _derived_number(header: Dataset, kind_number: int) -> int:
+    """Number a result after its source: 7 gives 90071 or 90072, beyond those of scanners."""
+    try:
+        number = int(header.get("SeriesNumber") or 0)
+    except (TypeError, ValueError):
+        number = 0
+    is_usual = 0 <= number <= MAX_SOURCE_NUMBER
+    return FIRST_NUMBER + 10 * (number if is_usual else 0) + kind_number
+
+
 def stored_name(name: str) -> str:
     """Name of a label in DICOM: cut to the field, without the sign that separates values."""
     return name.replace("\\", "_")[:MAX_NAME]
+
+
+def state_encoding(item: Dataset, name: str) -> None:
+    """State the encoding of a name in the item that holds it.
+
+    The standard lets an item inherit it from the file, but dcmjs, the reader of OHIF, does not.
+    """
+    if not name.isascii():
+        item.SpecificCharacterSet = UTF_8
 
 
 def labels_on_slices(

@@ -17,15 +17,14 @@ Position = tuple[float, ...]
 class Study:
     """An examination of a patient, as far as its files lie below one folder.
 
-    It has slices of the requested modality.
-
     Attributes:
         patient: Patient ID, or "".
         uid: Study Instance UID, or "".
         date: Study Date as DICOM writes it, or "".
         scope: What `series=<scope>:` takes for it.
         series: Its series, also those that are no volume.
-        positions: Places of the slices of each volume, by Series Instance UID.
+        positions: Places of the slices of each volume of the requested modality, by Series
+            Instance UID; empty where it has none.
         files: Its files, with those that may belong to any study of the folder because their
             headers do not tell.
     """
@@ -42,6 +41,11 @@ class Study:
     def identity(self) -> Identity:
         """Patient and date; its series are several."""
         return Identity(self.patient, written_date(self.date))
+
+    @property
+    def has_volume(self) -> bool:
+        """Whether it has a series of two slices at least."""
+        return bool(self.positions)
 
     def shares_series(self, other: "Study") -> bool:
         """Whether a series of this study goes on in another folder; a copy of a series does not."""
@@ -75,8 +79,7 @@ def find_studies(
 ) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
-    A study counts if it has a series of two slices at least: localisers, reports, structures and
-    other modalities make none. All slices of a series belong to one study, even where their headers
+    Localisers, reports, structures and other modalities make no volume of a study. All slices of a series belong to one study, even where their headers
     disagree; the reader refuses such.
 
     Args:
@@ -130,7 +133,7 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
 
 
 def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
-    """Divide the series of a folder by study; a study needs a volume."""
+    """Divide the series of a folder by study."""
     by_scope: dict[str, list[Series]] = {}
     for series in folder.series.values():
         by_scope.setdefault(series.scope, []).append(series)
@@ -138,10 +141,8 @@ def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
     for scope, all_series in by_scope.items():
         volume_uids = volumes & folder.positions.keys()
         volume_series = [series for series in all_series if series.uid in volume_uids]
-        if not volume_series:
-            continue
         # Series of an examination may have several dates; the first is its own.
-        first = min(volume_series, key=lambda series: series.date)
+        first = min(volume_series or all_series, key=lambda series: series.date)
         studies.append(
             Study(
                 first.patient,

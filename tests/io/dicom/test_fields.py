@@ -68,7 +68,7 @@ def test_fixed_fields_of_a_segmentation(written: tuple[Dataset, Dataset, list[Da
     segmentation, structure_set, headers = written
     expected = EQUIPMENT | {
         "Modality": "SEG",
-        "SeriesNumber": 9001,
+        "SeriesNumber": 90041,
         "SeriesDescription": "medseg segmentation",
         "DeviceSerialNumber": __version__,
         "SegmentationType": "BINARY",
@@ -129,7 +129,7 @@ def test_fixed_fields_of_a_structure_set(written: tuple[Dataset, Dataset, list[D
     structure_set, headers = written[1:]
     expected = EQUIPMENT | {
         "Modality": "RTSTRUCT",
-        "SeriesNumber": 9002,
+        "SeriesNumber": 90042,
         "SeriesDescription": "medseg structure set",
         "OperatorsName": "",
         "StructureSetLabel": "medseg",

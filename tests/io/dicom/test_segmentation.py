@@ -204,3 +204,37 @@ def test_dciodvfy_finds_no_error_that_the_source_does_not_have(kind: str, tmp_pa
     for write in (write_segmentation, write_structure_set):
         write(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, [LUNG, VESSEL])
         assert errors(tmp_path / "a.dcm") <= errors(slices.frames[0].path)
+
+
+def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: Path) -> None:
+    """Other labels are another instance of that series; other names are another series."""
+    slices = open_slices(
+        make_series(tmp_path / "s", "plain", np.eye(3), SeriesDescription="Lung 1.0")
+    )
+    labels = small_labels(slices.grid.shape)
+    edited = labels.copy()
+    edited[0, 0, 0] = 1
+    words = {write_segmentation: "segmentation", write_structure_set: "structure set"}
+    all_series = set()
+    for write, word in words.items():
+        files = []
+        for number, (array, structures) in enumerate(
+            (
+                (labels, [LUNG, VESSEL]),
+                (labels, [LUNG, VESSEL]),
+                (edited, [LUNG, VESSEL]),
+                (labels, [LUNG]),
+            )
+        ):
+            write(tmp_path / f"{number}.dcm", array, slices, structures)
+            files.append(dcmread(tmp_path / f"{number}.dcm"))
+        series = [file.SeriesInstanceUID for file in files]
+        instances = [file.SOPInstanceUID for file in files]
+        assert series[0] == series[1] == series[2] != series[3]
+        assert instances[0] == instances[1]
+        assert len(set(instances)) == 3
+        assert files[0].SeriesDescription == f"medseg {word} Lung 1.0"
+        for keyword in ("PatientSex", "ReferringPhysicianName", "PositionReferenceIndicator"):
+            assert keyword in files[0], "the standard asks for it, also where it is empty"
+        all_series.update(series)
+    assert len(all_series) == 4

@@ -1,0 +1,172 @@
+"""The `list` command: prints the series below a DICOM folder, and writes a case table of the scans."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from medseg.config.schema import ListConfig
+from medseg.errors import UserError
+from medseg.io.atomic import check_writable, replace_text
+from medseg.io.dicom.frames import plain
+from medseg.io.dicom.listing import ListedSeries
+from medseg.io.dicom.listing import list_series as list_folder
+from medseg.io.dicom.pick import pick_each_study
+from medseg.io.inputs import input_format, is_dicomdir
+from medseg.io.names import RAW_NAMES, joined_name
+from medseg.io.tables import csv_text, print_table
+from medseg.io.text import read_text
+from medseg.wording import quote_for_shell
+
+COLUMNS = {
+    "patient": "patient",
+    "study_date": "date",
+    "number": "series",
+    "description": "description",
+    "kernel": "kernel",
+    "slices": "slices",
+    "thickness_mm": "thickness",
+    "spacing_mm": "spacing mm",
+    "voxels": "voxels",
+    "mb": "MB",
+    "fault": "why it is no scan",
+}
+"""Columns that are printed, and their headings."""
+
+TABLE_COLUMNS = ("case", "image", "series", *[key for key in COLUMNS if key != "fault"])
+"""Columns of the case table: what `read_case_table` takes, and what is printed."""
+
+MAX_TEXT = 40
+"""Longer texts are cut where they are printed."""
+
+MAX_NAME = 100
+"""Longer names of cases are cut."""
+
+
+def list_series(config: ListConfig) -> int:
+    """Print the series below a folder and write the scans among them as a case table.
+
+    Raises:
+        UserError: If the folder holds no DICOM file, or the table cannot be written.
+    """
+    folder = Path(config.input)
+    output = None if config.output is None else Path(config.output)
+    if input_format(folder) != "dicom":
+        raise UserError(f"{folder}: expected a folder of DICOM files, got a volume file.")
+    if output is not None:
+        _check_table(output)
+    if is_dicomdir(folder):
+        folder = folder.parent
+    with _counted_files() as on_file:
+        listed = list_folder(folder, config.modality.value, on_file=on_file)
+    print_table([_printed(row) for row in listed], COLUMNS)
+    scans = [series for series in listed if not series.fault]
+    studies = {(series.series.patient, series.series.study) for series in scans}
+    print(f"{len(listed)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
+    if output is None:
+        return 0
+    if config.series_pick is not None:
+        scans = pick_each_study(scans, config.series_pick)
+    if not scans:
+        raise UserError(f"{folder}: there is no scan to write to {output}; see the last column.")
+    text = csv_text([_table_row(name, series) for name, series in _named(scans)], TABLE_COLUMNS)
+    _refuse_other_table(output, text)
+    replace_text(output, text, RAW_NAMES)
+    print(f"written: {output}, {len(scans)} cases")
+    given = quote_for_shell(f"input={output}")
+    print(f"next: medseg predict {given} output=<folder>", flush=True)
+    return 0
+
+
+def _check_table(output: Path) -> None:
+    """Refuse a place where a case table cannot be.
+
+    Raises:
+        UserError: With the cure.
+    """
+    if output.suffix.lower() != ".csv" or output.is_dir():
+        raise UserError(f"output={output}: expected a file that ends in .csv")
+    check_writable(output.parent)
+
+
+def _refuse_other_table(output: Path, text: str) -> None:
+    """Refuse to replace a table of other content, which a person may have edited.
+
+    Raises:
+        UserError: With the cure.
+    """
+    if output.exists() and read_text(output, errors=RAW_NAMES) != text:
+        raise UserError(f"{output} exists and holds other cases; remove it, or give another output")
+
+
+@contextmanager
+def _counted_files() -> Iterator[Any]:
+    """Count files in a terminal; yields what is called after each file."""
+    console = Console(stderr=True)
+    with Progress(
+        "{task.completed:.0f} files read", console=console, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("", total=None)
+        yield lambda: progress.advance(bar)
+
+
+def _row(series: ListedSeries) -> dict[str, Any]:
+    """Describe a series by the printed columns."""
+    identity = series.series.identity
+    voxels = ""
+    if series.shape:
+        rows, columns = series.shape
+        voxels = f"{columns} x {rows} x {series.num_slices}"
+    return {
+        "patient": identity.patient,
+        "study_date": identity.study_date,
+        "number": identity.series_number + (f"/{series.part}" if series.part else ""),
+        "description": ", ".join(filter(None, (identity.series_description, series.phase))),
+        "kernel": series.kernel,
+        "slices": series.num_slices,
+        "thickness_mm": series.thickness_mm,
+        "spacing_mm": " x ".join(f"{mm:.3g}" for mm in series.spacing_mm),
+        "voxels": voxels,
+        "mb": round(series.num_bytes / 1e6, 1),
+        "fault": series.fault,
+    }
+
+
+def _printed(series: ListedSeries) -> dict[str, Any]:
+    """Describe a series for a terminal: texts of headers are short, and act on nothing."""
+    row = _row(series)
+    for column in ("patient", "study_date", "number", "description", "kernel"):
+        row[column] = _short(row[column])
+    return row
+
+
+def _short(text: str) -> str:
+    """Cut a text, and quote one that would act on a terminal."""
+    if len(text) > MAX_TEXT:
+        text = text[: MAX_TEXT - 1] + "…"
+    return plain(text)
+
+
+def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
+    """Name each scan by patient, date and series number; names are unique."""
+    names: set[str] = set()
+    for scan in scans:
+        series = scan.series
+        number = series.number + (f".{scan.part}" if scan.part else "")
+        name = joined_name([series.patient, series.date, number])
+        name = name[:MAX_NAME].lstrip(".") or "scan"
+        while name in names:
+            name += "_2"
+        names.add(name)
+        yield name, scan
+
+
+def _table_row(name: str, series: ListedSeries) -> dict[str, Any]:
+    """Describe a scan as a row of the case table."""
+    place = {"case": name, "image": series.folder.absolute(), "series": series.choice}
+    row = place | _row(series)
+    del row["fault"]
+    return row

@@ -1,0 +1,79 @@
+"""Zip archives, as portals and archives of images export studies."""
+
+import calendar
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medseg.errors import UserError
+from medseg.io.scratch import scratch_folder
+
+ENCRYPTED = 0x1
+"""Bit of the flags of a member that needs a password."""
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is a zip archive, by its name; its content is checked when it is unpacked."""
+    return path.suffix.lower() == ".zip" and path.is_file()
+
+
+@contextmanager
+def unpacked(path: Path) -> Iterator[Path]:
+    """Unpack a zip archive into a temporary folder that is named like it.
+
+    Archives within it stay packed. Names that lead out of the folder stay within it.
+
+    Raises:
+        UserError: If it is damaged, needs a password, or is larger than the free disk.
+    """
+    with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch_folder()) as scratch:
+        folder = Path(scratch) / path.stem
+        folder.mkdir()
+        try:
+            _unpack(path, folder)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise UserError(
+                f"{path}: the zip archive cannot be read ({error}); export or copy it again."
+            ) from error
+        except OSError as error:
+            raise UserError(
+                f"{path}: the zip archive cannot be unpacked into {scratch_folder()} "
+                f"({error.strerror or error}); set TMPDIR to a folder on another disk."
+            ) from error
+        yield folder
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    """Unpack the files of an archive.
+
+    Raises:
+        UserError: If it needs a password, or is larger than the free disk.
+    """
+    with zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if not member.is_dir()]
+        if any(member.flag_bits & ENCRYPTED for member in members):
+            raise UserError(
+                f"{path}: the zip archive needs a password; unpack it, and give the folder."
+            )
+        num_bytes = sum(member.file_size for member in members)
+        free_bytes = shutil.disk_usage(folder).free
+        if num_bytes > free_bytes:
+            raise UserError(
+                f"{path}: its files take {num_bytes / 2**30:.1f} GiB, but {scratch_folder()} has "
+                f"{free_bytes / 2**30:.1f} GiB free; set TMPDIR to a folder on a larger disk."
+            )
+        for member in members:
+            file = archive.extract(member, folder)
+            # The time by which a result that is up to date is recognised.
+            time_s = _time_s(member)
+            os.utime(file, (time_s, time_s))
+
+
+def _time_s(member: zipfile.ZipInfo) -> float:
+    """Modification time of a member, in seconds since 1970 of an unnamed time zone."""
+    return float(calendar.timegm((*member.date_time, 0, 0, 0)))

@@ -1,0 +1,203 @@
+"""List of the series below a folder, by patient, study and series, from headers alone."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain
+from medseg.io.dicom.read import fault_of
+from medseg.io.dicom.stacks import find_stacks, natural, read_images
+from medseg.wording import first_few
+
+KERNEL = [name for name, *_ in PHASES].index("kernel")
+"""Place of the kernel among `PHASES`."""
+
+
+@dataclass(frozen=True, eq=False)
+class ListedSeries:
+    """A series, or a part of one that is a stack of its own.
+
+    Attributes:
+        series: Patient, study and series.
+        folder: Folder that holds all its files.
+        files: Its files, with those that may belong to it and cannot be read.
+        num_bytes: Size of its files.
+        num_slices: Positions of slices; of what is no scan, its images.
+        fault: Why it is no scan, a clause; "" for a scan.
+        is_unique: Whether no other patient or study has a series of this UID.
+        part: Number of the part, from 1; 0 where the series is one stack.
+        phase: What distinguishes the part, or "".
+        kernel: Convolution kernel, or "".
+        thickness_mm: Slice thickness, or None.
+        spacing_mm: Spacing (z, y, x); empty for what is no stack of slices.
+        shape: Rows and columns; empty for what is no stack of slices.
+    """
+
+    series: Series
+    folder: Path
+    files: tuple[Path, ...]
+    num_bytes: int
+    num_slices: int
+    fault: str
+    is_unique: bool = True
+    part: int = 0
+    phase: str = ""
+    kernel: str = ""
+    thickness_mm: float | None = None
+    spacing_mm: tuple[float, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def choice(self) -> str:
+        """Value of `series=` that names it and nothing else."""
+        series = self.series
+        choice = series.uid or series.number
+        if self.part:
+            choice += f"/{self.part}"
+        return choice if self.is_unique else f"{series.scope}:{choice}"
+
+    @property
+    def num_voxels(self) -> int:
+        """Voxels of the stack; 0 for what is none."""
+        if not self.shape:
+            return 0
+        rows, columns = self.shape
+        return self.num_slices * rows * columns
+
+
+def list_series(
+    path: Path,
+    modality: str = "ct",
+    files: Sequence[Path] = (),
+    on_file: Callable[[], None] = lambda: None,
+) -> list[ListedSeries]:
+    """List the series below a folder, wherever their files lie.
+
+    Series are told apart by Patient ID, Study Instance UID and Series Instance UID. What the reader
+    of a scan would refuse has a `fault`, as has a series with a file that cannot be read.
+
+    Args:
+        path: Folder, searched to its bottom.
+        modality: Modality of scans, as a task names it: `ct`, `mr`, or `other` for any.
+        files: The files to read instead of all files at the path.
+        on_file: Called after each file.
+
+    Returns:
+        The series by patient, date, study and number; last, files whose series is unknown.
+    """
+    dicom_modality = "" if modality == "other" else modality.upper()
+    images = read_images(path, dicom_modality, files, is_deep=True, on_file=on_file)
+    loose: list[NoSlice] = []
+    by_series: dict[tuple[str, str], list[Frame | NoSlice]] = {}
+    for image in images:
+        if isinstance(image, NoSlice) and image.is_unreadable and not image.series.uid:
+            loose.append(image)
+        else:
+            key = (image.series.scope, image.series.uid)
+            by_series.setdefault(key, []).append(image)
+    _join_cut_files(by_series)
+    num_scopes = Counter(uid for _, uid in by_series)
+    near = {image.path.parent for same in by_series.values() for image in same}
+    listed: list[ListedSeries] = []
+    for (_, uid), same in by_series.items():
+        folders = {image.path.parent for image in same}
+        doubtful = [
+            image
+            for image in loose
+            if image.path.parent in folders or image.path.parent not in near
+        ]
+        listed += _list_one(same, doubtful, is_unique=num_scopes[uid] == 1)
+    listed.sort(key=_order)
+    return [*listed, *map(_loose_file, loose)]
+
+
+def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
+    """Put files that were cut off in their header, and lack their patient, to their series."""
+    nobody = Series().scope
+    for scope, uid in list(by_series):
+        owners = [key for key in by_series if key[1] == uid and key[0] != nobody]
+        cut = by_series[scope, uid]
+        is_cut = scope == nobody and all(
+            isinstance(image, NoSlice) and image.is_unreadable for image in cut
+        )
+        if is_cut and len(owners) == 1:
+            by_series[owners[0]] += by_series.pop((scope, uid))
+
+
+def _order(listed: ListedSeries) -> tuple[str, str, str, tuple[float, str], str, int]:
+    """Sort key: patient, date, study, number, UID, part."""
+    series = listed.series
+    number = natural(series.number)
+    return series.patient, series.date, series.study, number, series.uid, listed.part
+
+
+def _list_one(
+    images: Sequence[Frame | NoSlice], doubtful: Sequence[NoSlice], *, is_unique: bool
+) -> Iterator[ListedSeries]:
+    """Describe the stacks of one series, or why there is none.
+
+    Args:
+        images: What its files hold.
+        doubtful: Files of an unknown series that may belong to it.
+        is_unique: See `ListedSeries`.
+    """
+    frames = [image for image in images if isinstance(image, Frame)]
+    others = [image for image in images if isinstance(image, NoSlice)]
+    unreadable = [image for image in others if image.is_unreadable]
+    stacks, alone = find_stacks(frames)
+    paths = list(dict.fromkeys(image.path for image in images))
+    damage = _damage(unreadable, "") or _damage(doubtful, "it may lack ")
+    whole = ListedSeries(
+        series=images[0].series,
+        folder=Path(os.path.commonpath([path.parent for path in paths])),
+        files=(*paths, *(image.path for image in doubtful)),
+        num_bytes=sum(path.stat().st_size for path in paths),
+        num_slices=len(images),
+        fault=_damage(unreadable, "") or _reasons([*others, *alone]),
+        is_unique=is_unique,
+        kernel=frames[0].phases[KERNEL] if frames else "",
+    )
+    if not stacks:
+        yield whole
+    for stack in stacks:
+        first = stack.frames[0]
+        yield replace(
+            whole,
+            series=stack.series,
+            num_slices=stack.num_positions,
+            fault=damage or fault_of(stack),
+            part=stack.part,
+            phase=stack.phase,
+            kernel=first.phases[KERNEL],
+            thickness_mm=first.thickness_mm,
+            spacing_mm=stack.spacing_mm,
+            shape=first.pixels.shape,
+        )
+
+
+def _loose_file(image: NoSlice) -> ListedSeries:
+    """Describe a file that cannot be read and whose series is unknown."""
+    return ListedSeries(
+        image.series,
+        image.path.parent,
+        (image.path,),
+        image.path.stat().st_size,
+        num_slices=0,
+        fault=_damage([image], ""),
+    )
+
+
+def _damage(unreadable: Sequence[NoSlice], begin: str) -> str:
+    """Name files that cannot be read; "" without one."""
+    if not unreadable:
+        return ""
+    names = first_few([f"'{image.path.name}'" for image in unreadable], 1)
+    return f"{begin}{names}: {unreadable[0].reason}"
+
+
+def _reasons(others: Iterable[NoSlice]) -> str:
+    """List why images are no slices, each reason once."""
+    reasons = dict.fromkeys(plain(image.reason) for image in others)
+    return first_few(reasons, 3)

@@ -1,0 +1,64 @@
+"""Choice of a series in each study by a rule: `series_pick=`."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from medseg.io.dicom.listing import ListedSeries
+from medseg.io.dicom.stacks import group_by, natural
+
+THINNEST, LARGEST = "thinnest", "largest"
+"""Rules of `series_pick=`; any other value is a text or pattern."""
+
+
+def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:
+    """Choose one of the scans of a study.
+
+    Args:
+        candidates: The scans.
+        rule: `thinnest`: least distance of slices. `largest`: most voxels. Another text: the
+            thinnest of those whose description or kernel holds it; with `*`, `?` or `[…]` it is a
+            pattern. Capitals do not matter. Equals are decided by the number of voxels, then by
+            the lowest series number.
+
+    Returns:
+        The chosen one; None where there is none.
+    """
+    matching = candidates
+    if rule not in (THINNEST, LARGEST):
+        matching = [listed for listed in candidates if _matches(listed, rule)]
+    if not matching:
+        return None
+    order = _by_size if rule == LARGEST else _by_distance
+    return min(matching, key=order)
+
+
+def pick_each_study(scans: Sequence[ListedSeries], rule: str) -> list[ListedSeries]:
+    """Choose a scan of each study by `pick`; studies where none is chosen are left out."""
+    picked = []
+    for candidates in group_by(scans, lambda listed: listed.series.scope).values():
+        chosen = pick(candidates, rule)
+        if chosen is not None:
+            picked.append(chosen)
+    return picked
+
+
+def _matches(listed: ListedSeries, text: str) -> bool:
+    """Whether the description, the kernel or the phase of a scan holds a text or a pattern."""
+    pattern = f"*{text}*".lower()
+    texts = (listed.series.description, listed.kernel, listed.phase)
+    return any(fnmatchcase(words.lower(), pattern) for words in texts)
+
+
+def _by_distance(listed: ListedSeries) -> tuple[float, int, tuple[float, str], str, int]:
+    """Sort key: distance of slices in steps of 1 µm, as headers round; then the common order."""
+    return (round(listed.spacing_mm[0], 3), -listed.num_voxels, *_common_order(listed))
+
+
+def _by_size(listed: ListedSeries) -> tuple[int, tuple[float, str], str, int]:
+    """Sort key: voxels, then the common order."""
+    return (-listed.num_voxels, *_common_order(listed))
+
+
+def _common_order(listed: ListedSeries) -> tuple[tuple[float, str], str, int]:
+    """Sort key that decides between equals."""
+    return natural(listed.series.number), listed.series.uid, listed.part

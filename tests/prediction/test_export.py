@@ -1,0 +1,208 @@
+"""An export of a hospital, predicted as it is: flat, in folders, in a zip archive, or by the table of `medseg list`."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+import numpy as np
+import pytest
+from dicom_export import KINDS, make_export
+from dicom_files import save_stack
+from oracle import CoarseOracle, FineOracle, stage
+
+from medseg.commands import list_series as list_app
+from medseg.commands import predict as app
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import ListConfig, Modality
+from medseg.errors import UserError
+from medseg.io.tables import read_csv
+from medseg.prediction.options import PredictConfig
+
+FEW = ("two kernels", "two studies", "gap", "MR alone")
+
+
+@pytest.fixture(autouse=True)
+def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks that know the answer in place of checkpoints."""
+    networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
+    monkeypatch.setattr(
+        "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
+    )
+    monkeypatch.setattr("medseg.data.audit.image.audit_channels", lambda *_: [])
+
+
+def predict(source: Path, output: Path, *overrides: str) -> int:
+    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return app.predict(to_config(hydra.compose("predict", [*given, *overrides]), PredictConfig))
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(path.name.removesuffix(".nii.gz") for path in folder.glob("*.nii.gz"))
+
+
+def reports(folder: Path) -> dict[str, dict[str, str]]:
+    """Identity of each result."""
+    return {
+        path.stem: json.loads(path.read_text())["identity"]
+        for path in sorted(folder.glob("*.json"))
+    }
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_export(tmp_path_factory.mktemp("few"), kinds=FEW)
+
+
+@pytest.mark.parametrize("form", ["zip", pytest.param("flat", marks=pytest.mark.slow)])
+def test_one_command_predicts_one_series_of_each_study(
+    few: dict[str, Path], form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = few[form], tmp_path / "out"
+    assert predict(source, out, "series_pick=b70f") == 1
+    said = capsys.readouterr().err
+    assert written(out) == ["P01_20240101"]
+    assert reports(out)["P01_20240101"]["series_number"] == "3"
+    wrong = [line for line in said.splitlines() if "no series has" in line]
+    assert [line[-27:] for line in wrong] == [
+        f" (patient P02, 2024-01-0{study})."[-27:] for study in (1, 2)
+    ]
+    assert (
+        f"{source}: no series has 'b70f' in its description or kernel, but there is "
+        "series 2 'Chest B40f'; give another series_pick, or a number with series= "
+    ) in wrong[0]
+    (gap,) = [line for line in said.splitlines() if "22.000 mm apart" in line]
+    assert f"{source}: no series can be read: series 2 'Chest B40f': expected evenly" in gap
+    assert gap.endswith("export the series again (patient P03, 2024-01-01).")
+    assert (
+        f"medseg: {source}: 1 study has no scan of the task's modality: patient P04, 2024-01-01; "
+        "`medseg list` says why\n"
+    ) in said
+    assert "medseg-" not in said, "a temporary folder"
+    assert predict(source, out, "series_pick=thinnest") == 1
+    assert written(out) == ["P01_20240101", "P02_20240101", "P02_20240102"]
+    capsys.readouterr()
+    assert predict(source, out, "series_pick=thinnest") == 1
+    said = capsys.readouterr()
+    assert said.out.count("finished before, skipped") == 3
+    report = json.loads((out / "P01_20240101.json").read_text())
+    assert report["input"] == str(source)
+
+
+def test_the_table_of_a_listing_is_predicted(
+    few: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The headers of the folder are read once for all rows, and a new file changes no other case."""
+    table, out = tmp_path / "cases.csv", tmp_path / "out"
+    assert list_app.list_series(ListConfig(str(few["flat"]), str(table), Modality.ct, None)) == 0
+    assert predict(table, out) == 0
+    names = ["P01_20240101_2", "P01_20240101_3", "P02_20240101_2", "P02_20240102_2"]
+    assert written(out) == names
+    kinds = [about["series_description"] for about in reports(out).values()]
+    assert kinds == ["Chest B40f", "Chest B70f", "Chest B40f", "Chest B40f"]
+    read: list[Path] = []
+    from medseg.io.dicom import stacks
+
+    read_frames = stacks.read_frames
+    monkeypatch.setattr(
+        stacks, "read_frames", lambda path, *rest: read.append(path) or read_frames(path, *rest)
+    )
+    assert predict(table, tmp_path / "other", "save=[labels]") == 0
+    num_files = sum(1 for _ in few["flat"].iterdir())
+    # Once for the table, and for each row its own four slices a few times.
+    assert len(read) <= num_files + 4 * 4 * 4
+
+
+def test_a_study_in_several_folders_gives_one_scan(tmp_path: Path) -> None:
+    for number, name in enumerate(("thick", "thin"), start=2):
+        depth = 4 * number
+        image = np.random.default_rng(number).integers(-900, 900, (depth, 8, 9)).astype(np.int16)
+        heights_mm = list(np.arange(depth) * 10.0 / number)
+        save_stack(
+            tmp_path / "study" / name, image, heights_mm, uid=f"1.2.{number}", SeriesNumber=number
+        )
+    assert predict(tmp_path / "study", tmp_path / "out", "series_pick=thinnest") == 0
+    assert written(tmp_path / "out") == ["thin"]
+
+
+def broken_archive(path: Path) -> None:
+    path.write_bytes(b"PK\x03\x04" + b"\0" * 60)
+
+
+def locked_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a", "b")
+    content = bytearray(path.read_bytes())
+    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        content[content.index(mark) + place] |= 1
+    path.write_bytes(content)
+
+
+def empty_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "no scan")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (broken_archive, "the zip archive cannot be read ("),
+        (locked_archive, "the zip archive needs a password; unpack it, and give the folder."),
+        (empty_archive, "the folder holds none; check the path."),
+    ],
+)
+def test_an_archive_that_gives_nothing_is_one_sentence(
+    tmp_path: Path, make: Callable[[Path], None], sentence: str
+) -> None:
+    archive = tmp_path / "x.zip"
+    make(archive)
+    with pytest.raises(UserError) as caught:
+        predict(archive, tmp_path / "out")
+    assert str(caught.value).startswith(f"{archive}: ")
+    assert sentence in str(caught.value)
+
+
+def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("case,image\na,a.nii.gz\n")
+    with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
+        predict(tmp_path / "t.csv", tmp_path / "out", "series_pick=thinnest")
+    with pytest.raises(UserError, match="series and series_pick exclude each other"):
+        predict(few["flat"], tmp_path / "out", "series_pick=thinnest", "series=3")
+
+
+def test_a_refusal_of_two_series_names_the_rule(
+    few: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it says works when it is typed."""
+    assert predict(few["flat"], tmp_path / "out") == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "it holds 2" in line]
+    assert line.endswith(
+        "in the column series of a case table. Or give series_pick=thinnest "
+        "(patient P01, 2024-01-01)."
+    )
+
+
+@pytest.mark.slow
+def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same results in all forms; each refusal names patient, date and cure in one line."""
+    forms = make_export(tmp_path)
+    results = {}
+    for form, source in forms.items():
+        out = tmp_path / f"out_{form}"
+        assert predict(source, out, "series_pick=thinnest") == 1
+        said = capsys.readouterr().err.splitlines()
+        results[form] = sorted(map(str, reports(out).values()))
+        refused = [line for line in said if "(patient P" in line]
+        assert len(refused) == sum(
+            row["status"] == "failed" for row in read_csv(out / "summary.csv")
+        )
+        assert all("again" in line or "give " in line for line in refused)
+        print(form, len(results[form]), len(refused), *said, sep="\n")
+    assert len(KINDS) == 40
+    assert len(results["flat"]) == 40
+    assert results["flat"] == results["folders"] == results["zip"]
