@@ -198,9 +198,11 @@ def test_keys_change_what_is_shown(viewer: Any) -> None:
     assert lean(shown(viewer), BLUE).sum() > 500
     press(viewer, "h")
     assert lean(shown(viewer), BLUE).sum() == 0
-    press(viewer, "+")
+    for _ in range(4):
+        press(viewer, "+")
     filled = lean(shown(viewer), BLUE).sum()
-    press(viewer, "-")
+    for _ in range(4):
+        press(viewer, "-")
     assert filled > 2 * lean(shown(viewer), BLUE).sum(), "a fill besides the outlines"
     bright = shown(viewer).mean()
     press(viewer, "w")
