@@ -267,7 +267,8 @@ class Overlay {
     write(letters.bottom, middle, top + height - margin, "center", "bottom", 14, 700);
     write(letters.left, left + margin, centre, "left", "middle", 14, 700);
     write(letters.right, left + width - margin, centre, "right", "middle", 14, 700);
-    write(caption, left + margin, top + height - margin, "left", "bottom", 11, 400);
+    // Above the row of the lower letter, which it would meet on a phone.
+    write(caption, left + margin, top + height - margin - 16 * this.scale, "left", "bottom", 11, 400);
   }
 
   /** Place of the labels seen from the front, in the fourth quadrant. */
