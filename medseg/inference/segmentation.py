@@ -77,11 +77,11 @@ def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
         bounds: Region name to its bound. Regions of one calibration share level and patients.
 
     Example:
-        >>> left, right = StatedBound(0.9871, 0.9, 26), StatedBound(0.975, 0.9, 26)
-        >>> print(describe_bounds({"left_lung": left, "right_lung": right}))
-        Dice at least 0.98 (left lung), 0.97 (right lung) in 9 of 10 patients (26 patients)
-        >>> print(describe_bounds({"left_lung": left, "right_lung": left}))
-        Dice at least 0.98 (left lung and right lung) in 9 of 10 patients (26 patients)
+        >>> high, low = StatedBound(0.9871, 0.9, 26), StatedBound(0.975, 0.9, 26)
+        >>> print(describe_bounds({"liver": high, "left_kidney": low}))
+        Dice at least 0.98 (liver), 0.97 (left kidney) in 9 of 10 patients (26 patients)
+        >>> print(describe_bounds({"liver": high, "left_kidney": high}))
+        Dice at least 0.98 (liver and left kidney) in 9 of 10 patients (26 patients)
     """
     # Calibration to value to the regions with it.
     calibrations: dict[str, dict[str, list[str]]] = {}

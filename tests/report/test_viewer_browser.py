@@ -113,6 +113,84 @@ def test_each_plane_shows_the_labels_on_their_side(viewer: Any) -> None:
     assert lean(shown(viewer), BLUE).sum() > 500
 
 
+def canvas_box(driver: Any) -> dict[str, float]:
+    """Left, top, width and height of the slices in the window."""
+    box: dict[str, float] = driver.execute_script(
+        "const {left, top, width, height} = document.getElementById('canvas').getBoundingClientRect(); return {left, top, width, height}"
+    )
+    return box
+
+
+def click(driver: Any, across: float, down: float) -> str:
+    """Click at shares of the width and height of the slices; returns what is said below them."""
+    box = canvas_box(driver)
+    event = {
+        "x": box["left"] + across * box["width"],
+        "y": box["top"] + down * box["height"],
+        "button": "left",
+        "clickCount": 1,
+    }
+    for kind in ("mousePressed", "mouseReleased"):
+        driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": kind, **event})
+    time.sleep(0.5)
+    return str(driver.execute_script("return document.getElementById('place').textContent"))
+
+
+@pytest.mark.slow
+def test_an_outline_is_a_thin_line_at_the_border_of_the_label(viewer: Any) -> None:
+    press(viewer, "a")
+    press(viewer, "j")
+    press(viewer, "ArrowDown")
+    blue = lean(shown(viewer), BLUE)
+    rows = np.nonzero(blue.any(axis=1))[0]
+    columns = np.nonzero(blue.any(axis=0))[0]
+    # The label is 50 mm wide and 60 mm high.
+    width_px, height_px = np.ptp(columns) + 1, np.ptp(rows) + 1
+    assert abs(width_px / height_px - 50 / 60) < 0.05
+    middle = blue[rows[0] + height_px // 2]
+    crossings = np.split(
+        np.nonzero(middle)[0], np.nonzero(np.diff(np.nonzero(middle)[0]) > 1)[0] + 1
+    )
+    assert len(crossings) == 2, "two lines and nothing between them"
+    # A voxel of 2 mm is wider than that.
+    assert all(len(crossing) <= 3 < 2 * width_px / 50 for crossing in crossings)
+
+
+@pytest.mark.slow
+def test_a_click_says_hu_label_and_position(viewer: Any) -> None:
+    press(viewer, "a")
+    press(viewer, "j")
+    press(viewer, "m")
+    press(viewer, "ArrowDown")
+    text = click(viewer, 0.25, 0.25)
+    assert "HU · " in text
+    assert text.endswith(" mm (LPS)")
+    middle_x_mm = float(text.split(" · ")[-1].split(",")[0].replace("−", "-"))
+    assert abs(middle_x_mm) < 3, "the middle of the axial slice is that of the scan"
+    # 57 mm to the patient's left of the middle is the left label, of air.
+    tile_px = viewer.execute_script("return window.medsegViewer.screenSlices[0].leftTopWidthHeight")
+    ratio = viewer.execute_script("return window.devicePixelRatio")
+    px_per_mm = abs(tile_px[2]) / 160 / ratio
+    text = click(viewer, 0.25 + 34 * px_per_mm / canvas_box(viewer)["width"], 0.25)
+    value, label, place = text.split(" · ")
+    assert label == "left lung"
+    assert abs(float(value.split()[0].replace("−", "-")) + 850) <= 8
+    assert abs(float(place.split(",")[0].replace("−", "-")) - 34) < 3
+
+
+@pytest.mark.slow
+def test_the_fourth_quadrant_shows_the_labels_from_the_front(viewer: Any) -> None:
+    press(viewer, "m")
+    picture = shown(viewer)
+    quadrant = picture[picture.shape[0] // 2 :, picture.shape[1] // 2 :]
+    blue, orange = lean(quadrant, BLUE), lean(quadrant, ORANGE)
+    assert min(blue.sum(), orange.sum()) > 1000
+    assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean()
+    row, column = (axis.mean() for axis in np.nonzero(orange))
+    across, down = 0.5 + column / picture.shape[1], 0.5 + row / picture.shape[0]
+    assert "right lung" in click(viewer, across, down), "a click leads to the surface"
+
+
 @pytest.mark.slow
 def test_keys_change_what_is_shown(viewer: Any) -> None:
     press(viewer, "a")
@@ -129,7 +207,12 @@ def test_keys_change_what_is_shown(viewer: Any) -> None:
     assert lean(shown(viewer), BLUE).sum() > 500
     press(viewer, "h")
     assert lean(shown(viewer), BLUE).sum() == 0
-    press(viewer, "h")
+    for _ in range(4):
+        press(viewer, "+")
+    filled = lean(shown(viewer), BLUE).sum()
+    for _ in range(4):
+        press(viewer, "-")
+    assert filled > 2 * lean(shown(viewer), BLUE).sum(), "a fill besides the outlines"
     bright = shown(viewer).mean()
     press(viewer, "w")
     assert abs(shown(viewer).mean() - bright) > 1, "another window"

@@ -81,6 +81,13 @@ class LabelBox {
   }
 }
 
+/** A picture as a canvas of its size. */
+const canvasOf = (picture) => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: picture.width, height: picture.height });
+  canvas.getContext("2d").putImageData(picture, 0, 0);
+  return canvas;
+};
+
 /** Red, green and blue of `#rrggbb`. */
 const rgbOf = (colour) => [1, 3, 5].map((start) => parseInt(colour.slice(start, start + 2), 16));
 
@@ -90,9 +97,7 @@ const fillOf = ({ values, rows, columns }, colours) => {
   values.forEach((value, place) => {
     if (colours.has(value)) picture.data.set([...rgbOf(colours.get(value)), 255], 4 * place);
   });
-  const canvas = new OffscreenCanvas(columns, rows);
-  canvas.getContext("2d").putImageData(picture, 0, 0);
-  return canvas;
+  return canvasOf(picture);
 };
 
 /** The labels seen from the front, shaded by their slope: picture (head up) and the depth of each column of voxels. */
@@ -138,9 +143,7 @@ const frontOf = (box, colours, spacingMm) => {
     const z = Math.floor(place / width), row = depth - 1 - z;
     picture.data.set([...rgbOf(colours.get(value)).map((part) => part * shade), 255], 4 * (row * width + place % width));
   });
-  const canvas = new OffscreenCanvas(width, depth);
-  canvas.getContext("2d").putImageData(picture, 0, 0);
-  return { canvas, nearest };
+  return { canvas: canvasOf(picture), nearest };
 };
 
 /** Everything that is drawn over niivue's canvas. */
@@ -264,7 +267,8 @@ class Overlay {
     write(letters.bottom, middle, top + height - margin, "center", "bottom", 14, 700);
     write(letters.left, left + margin, centre, "left", "middle", 14, 700);
     write(letters.right, left + width - margin, centre, "right", "middle", 14, 700);
-    write(caption, left + margin, top + height - margin, "left", "bottom", 11, 400);
+    // Above the row of the lower letter, which it would meet on a phone.
+    write(caption, left + margin, top + height - margin - 16 * this.scale, "left", "bottom", 11, 400);
   }
 
   /** Place of the labels seen from the front, in the fourth quadrant. */
