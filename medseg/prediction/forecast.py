@@ -22,7 +22,9 @@ from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.model import NnunetModel
+from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
+from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
@@ -86,9 +88,58 @@ def forecast(
     Raises:
         UserError: If a stage cannot keep its budget.
     """
+    if isinstance(model, JoinedModels):
+        return _forecast_joined(model, grid, loaded_bytes, array_bytes)
+    if isinstance(model, TotalsegmentatorModel):
+        return _forecast_resampled(model, grid, loaded_bytes, array_bytes)
     if isinstance(model, NnunetModel):
         return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
+
+
+def _forecast_resampled(
+    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast a model that segments a resampled scan, beside the scan itself."""
+    resampled_grid = model.resampled_grid(grid)
+    channels = len(model.task.channels)
+
+    def held(*sizes: int) -> int:
+        return sum(size for size in sizes if size <= array_bytes)
+
+    num_voxels, num_resampled = math.prod(grid.shape), math.prod(resampled_grid.shape)
+    scan_bytes = channels * held(SCAN * num_voxels)
+    # The forecast of the inner model counts the resampled scan as one that was read.
+    resampled_bytes = channels * held(VALUE * num_resampled)
+    counted_bytes = channels * held(SCAN * num_resampled)
+    inner = forecast(model.model, resampled_grid, loaded_bytes, array_bytes)
+    more_bytes = scan_bytes + resampled_bytes - counted_bytes
+    read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
+    memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}
+    for step, num_bytes in inner.memory.items():
+        if step != "read":
+            memory[step] = num_bytes + more_bytes
+    labels_bytes = held(LABEL * num_resampled, LABEL * num_voxels)
+    memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
+    return Forecast(memory, channels * num_voxels + inner.voxels)
+
+
+def _forecast_joined(
+    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast models that run one after the other, beside the labels of those before."""
+    labels_bytes = LABEL * math.prod(grid.shape)
+    joined_bytes = labels_bytes if labels_bytes <= array_bytes else 0
+    memory: dict[str, int] = {}
+    cost = 0
+    for number, part in enumerate(model.parts, start=1):
+        expected = forecast(part, grid, loaded_bytes, array_bytes)
+        held_bytes = 0 if number == 1 else joined_bytes
+        for step, num_bytes in expected.memory.items():
+            name = step if step == "read" else model.step_name(number, step)
+            memory[name] = num_bytes + held_bytes
+        cost += expected.voxels
+    return Forecast(memory, cost)
 
 
 def _forecast_nnunet(
