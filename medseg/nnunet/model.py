@@ -19,7 +19,6 @@ from medseg.findings import information_of, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import (
-    EMPTY_RESULT,
     NO_LABEL,
     Segmentation,
     label_volumes_ml,
@@ -204,7 +203,7 @@ class NnunetModel:
         result.findings += information_of("model_folder", self.folder.notes)
         result.findings += warnings_of("stored_orientation", self._side_warnings(volume.grid))
         if not any(result.volumes_ml.values()):
-            result.findings += warnings_of(EMPTY_RESULT, [NO_LABEL])
+            result.findings += warnings_of("empty_result", [NO_LABEL])
         return result
 
     @torch.inference_mode()

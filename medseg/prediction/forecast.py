@@ -51,6 +51,9 @@ CLEANED_VOXELS = 2**25
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
 NETWORK_TIME = 5
+# The same for a head of a model of nnU-Net: a voxel of a tile that is added to the sums, and one of
+# the scan to which logits are resampled.
+SUM_TIME, LOGIT_TIME = 0.1, 0.4
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -154,7 +157,10 @@ def _forecast_nnunet(
     memory = {"read": fixed}
     for step, sizes in expected.items():
         memory[step] = fixed + sum(size for size in sizes if size <= array_bytes)
-    return Forecast(memory, channels * num_voxels + NETWORK_TIME * network_voxels)
+    num_heads = model.plan.labels.num_heads
+    cost = (channels + LOGIT_TIME * num_heads) * num_voxels
+    cost += (NETWORK_TIME + SUM_TIME * num_heads) * network_voxels
+    return Forecast(memory, round(cost))
 
 
 def _forecast_cascade(
