@@ -11,6 +11,9 @@ Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.ope
 Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
 
 
+Around = StrEnum("Around", ["totalsegmentator"])  # see `medseg.prediction.around`
+
+
 class Seen(StrEnum):
     """Orientation in which a network of nnU-Net sees a scan, see `medseg.nnunet.model`."""
 
@@ -84,6 +87,13 @@ class InferenceOptions(TilingOptions):
         Knob(
             "Of weights=<nnU-Net folder>: how the networks see a scan; stored: as its file holds "
             "it. null: as its plans say."
+        ),
+    ] = None
+    around: Annotated[
+        Around | None,
+        Knob(
+            "Of weights=<nnU-Net folder>: totalsegmentator turns scans to RAS and resamples them, and the labels back, "
+            "as that program does; null: neither."
         ),
     ] = None
     half_weights: Annotated[

@@ -19,7 +19,6 @@ from medseg.findings import information_of, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import (
-    EMPTY_RESULT,
     NO_LABEL,
     Segmentation,
     label_volumes_ml,
@@ -38,7 +37,7 @@ from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
 from medseg.nnunet.tiles import finished_planes, tile_starts
-from medseg.preprocess.orient import Orientation, orientation_of
+from medseg.preprocess.orient import Orientation, orientation_of, ras_orientation_of
 from medseg.task import Channel, Task
 from medseg.weights.files import checksum
 
@@ -46,7 +45,7 @@ STEPS = ("prepare", "segment")
 # Networks run one at a time: their weights are replaced from fold to fold.
 _NETWORK_LOCK = threading.Lock()
 # Options of `inference` that change a pass of our own networks and have no meaning here.
-FIXED = ("tile_size", "overlap", "half_weights")
+FIXED = ("tile_size", "half_weights")
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class NnunetModel:
         held = 2 * itemsize * plan.labels.num_heads * height * width
         labels = math.prod(shape)
         num_tiles = math.prod(
-            len(tile_starts(size, tile))
+            len(tile_starts(size, tile, self.options.overlap))
             for size, tile in zip((depth, height, width), plan.patch_size, strict=True)
         )
         passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
@@ -204,7 +203,7 @@ class NnunetModel:
         result.findings += information_of("model_folder", self.folder.notes)
         result.findings += warnings_of("stored_orientation", self._side_warnings(volume.grid))
         if not any(result.volumes_ml.values()):
-            result.findings += warnings_of(EMPTY_RESULT, [NO_LABEL])
+            result.findings += warnings_of("empty_result", [NO_LABEL])
         return result
 
     @torch.inference_mode()
@@ -250,6 +249,7 @@ class NnunetModel:
             self.plan.labels.num_heads,
             self._mirror_axes(fold),
             self._dtype,
+            self.options.overlap,
         )
         z, y, x = prepared.padding
         depth, height, width = prepared.shape
@@ -275,11 +275,9 @@ class NnunetModel:
         """How the stored array is turned for the network."""
         if self.orientation == Seen.stored:
             return _Turn(Orientation((0, 1, 2), (False, False, False)))
-        to_lps = orientation_of(grid)
         if self.orientation == Seen.LPS:
-            return _Turn(to_lps)
-        flip_z, flip_y, flip_x = to_lps.flips
-        return _Turn(Orientation(to_lps.order, (flip_z, not flip_y, not flip_x)))
+            return _Turn(orientation_of(grid))
+        return _Turn(ras_orientation_of(grid))
 
     def _side_warnings(self, grid: VoxelGrid) -> list[str]:
         """Warn where labels have sides and the stored directions are not the usual ones of a CT."""

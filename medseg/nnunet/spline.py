@@ -42,7 +42,9 @@ class AxisTaps:
     weight: np.ndarray | None
 
 
-def axis_taps(num_outputs: int, num_inputs: int, order: int, margin: int = 0) -> AxisTaps:
+def axis_taps(
+    num_outputs: int, num_inputs: int, order: int, margin: int = 0, *, by_centres: bool = False
+) -> AxisTaps:
     """Compute the taps of one axis as scipy does.
 
     Args:
@@ -50,9 +52,14 @@ def axis_taps(num_outputs: int, num_inputs: int, order: int, margin: int = 0) ->
         num_inputs: Voxels of the input, without margins.
         order: 0, 1 or 3.
         margin: Voxels at each end of the input that were added for a cubic spline.
+        by_centres: Whether the centres of the outermost voxels stay in their places, as scipy does
+            without `grid_mode`, in place of their faces.
     """
-    scale = num_inputs / num_outputs
-    position = (np.arange(num_outputs, dtype=np.float64) + 0.5) * scale - 0.5
+    position = np.arange(num_outputs, dtype=np.float64)
+    if by_centres:
+        position *= (num_inputs - 1) / max(num_outputs - 1, 1)
+    else:
+        position = (position + 0.5) * (num_inputs / num_outputs) - 0.5
     position += margin
     last = num_inputs + 2 * margin - 1
     if order == 0:

@@ -21,20 +21,24 @@ from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_tensor
 
-STEP = 0.5
 # Standard deviation of the weights by the length of a tile, and the largest weight.
 SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
 
 
-def tile_starts(size: int, tile: int) -> list[int]:
-    """Spread tiles along one axis as nnU-Net does, with steps of half a tile at most.
+def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
+    """Spread tiles along one axis as nnU-Net does.
+
+    Args:
+        size: Voxels of the axis, as many as a tile has at least.
+        tile: Voxels of a tile.
+        overlap: Share of a tile that its neighbour covers too, at least.
 
     Example:
         >>> tile_starts(110, 64), tile_starts(64, 64)
         ([0, 23, 46], [0])
     """
-    num_steps = math.ceil((size - tile) / (tile * STEP))
+    num_steps = math.ceil((size - tile) / (tile * (1 - overlap)))
     if num_steps == 0:
         return [0]
     step = (size - tile) / num_steps
@@ -91,6 +95,7 @@ def finished_planes(
     num_heads: int,
     axes: Sequence[int],
     dtype: torch.dtype,
+    overlap: float = 0.5,
 ) -> Iterator[Tensor]:
     """Run a network on all tiles; yield the logits of each plane as soon as they are final.
 
@@ -101,6 +106,7 @@ def finished_planes(
         num_heads: Heads of the network, K.
         axes: Axes along which tiles are mirrored.
         dtype: Precision of the sums: half, as nnU-Net, or float32.
+        overlap: See `tile_starts`.
 
     Yields:
         Logits (K, H, W) of the planes from 0 on; a view that the next plane may overwrite.
@@ -115,8 +121,11 @@ def finished_planes(
     weight_sums = torch.zeros((window, height, width), dtype=dtype)
     weights = tile_weights(tile).to(dtype)
     first_unfinished = 0
-    y_starts, x_starts = tile_starts(height, tile[1]), tile_starts(width, tile[2])
-    for z in [*tile_starts(depth, tile[0]), depth]:
+    z_starts, y_starts, x_starts = (
+        tile_starts(size, length, overlap)
+        for size, length in zip((depth, height, width), tile, strict=True)
+    )
+    for z in [*z_starts, depth]:
         for plane in range(first_unfinished, z):
             slot = plane % window
             finished = torch.div(sums[slot], weight_sums[slot], out=sums[slot])

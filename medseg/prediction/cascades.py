@@ -1,7 +1,7 @@
 """Models of a prediction: cascades and model folders, and the cascade of a scan by its spacing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,13 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError, require
-from medseg.inference.options import InferenceOptions
+from medseg.inference.options import InferenceOptions, Seen
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.nnunet.model import load_nnunet
+from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
 from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
@@ -82,7 +83,7 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
-    for key in ("sums", "orientation"):
+    for key in ("sums", "orientation", "around"):
         if getattr(options, key) is not None:
             raise UserError(
                 f"inference.{key} belongs to a model folder of nnU-Net; "
@@ -164,6 +165,15 @@ def load_model_folders(
             together.
     """
     options = options or InferenceOptions()
+    seen = options
+    if options.around is not None:
+        if options.orientation is not None:
+            raise UserError(
+                f"inference.orientation={options.orientation}: inference.around={options.around} "
+                "turns scans to RAS; leave one of them out"
+            )
+        # Networks see the resampled scan as it is.
+        seen = replace(options, orientation=Seen.RAS)
     models: list[ScanModel] = []
     for folder in map(Path, weights):
         if is_weights_folder(folder):
@@ -181,11 +191,14 @@ def load_model_folders(
             )
             continue
         device = _device_of(accelerator)
-        models.append(load_nnunet(folder, folds, device, options, precision))
-    if len(models) == 1 and not label_values:
-        return models[0]
-    names = _distinct_names([Path(folder) for folder in weights])
-    return JoinedModels(names, tuple(models), label_values or {})
+        models.append(load_nnunet(folder, folds, device, seen, precision))
+    joined = models[0]
+    if len(models) > 1 or label_values:
+        names = _distinct_names([Path(folder) for folder in weights])
+        joined = JoinedModels(names, tuple(models), label_values or {})
+    if options.around is None:
+        return joined
+    return TotalsegmentatorModel(joined, isotropic_mm(models))
 
 
 def _distinct_names(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -25,7 +25,9 @@ from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.model import NnunetModel
+from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
+from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
@@ -61,6 +63,9 @@ CLEANED_VOXELS = 2**25
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
 NETWORK_TIME = 5
+# The same for a head of a model of nnU-Net: a voxel of a tile that is added to the sums, and one of
+# the scan to which logits are resampled.
+SUM_TIME, LOGIT_TIME = 0.1, 0.4
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -98,9 +103,58 @@ def forecast(
     Raises:
         UserError: If a stage cannot keep its budget.
     """
+    if isinstance(model, JoinedModels):
+        return _forecast_joined(model, grid, loaded_bytes, array_bytes)
+    if isinstance(model, TotalsegmentatorModel):
+        return _forecast_resampled(model, grid, loaded_bytes, array_bytes)
     if isinstance(model, NnunetModel):
         return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
+
+
+def _forecast_resampled(
+    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast a model that segments a resampled scan, beside the scan itself."""
+    resampled_grid = model.resampled_grid(grid)
+    channels = len(model.task.channels)
+
+    def held(*sizes: int) -> int:
+        return sum(size for size in sizes if size <= array_bytes)
+
+    num_voxels, num_resampled = math.prod(grid.shape), math.prod(resampled_grid.shape)
+    scan_bytes = channels * held(SCAN * num_voxels)
+    # The forecast of the inner model counts the resampled scan as one that was read.
+    resampled_bytes = channels * held(VALUE * num_resampled)
+    counted_bytes = channels * held(SCAN * num_resampled)
+    inner = forecast(model.model, resampled_grid, loaded_bytes, array_bytes)
+    more_bytes = scan_bytes + resampled_bytes - counted_bytes
+    read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
+    memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}
+    for step, num_bytes in inner.memory.items():
+        if step != "read":
+            memory[step] = num_bytes + more_bytes
+    labels_bytes = held(LABEL * num_resampled, LABEL * num_voxels)
+    memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
+    return Forecast(memory, channels * num_voxels + inner.voxels)
+
+
+def _forecast_joined(
+    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+) -> Forecast:
+    """Forecast models that run one after the other, beside the labels of those before."""
+    labels_bytes = LABEL * math.prod(grid.shape)
+    joined_bytes = labels_bytes if labels_bytes <= array_bytes else 0
+    memory: dict[str, int] = {}
+    cost = 0
+    for number, part in enumerate(model.parts, start=1):
+        expected = forecast(part, grid, loaded_bytes, array_bytes)
+        held_bytes = 0 if number == 1 else joined_bytes
+        for step, num_bytes in expected.memory.items():
+            name = step if step == "read" else model.step_name(number, step)
+            memory[name] = num_bytes + held_bytes
+        cost += expected.voxels
+    return Forecast(memory, cost)
 
 
 def _forecast_nnunet(
@@ -116,7 +170,10 @@ def _forecast_nnunet(
     memory = {"read": fixed}
     for step, sizes in expected.items():
         memory[step] = fixed + sum(size for size in sizes if size <= array_bytes)
-    return Forecast(memory, channels * num_voxels + NETWORK_TIME * network_voxels)
+    num_heads = model.plan.labels.num_heads
+    cost = (channels + LOGIT_TIME * num_heads) * num_voxels
+    cost += (NETWORK_TIME + SUM_TIME * num_heads) * network_voxels
+    return Forecast(memory, round(cost))
 
 
 def _forecast_cascade(

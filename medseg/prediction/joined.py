@@ -13,7 +13,7 @@ from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
-from medseg.inference.segmentation import EMPTY_RESULT, NO_LABEL, Segmentation, label_volumes_ml
+from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_ml
 from medseg.io.volume import Volume
 from medseg.prediction.model import ScanModel
 from medseg.task import Task
@@ -141,7 +141,7 @@ class JoinedModels:
             result.findings += [
                 finding.within(name) if len(self.parts) > 1 else finding
                 for finding in segmented.findings
-                if finding.code != EMPTY_RESULT
+                if finding.code != "empty_result"
             ]
             for step, duration_s in segmented.durations_s.items():
                 result.durations_s[self.step_name(number, step)] = duration_s
@@ -152,7 +152,7 @@ class JoinedModels:
             result.added_ml |= segmented.added_ml
         result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
         if not any(result.volumes_ml.values()):
-            result.findings += warnings_of(EMPTY_RESULT, [NO_LABEL])
+            result.findings += warnings_of("empty_result", [NO_LABEL])
         return result
 
     def _announced(

@@ -59,6 +59,13 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
     return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
 
 
+def ras_orientation_of(grid: VoxelGrid) -> Orientation:
+    """Find what brings a grid nearest to RAS: y towards Anterior and x towards Right."""
+    to_lps = orientation_of(grid)
+    flip_z, flip_y, flip_x = to_lps.flips
+    return Orientation(to_lps.order, (flip_z, not flip_y, not flip_x))
+
+
 def oriented_grid(grid: VoxelGrid) -> VoxelGrid:
     """The grid that a scan has once it is oriented."""
     orientation = orientation_of(grid)

@@ -122,6 +122,14 @@ def test_mirroring_can_be_left_out() -> None:
     assert (mirrored.labels != plain.labels).any()
 
 
+def test_tiles_may_overlap_less() -> None:
+    volume, others, _ = scan_of("folds")
+    usual, fewer = load("folds"), load("folds", overlap=0.2)
+    assert fewer.expected(volume.grid)[1] < usual.expected(volume.grid)[1]
+    labels = fewer.segment(volume, others).labels
+    assert (labels != usual.segment(volume, others).labels).any()
+
+
 def test_folds_can_be_chosen() -> None:
     volume, others, _ = scan_of("folds")
     both = load("folds").segment(volume, others).labels
@@ -193,7 +201,6 @@ def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> Non
     ("changes", "words"),
     [
         ({"tile_size": (32, 32, 32)}, "inference.tile_size"),
-        ({"overlap": 0.25}, "inference.overlap"),
         ({"half_weights": True}, "inference.half_weights"),
         ({"backend": Backend.openvino}, "inference.backend"),
     ],

@@ -48,6 +48,11 @@ def test_finished_planes_are_those_of_the_whole(
     assert torch.equal(finished, whole_sums(image, axes, dtype))
 
 
+def test_starts_of_tiles_that_overlap_less_are_those_of_nnunets_step_size() -> None:
+    # compute_steps_for_sliding_window((110, 200), (64, 64), 0.8)
+    assert [tile_starts(size, 64, 0.2) for size in (110, 200)] == [[0, 46], [0, 45, 91, 136]]
+
+
 def test_weights_are_ten_in_the_middle_and_never_zero() -> None:
     weights = tile_weights((16, 16, 64))
     assert weights.dtype == torch.half

@@ -13,7 +13,7 @@ from medseg.errors import UserError
 from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import InferenceOptions
-from medseg.inference.segmentation import EMPTY_RESULT, NO_LABEL, Segmentation
+from medseg.inference.segmentation import NO_LABEL, Segmentation
 from medseg.io.volume import Volume
 from medseg.prediction.joined import JoinedModels, join_values
 from medseg.task import Channel, Task
@@ -43,7 +43,7 @@ class Painter:
         labels = np.zeros(volume.array.shape, dtype=np.uint8)
         for value, number in enumerate(self.slices, start=1):
             labels[number] = value
-        findings = warnings_of(EMPTY_RESULT, [] if self.slices else [NO_LABEL])
+        findings = warnings_of("empty_result", [] if self.slices else [NO_LABEL])
         return Segmentation(labels, findings=findings, durations_s={"segment": 1.0})
 
 

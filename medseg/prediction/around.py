@@ -1,0 +1,222 @@
+"""What TotalSegmentator 2.18 does around nnU-Net: scans resampled in RAS, labels brought back.
+
+The scan is turned to RAS and resampled linearly to the spacing of the networks; the values become
+whole numbers. The labels return to the scan by nearest neighbour. The centres of the outermost
+voxels stay in their places both ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.sizes import Shape
+from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import Segmentation, label_volumes_ml
+from medseg.io.scratch import new_array
+from medseg.io.volume import Volume
+from medseg.nnunet.model import NnunetModel
+from medseg.nnunet.spline import axis_taps
+from medseg.prediction.model import ScanModel
+from medseg.preprocess.orient import ras_orientation_of
+from medseg.task import Task
+
+RESAMPLE, RESTORE = "resample", "restore"
+# Bytes of a voxel of the resampled scan.
+VALUE = 4
+
+
+@dataclass(frozen=True)
+class TotalsegmentatorModel:
+    """A model of nnU-Net, or several, for scans that are resampled around it.
+
+    Attributes:
+        model: Segments a resampled scan.
+        spacing_mm: Spacing of that scan along all axes.
+    """
+
+    model: ScanModel
+    spacing_mm: float
+
+    keeps_values = True
+    has_views = False
+
+    @property
+    def options(self) -> InferenceOptions:
+        """Keys of `inference`."""
+        return self.model.options
+
+    @property
+    def task(self) -> Task:
+        """Labels and channels."""
+        return self.model.task
+
+    @property
+    def steps(self) -> list[str]:
+        """Steps of `segment`."""
+        return [RESAMPLE, *self.model.steps, RESTORE]
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        """Checksums of the model."""
+        return self.model.checkpoints
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the networks."""
+        return self.model.device
+
+    @property
+    def precision(self) -> str:
+        """Number format of the networks."""
+        return self.model.precision
+
+    @property
+    def backend_bytes(self) -> int:
+        """Memory that backends keep."""
+        return self.model.backend_bytes
+
+    def within(self, budget_gib: float) -> TotalsegmentatorModel:
+        """Return the same model with a bound on the memory of a network pass."""
+        return replace(self, model=self.model.within(budget_gib))
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        """Refuse a scan that the model cannot segment within the bound."""
+        self.model.check_budget(self.resampled_grid(grid))
+
+    def resampled_grid(self, grid: VoxelGrid) -> VoxelGrid:
+        """Grid of the resampled scan, in RAS.
+
+        Args:
+            grid: Grid of the scan, in storage order.
+        """
+        orientation = ras_orientation_of(grid)
+        turned = grid.reoriented(orientation.order, orientation.flips)
+        depth, height, width = (
+            max(1, round(size * (native_mm / self.spacing_mm)))
+            for size, native_mm in zip(turned.shape, turned.spacing_mm, strict=True)
+        )
+        spacing_mm = (self.spacing_mm, self.spacing_mm, self.spacing_mm)
+        return replace(turned, shape=(depth, height, width), spacing_mm=spacing_mm)
+
+    def segment(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray] = (),
+        *,
+        on_step: Callable[[str], None] | None = None,
+        keep_probabilities: bool = False,
+    ) -> Segmentation:
+        """Segment one scan: resample it, segment it, bring the labels back.
+
+        Args:
+            volume: First channel.
+            more_channels: The other channels, (D, H, W) each, on the grid of the first.
+            on_step: Called with the name of each step when it begins.
+            keep_probabilities: Not possible, as for the model.
+        """
+        announce = on_step or (lambda _: None)
+        grid = self.resampled_grid(volume.grid)
+        orientation = ras_orientation_of(volume.grid)
+        announce(RESAMPLE)
+        start_s = time.perf_counter()
+        arrays = [volume.array, *more_channels]
+        first, *others = (resampled(orientation.to_lps(array), grid.shape) for array in arrays)
+        resampled_s = time.perf_counter() - start_s
+        result = self.model.segment(
+            Volume(first, grid, None),
+            others,
+            on_step=on_step,
+            keep_probabilities=keep_probabilities,
+        )
+        announce(RESTORE)
+        start_s = time.perf_counter()
+        labels = new_array(volume.array.shape, np.uint8)
+        # A view of the stored labels, so that nothing is turned back.
+        restore(result.labels, orientation.to_lps(labels))
+        result.labels = labels
+        result.volumes_ml = label_volumes_ml(labels, volume.grid, self.task)
+        result.durations_s = {
+            RESAMPLE: resampled_s,
+            **result.durations_s,
+            RESTORE: time.perf_counter() - start_s,
+        }
+        return result
+
+
+def isotropic_mm(models: Sequence[ScanModel]) -> float:
+    """Spacing that all models are made for.
+
+    Raises:
+        UserError: If one is none of nnU-Net, or their spacings differ.
+    """
+    spacings_mm = set[float]()
+    for model in models:
+        if not isinstance(model, NnunetModel):
+            raise UserError(
+                "inference.around=totalsegmentator: expected model folders of nnU-Net; leave it out"
+            )
+        spacings_mm.update(model.plan.spacing_mm)
+    if len(spacings_mm) > 1:
+        listed = ", ".join(f"{spacing_mm:g}" for spacing_mm in sorted(spacings_mm))
+        raise UserError(
+            "inference.around=totalsegmentator: expected models of one spacing along all axes, as "
+            f"those of TotalSegmentator are, got {listed} mm; leave it out"
+        )
+    return spacings_mm.pop()
+
+
+def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
+    """Resample an image (D, H, W) linearly to a shape, as whole numbers.
+
+    Decimals are cut off, so that the last bit of a value counts. The bits are those of scipy on the
+    array (x, y, z) of a NIfTI file: products and sums run over x first and over z last.
+
+    Args:
+        image: The image; a view is read plane by plane.
+        shape: The new shape.
+
+    Returns:
+        int32.
+    """
+    depth, rows, columns = (
+        axis_taps(outputs, inputs, 1, by_centres=True)
+        for outputs, inputs in zip(shape, image.shape, strict=True)
+    )
+    # Without margins the second tap of the last voxel lies beyond the image, with a weight of 0.
+    assert depth.weight is not None
+    assert rows.weight is not None
+    assert columns.weight is not None
+    values = new_array(shape, np.int32)
+    for number in range(shape[0]):
+        planes = image[depth.index[number]].astype(np.float64)
+        total = np.zeros(shape[1:])
+        for column, column_weight in zip(columns.index.T, columns.weight.T, strict=True):
+            by_column = planes[:, :, column] * column_weight
+            for row, row_weight in zip(rows.index.T, rows.weight.T, strict=True):
+                by_row = by_column[:, row] * row_weight[:, None]
+                for plane, plane_weight in zip(by_row, depth.weight[number], strict=True):
+                    total += plane * plane_weight
+        values[number] = total
+    return values
+
+
+def restore(labels: np.ndarray, output: np.ndarray) -> None:
+    """Bring labels to the shape of a scan by nearest neighbour.
+
+    Args:
+        labels: Labels (d, h, w).
+        output: Receives them (D, H, W); may be a view.
+    """
+    depth, height, width = (
+        axis_taps(outputs, inputs, 0, by_centres=True).index[:, 0]
+        for outputs, inputs in zip(output.shape, labels.shape, strict=True)
+    )
+    for number, source in enumerate(depth):
+        output[number] = labels[source][height[:, None], width]
