@@ -92,8 +92,8 @@ class InferenceOptions(TilingOptions):
     around: Annotated[
         Around | None,
         Knob(
-            "Of weights=<nnU-Net folder>: totalsegmentator turns scans to RAS and resamples them, and the labels back, "
-            "as that program does; null: neither."
+            "Of weights=<nnU-Net folder>: totalsegmentator turns scans to RAS and resamples them, "
+            "and the labels back, as that program does; null: neither."
         ),
     ] = None
     half_weights: Annotated[

@@ -98,7 +98,8 @@ HU_COLUMNS = (
         "below_minus_950_percent",
         f"below {EMPHYSEMA}",
         "%",
-        f"Share of the voxels of {{part}} below {EMPHYSEMA}, which counts as emphysema in an organ of air",
+        f"Share of the voxels of {{part}} below {EMPHYSEMA}, which counts as emphysema in an organ "
+        "of air",
         "0.0",
         100,
     ),

@@ -116,7 +116,8 @@ def test_each_plane_shows_the_labels_on_their_side(viewer: Any) -> None:
 def canvas_box(driver: Any) -> dict[str, float]:
     """Left, top, width and height of the slices in the window."""
     box: dict[str, float] = driver.execute_script(
-        "const {left, top, width, height} = document.getElementById('canvas').getBoundingClientRect(); return {left, top, width, height}"
+        "const box = document.getElementById('canvas').getBoundingClientRect();"
+        "return {left: box.left, top: box.top, width: box.width, height: box.height}"
     )
     return box
 
