@@ -428,11 +428,10 @@ def record_orientations(model: Path, output: Path) -> None:
                 reader.write_seg(
                     labels_of_nnunet(model, image, properties), str(written), properties
                 )
-                stored = np.asarray(nibabel.load(written).dataobj).astype(np.uint8)
+                stored = nibabel.Nifti1Image.from_filename(written).get_fdata().astype(np.uint8)
                 labels[name].append(stored.transpose(2, 1, 0).ravel())
-    np.savez_compressed(
-        output, scan=scan, spacing_mm=spacing_mm, **{key: np.stack(labels[key]) for key in labels}
-    )
+    arrays: dict[str, Any] = {key: np.stack(labels[key]) for key in labels}
+    np.savez_compressed(output, scan=scan, spacing_mm=spacing_mm, **arrays)
 
 
 def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:

@@ -373,7 +373,6 @@ class WatchConfig:
 class RecipeConfig:
     """Experiments that train a cascade."""
 
-    cases: Annotated[str, Knob("Case table (CSV), or folder of a data set in a known layout.")]
     output: Annotated[
         str, Knob("Folder of the results; the same command with this folder resumes.")
     ]
@@ -446,6 +445,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
 class MakeWeightsConfig(RecipeConfig):
     """Keys of `make_weights`."""
 
+    cases: Annotated[str, Knob("Case table (CSV), or folder of a data set in a known layout.")]
     runs: Annotated[
         str,
         Knob(
