@@ -24,7 +24,7 @@ from scipy import ndimage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "io"))
 
-from dicom_sources import make_series
+from dicom_sources import make_series  # type: ignore[import-not-found]
 from pydicom import dcmread
 
 from medseg.io.dicom.read import SourceSlices, open_slices
@@ -104,7 +104,7 @@ def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray)
     results = []
     with tempfile.TemporaryDirectory() as folder:
         program = readers / "bin" / "segimage2itkimage"
-        arguments = ["--inputDICOM", seg, "--outputDirectory", folder, "-t", "nrrd", "-p", "s"]
+        arguments = ["--inputDICOM", str(seg), "--outputDirectory", folder, "-t", "nrrd", "-p", "s"]
         subprocess.run([program, *arguments], check=True, capture_output=True)
         about = json.loads((Path(folder) / "s-meta.json").read_text(encoding="utf-8"))
         segments = [segment for group in about["segmentAttributes"] for segment in group]

@@ -95,7 +95,7 @@ def derived_series(
         version: What else makes another instance, such as the version of the program.
     """
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
-    content = hashlib.sha256(np.ascontiguousarray(numbers)).hexdigest()
+    content = hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
     description = str(header.get("SeriesDescription") or "")
     return DerivedSeries(
         generate_uid(entropy_srcs=identity),
