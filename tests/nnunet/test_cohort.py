@@ -28,12 +28,10 @@ def predict(*overrides: str) -> int:
         return app.predict(to_config(hydra.compose("predict", [*overrides]), PredictConfig))
 
 
-@pytest.mark.slow
-def test_ray_gives_the_labels_and_segs_of_a_local_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of a prediction of three DICOM series by two models."""
     pytest.importorskip("dynamic_network_architectures")
-    pytest.importorskip("ray")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     grid = VoxelGrid((13, 27, 25), (4.5, 1.0, 1.2))
@@ -41,25 +39,38 @@ def test_ray_gives_the_labels_and_segs_of_a_local_run(
         image = np.random.default_rng(number).normal(-300, 300, grid.shape).astype(np.int16)
         uids = {"uid": f"1.2.3.{number}", "FrameOfReferenceUID": f"1.2.4.{number}"}
         save_grid(tmp_path / "scans" / f"patient{number}", image, grid, **uids)
-    arguments = [
+    return [
         f"input={tmp_path / 'scans'}",
         f"weights=[{RECORDED / 'anisotropic.zip'},{RECORDED / 'torch.zip'}]",
         "label_values={organ_1: 9}",
         "save=[labels,dicom_seg,rtstruct]",
         "accelerator=cpu",
     ]
-    local, cohort = tmp_path / "local", tmp_path / "ray"
-    assert predict(*arguments, f"output={local}") == 0
-    assert predict(*arguments, f"output={cohort}", "engine=ray", "ray.num_actors=1") == 0
-    assert len(read_csv(cohort / "summary.csv")) == 3
-    for path in sorted(local.glob("*.nii.gz")):
-        labels = read_image(path).array
-        assert np.array_equal(labels, read_image(cohort / path.name).array)
+
+
+@pytest.mark.slow
+def test_segs_of_a_batch_have_the_names_of_all_models(arguments: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert predict(*arguments, f"output={output}") == 0
+    # A row for each case and label.
+    assert len(read_csv(output / "summary.csv")) == 3 * 5
+    for number in range(3):
+        labels = read_image(output / f"patient{number}.nii.gz").array
         assert set(np.unique(labels)) <= {0, 1, 2, 3, 4, 9}
-        case = path.name.removesuffix(".nii.gz")
-        report = json.loads((cohort / f"{case}.json").read_text())
+        report = json.loads((output / f"patient{number}.json").read_text())
         assert list(report["checkpoints"]) == ["3d_fullres_1", "3d_fullres_2"]
         assert report["expected"]["peak_resident_bytes"] > 0
         present = {name for name, volume_ml in report["volume_ml"].items() if volume_ml > 0}
-        segments = pydicom.dcmread(cohort / f"{case}.seg.dcm").SegmentSequence
+        segments = pydicom.dcmread(output / f"patient{number}.seg.dcm").SegmentSequence
         assert {segment.SegmentLabel for segment in segments} >= present
+
+
+@pytest.mark.slow
+def test_ray_gives_the_labels_of_a_local_run(arguments: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    local, cohort = tmp_path / "local", tmp_path / "ray"
+    assert predict(*arguments, f"output={local}") == 0
+    assert predict(*arguments, f"output={cohort}", "engine=ray", "ray.num_actors=1") == 0
+    for number in range(3):
+        name = f"patient{number}.nii.gz"
+        assert np.array_equal(read_image(local / name).array, read_image(cohort / name).array)
