@@ -195,7 +195,7 @@ def localise(
 
 
 def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:
-    """Make background of the labels that belong to no region, such as an airway beside lungs."""
+    """Make background of the labels that belong to no region, such as an airway."""
     values = np.zeros(task.num_classes, dtype=np.uint8)
     values[list(task.organ_values)] = task.organ_values
     return values[labels]
