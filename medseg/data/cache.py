@@ -41,7 +41,7 @@ from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_lab
 from medseg.task import LabelValues, Task
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 DIGEST_LENGTH = 8
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"
