@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ MAX_CELL_CHARACTERS = 32_767
 
 # Excel counts days from here.
 FIRST_DATE = date(1900, 3, 1)
+# Stated in every file, so that equal content gives equal bytes.
+CREATED = datetime(2000, 1, 1)
 HEADING_STYLE = {
     "bold": True,
     "text_wrap": True,
@@ -91,6 +93,7 @@ def write_spreadsheet(path: Path, sheets: Mapping[str, Sheet]) -> None:
 
     content = io.BytesIO()
     with Workbook(content, OPTIONS) as workbook:
+        workbook.set_properties({"created": CREATED})
         for name, sheet in sheets.items():
             _add_sheet(workbook, name, sheet)
     replace_bytes(path, content.getbuffer())

@@ -80,14 +80,14 @@ def test_the_included_weights_are_a_model_folder() -> None:
 def test_the_card_says_what_the_files_hold_and_is_kept(
     written: Path, networks: list[StageWeights]
 ) -> None:
-    card = (written / CARD).read_text()
+    card = (written / CARD).read_text(encoding="utf-8")
     for words in ("| left_lung | 1 | 500 to 5500 |", "| 1×1×1 |", "below -980 HU", "26 patients"):
         assert words in card
     assert checksum(written / networks[0].file_name) in card
     assert max(map(len, card.splitlines())) < 200
     (written / CARD).write_text("mine")
     write_model_folder(written, networks)
-    assert (written / CARD).read_text() == "mine"
+    assert (written / CARD).read_text(encoding="utf-8") == "mine"
 
 
 def test_what_cannot_be_used_is_refused(written: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_cannot_be_used_is_refused(written: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the coarse stage of .* has no fold 7; it has 0, 1"):
         find_stages(folder, ["7"])
     sums = folder / "SHA256SUMS"
-    lines = sums.read_text().splitlines(keepends=True)
+    lines = sums.read_text(encoding="utf-8").splitlines(keepends=True)
     sums.write_text("".join(lines[2:]))
     with pytest.raises(UserError, match="expected the stages coarse and fine, or single"):
         find_stages(folder)
