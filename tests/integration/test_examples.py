@@ -17,6 +17,7 @@ SCRIPTS = {
         {"STEPS = 200": "STEPS = 2", "num_train=8": "num_train=1", "num_val=2": "num_val=1"},
         ["sweep/report.html"],
     ),
+    "own_organ.py": ({"STEPS = 200": "STEPS = 2", "num_train=5": "num_train=3"}, ["heart.png"]),
 }
 
 
