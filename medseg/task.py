@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ IGNORE = "ignore"
 LabelValues = dict[int | str, str]
 """Value in a label map, or name of a structure (a binary mask, DICOM object), to label name."""
 
-_SEPARATORS = "_- "
+SIDES = ("left", "right")
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,8 @@ class Task:
             return True
         words = set[str]()
         for label in self.labels:
-            words.update(label.lower().replace("-", "_").split("_"))
-        return "left" in words or "right" in words
+            words.update(_words_of(label))
+        return not words.isdisjoint(SIDES)
 
     def as_one_stage(self) -> Task:
         """Return the task without regions, as one stage segments it; sides stay sides."""
@@ -229,6 +230,11 @@ def is_side_pair(first: Region, second: Region) -> bool:
     return _name_without_side(first) == _name_without_side(second)
 
 
-def _name_without_side(region: Region) -> str:
-    """Name of the organ of a region with a side."""
-    return region.name.replace(str(region.side), "").strip(_SEPARATORS)
+def _name_without_side(region: Region) -> list[str]:
+    """Words of the name of the organ of a region with a side, in lower case."""
+    return [word for word in _words_of(region.name) if word not in SIDES]
+
+
+def _words_of(name: str) -> list[str]:
+    """Words of a name in lower case."""
+    return re.split(r"[\s_.-]+", name.lower())

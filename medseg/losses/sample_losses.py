@@ -137,7 +137,7 @@ class TrainingLoss(nn.Module):
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
-        if getattr(term.loss, "batch", False):  # a sum over the voxels of all samples
+        if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]
         values = []

@@ -182,7 +182,7 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     spacing_mm = _numbers(configuration, "spacing", 3, MIN_SPACING_MM, MAX_SPACING_MM)
     patch_size = _integers(configuration, "patch_size", 3, 1, MAX_PATCH)
     reader = plans.get("image_reader_writer")
-    if reader not in READERS:
+    if not isinstance(reader, str) or reader not in READERS:
         raise PlanError(
             f"image_reader_writer: expected one of {', '.join(READERS)}, got {str(reader)[:60]}"
         )
@@ -472,7 +472,8 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
     """Return a value that must be a finite number in a range, bounds included."""
     # To Python, true is the number 1.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
+    # A whole number may be too large to be a float, so the range comes first.
+    if not is_number or not low <= value <= high or not math.isfinite(value):
         raise PlanError(
             f"{name}: expected a number from {low:g} to {high:g}, got {str(value)[:60]}"
         )

@@ -120,9 +120,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
         tables.append(write_case_table(folder / "held_out.csv", list(chain(*held_out.values()))))
     reference = write_case_table(output / "scored.csv", [case for _, case in scored.values()])
     if is_cascade:
-        steps = _cascade_steps(config, arguments, folders, tables)
+        steps = _cascade_steps(config, arguments, cases, folders, tables)
     else:
-        steps = _single_steps(config, arguments, folders, tables)
+        steps = _single_steps(config, arguments, cases, folders, tables)
     # The folds share the trainings on phantoms: equal commands run once.
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     run_steps([_evaluate_step(reference, config)])
@@ -181,12 +181,14 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
                 f"{config.stage.name} alone; name an experiment of each stage by coarse= and "
                 "fine=, or choose stage=single"
             )
-    check_experiments(config, arguments)
+    # With the table: a rule of spacing may ask for its cases.
+    check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
 
 
 def _cascade_steps(
     config: CrossValidateConfig,
     arguments: Sequence[str],
+    cases: Sequence[Case],
     folders: Sequence[Path],
     tables: Sequence[Path],
 ) -> list[Step]:
@@ -200,7 +202,7 @@ def _cascade_steps(
     fine_steps: list[Step] = []
     coarse_checkpoints = coarse_arguments(config, folders)
     for fold, (folder, table) in enumerate(zip(folders, tables, strict=True)):
-        note_recipe(folder, recipe_of(config, arguments))
+        note_recipe(folder, recipe_of(experiments(config), cases, arguments))
         data = _fold_arguments(config, arguments, fold)
         coarse_steps += stage_steps(config, "coarse", folder, data, output)
         fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
@@ -212,6 +214,7 @@ def _cascade_steps(
 def _single_steps(
     config: CrossValidateConfig,
     arguments: Sequence[str],
+    cases: Sequence[Case],
     folders: Sequence[Path],
     tables: Sequence[Path],
 ) -> list[Step]:
@@ -220,7 +223,7 @@ def _single_steps(
     cache = f"data.cache={output / 'cache'}"
     steps: list[Step] = []
     for fold, (folder, table) in enumerate(zip(folders, tables, strict=True)):
-        note_recipe(folder, {"arguments": list(arguments)})
+        note_recipe(folder, recipe_of({}, cases, arguments))
         run_dir = folder / SINGLE
         data = _fold_arguments(config, arguments, fold)
         steps += train_steps(run_dir, *merge_arguments([cache], data))

@@ -3,13 +3,14 @@
 Among them are the demo and the training of the included weights.
 """
 
+import hashlib
 import itertools
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from medseg.cascade.bound import DiceBound
 from medseg.config.check import explain, to_config
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig
+from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable, replace_text
@@ -40,6 +42,7 @@ BOUND = "bound.json"
 """File of `cross_validate` with the lower bound on Dice."""
 EXPERIMENTS = "experiments.json"
 """File beside the runs of a fold with the experiments and arguments that they come from."""
+DIGEST_LENGTH = 12
 Step = Sequence[str]
 """Arguments of `medseg`, the command first."""
 
@@ -257,14 +260,19 @@ def check_experiments(config: RecipeConfig, more: Sequence[str] = ()) -> None:
             compose_train(arguments, key)
 
 
-def recipe_of(config: RecipeConfig, arguments: Sequence[str] = ()) -> dict[str, Any]:
-    """Collect what decides the runs of a cascade beside its cases.
+def recipe_of(
+    experiments: Mapping[str, Any], cases: Iterable[Case], arguments: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Collect what decides the runs of a fold.
 
     Args:
-        config: Names the experiments.
+        experiments: From `experiments`; empty for a task of one stage, whose arguments say it all.
+        cases: All cases of the table.
         arguments: Further arguments of the trainings.
     """
-    recipe: dict[str, Any] = {**experiments(config)}
+    names = "\n".join(sorted(case.name for case in cases))
+    digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+    recipe: dict[str, Any] = {**experiments, "cases": digest[:DIGEST_LENGTH]}
     if arguments:
         recipe["arguments"] = list(arguments)
     return recipe
@@ -439,7 +447,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """
     runs, output = Path(config.runs), Path(config.output)
     check_experiments(config)
-    read_cases(Path(config.cases))  # a damaged table stops the command here
+    cases = read_cases(Path(config.cases))  # a damaged table stops the command here
     check_writable(output)
     bound = read_bound(runs / BOUND, config)
     data = [
@@ -460,7 +468,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
             "held-out cases, and they are not here; "
             f"start cross_validate with output={runs} and the same experiments first"
         )
-    note_recipe(runs / "all", recipe_of(config))
+    note_recipe(runs / "all", recipe_of(experiments(config), cases))
     coarse_steps = stage_steps(config, "coarse", runs / "all", data, runs)
     fine_steps = stage_steps(config, "fine", runs / "all", data, runs, fine_arguments)
     run_steps([*coarse_steps, *fine_steps])

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.text import read_text
 from medseg.weights.files import (
     CHECKSUMS,
     STAGES,
@@ -138,8 +140,11 @@ def write_model_folder(
         checksums[path.name] = write_weights(path, network.metadata, network.weights)
     lines = [f"{value}  {name}\n" for name, value in checksums.items()]
     replace_text(folder / CHECKSUMS, "".join(lines))
-    if not (folder / CARD).is_file():
-        replace_text(folder / CARD, model_card(networks, checksums, scores))
+    card = folder / CARD
+    if not card.is_file():
+        replace_text(card, model_card(networks, checksums, scores))
+    elif not all(value in read_text(card) for value in checksums.values()):
+        say(f"{card}: kept, but it names other files; correct it, or remove it for a new one")
     return [folder / name for name in checksums]
 
 
@@ -155,6 +160,12 @@ def model_card(
     """
     last = networks[-1].metadata
     task, ranges_ml = last["task"], last["task"].get("volume_ml", {})
+    # A range may be stated for the region that a label is alone in.
+    region_of = {
+        region["labels"][0]: region["name"]
+        for region in task.get("regions", [])
+        if len(region["labels"]) == 1
+    }
     # Older metadata lack some of the keys.
     modalities = [channel["modality"] for channel in task.get("channels", [])]
     lines = [
@@ -170,7 +181,8 @@ def model_card(
         "|---|--:|---|",
     ]
     for name, value in task.get("labels", {}).items():
-        lines.append(f"| {name} | {value} | {_range(ranges_ml.get(name))} |")
+        volume_ml = ranges_ml.get(name) or ranges_ml.get(region_of.get(name))
+        lines.append(f"| {name} | {value} | {_range(volume_ml)} |")
     lines += ["", "| file | spacing, mm | weights | SHA-256 |", "|---|---|--:|---|"]
     for network in networks:
         lines.append(_network_row(network, checksums[network.file_name]))

@@ -212,6 +212,7 @@ def test_pairs_are_the_two_sides_of_one_name() -> None:
 
     assert is_side_pair(named("left_lung", "left"), named("right_lung", "right"))
     assert is_side_pair(named("hip right", "right"), named("hip left", "left"))
+    assert is_side_pair(named("Left_Kidney", "left"), named("Right_Kidney", "right"))
     assert not is_side_pair(named("left_lung", "left"), named("right_kidney", "right"))
     assert not is_side_pair(named("left_lung", "left"), named("left_lung", "left"))
     assert not is_side_pair(named("liver", None), named("right_lung", "right"))

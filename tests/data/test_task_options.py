@@ -86,6 +86,7 @@ def test_a_task_without_regions_has_one_stage() -> None:
     [
         ({"left_kidney": 1, "liver": 2}, (), True),
         ({"Kidney-Right": 1}, (), True),
+        ({"Left kidney": 1}, (), True),
         ({"bright_spot": 1, "cleft": 2}, (), False),
         ({"lung": 1}, (Region("lung", ("lung",), "left"),), True),
     ],

@@ -104,10 +104,11 @@ def test_ignored_voxels_count_nowhere(target: type, arguments: dict[str, Any]) -
     assert not no_gradient.any()
 
 
-def test_a_loss_of_a_batch_stays_one_when_voxels_are_ignored() -> None:
+@pytest.mark.parametrize("loss", [monai.losses.DiceLoss, monai.losses.DiceCELoss])
+def test_a_loss_of_a_batch_stays_one_when_voxels_are_ignored(loss: type) -> None:
     logits, target = sample()
-    expected = loss_and_gradient(adapted(monai.losses.DiceLoss, batch=True), logits, target)
-    found = loss_and_gradient(adapted(monai.losses.DiceLoss, 255, batch=True), logits, target)
+    expected = loss_and_gradient(adapted(loss, batch=True), logits, target)
+    found = loss_and_gradient(adapted(loss, 255, batch=True), logits, target)
     torch.testing.assert_close(found, expected)
 
 

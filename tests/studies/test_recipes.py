@@ -14,6 +14,7 @@ import torch
 
 from medseg.conf_folder import conf_dir
 from medseg.config.schema import MakeWeightsConfig
+from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.studies import recipes
 from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
@@ -149,7 +150,9 @@ def test_weights_of_a_stage_that_sees_the_coarse_one_need_the_folds(
 
 
 def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
-    def note(coarse: str, arguments: tuple[str, ...] = ()) -> None:
+    def note(
+        coarse: str, arguments: tuple[str, ...] = (), names: tuple[str, ...] = ("p", "q")
+    ) -> None:
         config = MakeWeightsConfig(
             cases="t.csv",
             output="out",
@@ -159,10 +162,14 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
             pretrain_coarse=None,
             pretrain_fine=None,
         )
-        recipes.note_recipe(tmp_path / "fold_0", recipes.recipe_of(config, arguments))
+        cases = [Case(name, Path("i"), None, name) for name in names]
+        recipe = recipes.recipe_of(recipes.experiments(config), cases, arguments)
+        recipes.note_recipe(tmp_path / "fold_0", recipe)
 
     note("a")
-    note("a")
+    note("a", names=("q", "p"))
+    with pytest.raises(UserError, match=r'its runs come from .*"cases": .*another folder'):
+        note("a", names=("p", "r"))
     with pytest.raises(
         UserError,
         match=r'fold_0: its runs come from \{"coarse": \["a"\],.*not \{"coarse": \["c"\],',

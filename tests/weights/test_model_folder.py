@@ -78,7 +78,7 @@ def test_the_included_weights_are_a_model_folder() -> None:
 
 
 def test_the_card_says_what_the_files_hold_and_is_kept(
-    written: Path, networks: list[StageWeights]
+    written: Path, networks: list[StageWeights], capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = (written / CARD).read_text(encoding="utf-8")
     for words in ("| left_lung | 1 | 500 to 5500 |", "| 1×1×1 |", "below -980 HU", "26 patients"):
@@ -88,6 +88,7 @@ def test_the_card_says_what_the_files_hold_and_is_kept(
     (written / CARD).write_text("mine")
     write_model_folder(written, networks)
     assert (written / CARD).read_text(encoding="utf-8") == "mine"
+    assert "README.md: kept, but it names other files" in capsys.readouterr().err
 
 
 def test_what_cannot_be_used_is_refused(written: Path, tmp_path: Path) -> None:
