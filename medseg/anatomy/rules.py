@@ -333,7 +333,7 @@ RULES = (
 def markdown_table() -> str:
     """Write the table of the documentation, one row for each rule."""
     rows = [
-        "| code | value | unit | what it decides | source | scans |",
+        "| rule | value | unit | what it decides | source | scans |",
         "|---|--:|---|---|---|--:|",
     ]
     for rule in RULES:
