@@ -18,6 +18,12 @@ _OUT_OF_MEMORY = (
     "Cannot allocate memory",
     "CUDA out of memory",
     "CUDA error: out of memory",
+    # Libraries of CUDA that find no room for their workspace.
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "nable to find an engine to execute this computation",
+    # The system has no memory for the stack of a thread.
+    "can't start new thread",
 )
 
 

@@ -108,10 +108,8 @@ def test_two_predictions_may_write_into_one_folder(tiny_table: Path, tmp_path: P
     make_scans(tmp_path, tiny_table, 6)
     for code, _, said in map(ended, [start(tmp_path), start(tmp_path)]):
         assert code == 0, said
-    assert (
-        sorted(path.suffix for path in (tmp_path / "out").iterdir())
-        == [".csv"] + [".gz"] * 6 + [".json"] * 6
-    )
+    suffixes = sorted(path.suffix for path in (tmp_path / "out").iterdir())
+    assert suffixes == [".csv", *[".gz"] * 6, ".html", *[".json"] * 6, ".xlsx"]
     assert_whole(tmp_path)
 
 
