@@ -23,7 +23,9 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "SiLU": nn.SiLU,
 }
 PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-INSTALL = 'pip install "medseg[nnunet]"'
+# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build that does
+# not go with the torch of this machine.
+INSTALL = "pip install --no-deps dynamic_network_architectures"
 
 
 def make_network(plan: NnunetPlan) -> nn.Module:
