@@ -23,8 +23,8 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "SiLU": nn.SiLU,
 }
 PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build that does
-# not go with the torch of this machine.
+# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build for
+# another torch than that of this machine.
 INSTALL = "pip install --no-deps dynamic_network_architectures"
 
 
