@@ -1,4 +1,4 @@
-"""What TotalSegmentator 2.18 does around nnU-Net: scans resampled in RAS, labels brought back.
+"""Resampling of TotalSegmentator 2.18 around nnU-Net: scans in RAS, labels brought back.
 
 The scan is turned to RAS and resampled linearly to the spacing of the networks; the values become
 whole numbers. The labels return to the scan by nearest neighbour. The centres of the outermost

@@ -14,6 +14,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.cascade.bound import calibrate, count_covered
+from medseg.config.overrides import text_of
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
 from medseg.data.importers.formats import read_cases
@@ -207,7 +208,7 @@ def _cascade_steps(
         coarse_steps += stage_steps(config, "coarse", folder, data, output)
         fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
         checkpoints = {stage: last_checkpoint(folder / stage) for stage in CASCADE}
-        fine_steps.append(_predict_step(table, output, checkpoints))
+        fine_steps.append(_predict_step(table, config, checkpoints))
     return [*coarse_steps, *fine_steps]
 
 
@@ -227,7 +228,7 @@ def _single_steps(
         run_dir = folder / SINGLE
         data = _fold_arguments(config, arguments, fold)
         steps += train_steps(run_dir, *merge_arguments([cache], data))
-        steps.append(_predict_step(table, output, {SINGLE: last_checkpoint(run_dir)}))
+        steps.append(_predict_step(table, config, {SINGLE: last_checkpoint(run_dir)}))
     return steps
 
 
@@ -297,16 +298,25 @@ def _fold_arguments(
     return merge_arguments(["data.test_patients=[]"], arguments, place)
 
 
-def _predict_step(table: Path, output: Path, checkpoints: Mapping[str, Path]) -> Step:
+def _predict_step(
+    table: Path, config: CrossValidateConfig, checkpoints: Mapping[str, Path]
+) -> Step:
     """Make the command that predicts the cases of a table.
 
     Args:
         table: Held-out cases of a fold.
-        output: Folder of the study.
+        config: Names the folder of the study, and what a prediction cannot read from a checkpoint.
         checkpoints: Key of `predict` to the checkpoint of the fold.
     """
-    weights = [f"{key}={path}" for key, path in checkpoints.items()]
-    return ["predict", f"input={table}", f"output={output / 'predictions'}", *weights]
+    return [
+        "predict",
+        f"input={table}",
+        f"output={Path(config.output) / 'predictions'}",
+        *(f"{key}={path}" for key, path in checkpoints.items()),
+        f"hu_slope={config.data.hu_slope}",
+        f"hu_offset={config.data.hu_offset}",
+        f"trusted_targets={text_of(config.trusted_targets)}",
+    ]
 
 
 def _evaluate_step(reference: Path, config: CrossValidateConfig) -> Step:
@@ -321,7 +331,6 @@ def _evaluate_step(reference: Path, config: CrossValidateConfig) -> Step:
         f"ref={reference}",
         f"output={output / 'scores'}",
         f"task={task_file}",
-        f"data.labels_column={config.data.labels_column}",
         label_values_argument(config.data.label_values or {}),
     ]
 

@@ -173,8 +173,13 @@ def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
         "diseased": False,
         "stage": SimpleNamespace(name=stage),
         "data": SimpleNamespace(
-            labels_column="labels", label_values={"left_lung": 1}, test_patients=[]
+            labels_column="labels",
+            label_values={"left_lung": 1},
+            test_patients=[],
+            hu_slope=1.0,
+            hu_offset=0.0,
         ),
+        "trusted_targets": [],
     }
     return SimpleNamespace(**{**defaults, **values})
 
@@ -239,6 +244,8 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
         assert not any(argument.startswith(("num_folds", "output")) for argument in train)
         assert f"single={run_dir / 'checkpoints' / 'last.ckpt'}" in predict
     assert f"task={tmp_path / 'task.yaml'}" in commands[-1], "an experiment may choose the task"
+    # The tables that a study writes have their labels in the column `labels`.
+    assert not any(argument.startswith("data.labels_column") for argument in commands[-1])
     tables = [tmp_path / f"fold_{fold}" / "held_out.csv" for fold in range(3)]
     held_out = [case.name for table in tables for case in read_case_table(table)]
     assert sorted(held_out) == ["c0", "c1", "c2"]
@@ -256,6 +263,18 @@ def test_a_cascade_takes_no_argument_that_chooses_one_stage(
     without_runs(monkeypatch, tmp_path, [argument], [])
     with pytest.raises(UserError, match=r"coarse= and fine=, or choose stage=single"):
         study.cross_validate(make_config(tmp_path, StageName.coarse))
+
+
+def test_a_prediction_gets_what_no_checkpoint_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = without_runs(monkeypatch, tmp_path, [], [])
+    config = make_config(tmp_path, StageName.single, trusted_targets=["mine."])
+    config.data.hu_offset = -1024.0
+    assert study.cross_validate(config) == 0
+    predictions = [command for command in commands if command[0] == "predict"]
+    expected = {"hu_slope=1.0", "hu_offset=-1024.0", "trusted_targets=[mine.]"}
+    assert all(expected < set(command) for command in predictions)
 
 
 def test_both_stages_of_a_cascade_get_the_arguments_of_train(
