@@ -281,14 +281,20 @@ def recipe_of(
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of runs beside them, or compare it with that of earlier runs.
 
-    A finished run is reused, which would be wrong with another recipe.
+    A finished run is reused, which would be wrong with another recipe. What was refused before its
+    first checkpoint left nothing to reuse.
+
+    Args:
+        folder: Run folder, or folder of several.
+        recipe: From `recipe_of`, or the arguments of a single run.
 
     Raises:
         UserError: If the runs come from another recipe.
     """
     path = folder / EXPERIMENTS
     current = json.dumps(recipe)
-    if not path.is_file():
+    checkpoints = [last_checkpoint(folder), *map(last_checkpoint, folder.glob("*"))]
+    if not path.is_file() or not any(map(Path.is_file, checkpoints)):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, current)
         return

@@ -29,6 +29,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         elif step[0] == "train":
             summary = {"status": "finished", "checkpoint": f"{output}/checkpoints/best.ckpt"}
             (Path(output) / "summary.json").write_text(json.dumps(summary))
+            (Path(output) / "checkpoints").mkdir()
+            (Path(output) / "checkpoints" / "last.ckpt").touch()
         else:
             Path(output).mkdir()
             (Path(output) / "pooled.csv").write_text("region,dice\nheart,0.9\n")
@@ -85,6 +87,8 @@ def test_what_a_command_wrote_is_returned(commands: list[list[str]], tmp_path: P
 def test_a_refused_command_raises_its_message(commands: list[list[str]], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="steps: must be at least 1"):
         medseg.train(tmp_path / "run", {"steps": 0})
+    # The folder is free for the corrected call.
+    assert medseg.train(tmp_path / "run", {"steps": 5}).summary["status"] == "finished"
 
 
 def test_names_of_the_package_are_found() -> None:

@@ -251,6 +251,9 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
     assert sorted(held_out) == ["c0", "c1", "c2"]
     assert "coarse" not in json.dumps([*map(list, commands)])
     # Finished runs of other arguments would be taken for those of these.
+    checkpoint = recipes.last_checkpoint(tmp_path / "fold_0" / "single")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
     given[1] = "steps=8"
     with pytest.raises(UserError, match=r"fold_0: its runs come from .*steps=7.*another folder"):
         study.cross_validate(config)

@@ -166,7 +166,11 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
         recipe = recipes.recipe_of(recipes.experiments(config), cases, arguments)
         recipes.note_recipe(tmp_path / "fold_0", recipe)
 
-    note("a")
+    note("c")
+    note("a")  # `c` was refused before its first checkpoint
+    checkpoint = recipes.last_checkpoint(tmp_path / "fold_0" / "coarse")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
     note("a", names=("q", "p"))
     with pytest.raises(UserError, match=r'its runs come from .*"cases": .*another folder'):
         note("a", names=("p", "r"))
