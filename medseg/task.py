@@ -96,16 +96,18 @@ class Task:
         return 1 + len(self.labels)
 
     @property
+    def num_region_labels(self) -> int:
+        """Labels of the largest region."""
+        return max(len(region.labels) for region in self.regions)
+
+    @property
     def num_region_classes(self) -> int:
-        """Classes of the fine network: the labels of the largest region and the background."""
-        return 1 + max(len(region.labels) for region in self.regions)
+        """Classes of the fine network: background, labels of the largest region, helper labels."""
+        return 1 + self.num_region_labels + len(self.helper_labels)
 
     @property
     def organ_values(self) -> tuple[int, ...]:
-        """Label values of the organs: of all regions, or of all labels without regions.
-
-        A label that belongs to no region helps the coarse stage to tell organs from what is not.
-        """
+        """Label values of the organs: of all regions, or of all labels without regions."""
         if not self.regions:
             return tuple(self.labels.values())
         values = set[int]()
@@ -113,11 +115,27 @@ class Task:
             values.update(self.region_values(region))
         return tuple(sorted(values))
 
+    @property
+    def helper_labels(self) -> tuple[str, ...]:
+        """Labels that belong to no region of a task with regions.
+
+        They help the networks to tell organs from what is not, and are background in results.
+        """
+        organ_values = self.organ_values
+        return tuple(name for name, value in self.labels.items() if value not in organ_values)
+
+    def without_helpers(self) -> Task:
+        """Return the task of the results, in which helper labels are background."""
+        labels = {
+            name: value for name, value in self.labels.items() if name not in self.helper_labels
+        }
+        return replace(self, labels=labels)
+
     def finds_regions_of(self, other: Task) -> bool:
         """Whether a coarse stage of this task finds the regions of another one.
 
-        Regions, modalities and the labels of the other task agree. Further labels, which belong to
-        no region, are the business of the coarse stage alone.
+        Regions, modalities and the labels of the other task agree. Further helper labels are the
+        business of the coarse stage alone.
         """
         modalities = [channel.modality for channel in self.channels]
         return (

@@ -128,8 +128,8 @@ class Cascade:
 
     @property
     def task(self) -> Task:
-        """Task of the results; the coarse stage may know further labels."""
-        return self.last.task
+        """Task of the results; the networks may know helper labels beside."""
+        return self.last.task.without_helpers()
 
     @property
     def dice_bound(self) -> DiceBound | None:

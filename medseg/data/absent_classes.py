@@ -27,18 +27,21 @@ def absent_classes(
     """
     taught: set[str] = set()
     for case, number in items:
-        names = task.labels if is_coarse else task.regions[number].labels
+        names = tuple(task.labels)
+        if not is_coarse:
+            names = (*task.regions[number].labels, *task.helper_labels)
         taught.update(name for name in names if name in case.label_boxes)
     if is_coarse:
         return [name for name in task.labels if name not in taught]
     absent = []
-    for index in range(max(len(region.labels) for region in task.regions)):
+    for index in range(task.num_region_labels):
         # Labels of the same place in their regions share a class.
         names_of_class = [
             region.labels[index] for region in task.regions if index < len(region.labels)
         ]
         if taught.isdisjoint(names_of_class):
             absent.append(" and ".join(names_of_class))
+    absent += [name for name in task.helper_labels if name not in taught]
     return absent
 
 

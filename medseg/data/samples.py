@@ -297,10 +297,16 @@ class Samples(Dataset[Sample]):
         return torch.cat([image, channel[None]])
 
     def _region_classes(self, labels: Tensor, region: Region) -> Tensor:
-        """Map label values to the classes 1, 2, … of a region; the ignore label stays."""
+        """Map label values to the classes 1, 2, … of a region; the ignore label stays.
+
+        The classes of helper labels follow those of the largest region.
+        """
         values = list(self.task.region_values(region))
         classes = np.zeros(256, dtype=np.uint8)
         classes[values] = np.arange(1, len(values) + 1)
+        first_helper = 1 + self.task.num_region_labels
+        for number, name in enumerate(self.task.helper_labels):
+            classes[self.task.labels[name]] = first_helper + number
         if self.task.ignore_label is not None:
             classes[self.task.ignore_label] = self.task.ignore_label
         return torch.from_numpy(classes[labels.numpy()])

@@ -15,6 +15,10 @@ from medseg.io.atomic import check_writable, replace_bytes
 from medseg.models.stage_network import Logits, StageNetwork
 from medseg.preprocess.crop import BODY_MARGIN_MM
 from medseg.preprocess.intensity import AIR
+from medseg.task import Region, Task
+
+UNUSED = "unused"
+"""Name of a class of the network that a region with fewer labels does not have."""
 
 
 def export_stage(stage: TrainedStage, output: Path) -> Exported:
@@ -73,7 +77,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
     flipped = []
     least_size = None
     if not is_whole:
-        classes = {region.name: ["background", *region.labels] for region in task.regions}
+        classes = {region.name: _region_classes(task, region) for region in task.regions}
         num_classes = task.num_region_classes
         crop = {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
         # The network knows the left side of a pair alone.
@@ -115,6 +119,12 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "add_parts_mm": stage.add_parts_mm,
         "coarse_channel": stage.has_coarse_channel,
     }
+
+
+def _region_classes(task: Task, region: Region) -> list[str]:
+    """Name the classes of the fine network in the crop of a region, in their order."""
+    num_unused = task.num_region_labels - len(region.labels)
+    return ["background", *region.labels, *[UNUSED] * num_unused, *task.helper_labels]
 
 
 def _describe_channels(stage: TrainedStage) -> list[dict[str, Any]]:

@@ -104,8 +104,10 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
         return None
     task = make_task(config.task)
     is_coarse = config.stage.name is not StageName.fine
-    # A sample of the fine stage has the classes of its region.
-    organ_values = task.organ_values if is_coarse else tuple(range(1, task.num_region_classes))
+    organ_values = task.organ_values
+    if not is_coarse:
+        # A sample of the fine stage has the classes of its region.
+        organ_values = tuple(range(1, 1 + task.num_region_labels))
     check_transform = partial(
         transforms.check_transform,
         has_sides=task.has_sides and not augment.allow_mirroring,

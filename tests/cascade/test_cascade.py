@@ -328,6 +328,33 @@ def test_a_label_of_no_region_is_the_business_of_the_coarse_stage_alone() -> Non
         Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine", task))
 
 
+class LowerIsAirway(FineOracle):
+    """The second class is what is bright in the lower half of a crop."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits = super().forward(image)
+        airway = torch.full_like(image, -30.0)
+        middle = image.shape[2] // 2
+        airway[:, :, :middle] = logits[:, 1:, :middle] + 5.0
+        return torch.cat([logits, airway], 1)
+
+
+def test_a_helper_label_of_the_fine_stage_is_background_in_the_result() -> None:
+    volume, target = scan()
+    task = replace(TASK, labels={**TASK.labels, "airway": 3})
+    coarse = stage(KnowsAirway(), "coarse", task)
+    cascade = Cascade(coarse, stage(LowerIsAirway(), "fine", task))
+    assert cascade.task == TASK
+    result = cascade.segment(volume)
+    assert set(np.unique(result.labels)) == {0, 1, 2}
+    assert set(result.volumes_ml) == {"left_lung", "right_lung"}
+    # The boxes of the coarse stage hold the upper half of the blocks, and the crops their margin.
+    kept = result.labels > 0
+    assert not np.any(kept & (result.labels != target))
+    below = np.argwhere(kept)[:, 0].min()
+    assert below > LEFT[0].start + 3
+
+
 def test_to_a_fine_stage_with_a_coarse_channel_nothing_is_added() -> None:
     class UpperOfTwo(Upper):
         def forward(self, image: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,14 @@ def test_a_class_of_the_region_with_more_labels_is_listed() -> None:
     task = Task("lobes", labels, regions, CHANNELS)
     trained_on = items(case("a", "left_upper", "right_upper"))
     assert absent_classes(trained_on, task, is_coarse=False) == ["left_lower"]
+
+
+def test_a_helper_label_that_no_case_has_is_listed() -> None:
+    task = replace(LOBES, labels={**LOBES.labels, "airway": 5})
+    with_airway = case("a", "left_upper", "left_lower", "airway")
+    without = case("b", "left_upper", "left_lower")
+    assert absent_classes(items(with_airway), task, is_coarse=False) == []
+    assert absent_classes(items(without), task, is_coarse=False) == ["airway"]
 
 
 def test_the_note_has_the_class_and_the_counts() -> None:

@@ -269,6 +269,30 @@ def test_a_fine_sample_is_its_box_with_the_region_alone(
     assert sides == {"left", "right"}
 
 
+def test_helper_labels_are_classes_behind_those_of_the_largest_region(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    case = cached_cases[0]
+    labels = np.array(case.labels)
+    labels[:, 0] = 3
+    np.save(case.folder / "labels.npy", labels)
+    left, right = task.regions
+    lobes = replace(left, labels=("left_lung", "left_lobe"))
+    with_airway = replace(
+        task, labels={**task.labels, "airway": 3, "left_lobe": 4}, regions=(lobes, right)
+    )
+    options: dict = {"augmentation": None, "box_of": wide_box, "patch_size": None, "jitter": False}
+    samples = fine([case], with_airway, **options)
+    for n in range(2):
+        sample = samples[n]
+        region = with_airway.regions[sample["region"]]
+        lung = 1 if region is lobes else 2
+        expected = np.select([labels == lung, labels == 3], [1, 3], 0)
+        box = wide_box(case, region, None)
+        target = as_stored(sample["target"], region)
+        assert np.array_equal(target, crop_padded(expected, box, 0))
+
+
 def test_patches_lie_in_their_box_and_meet_the_boundary(
     cached_cases: list[CachedCase], task: Task
 ) -> None:
