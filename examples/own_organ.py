@@ -68,8 +68,8 @@ figure.savefig("heart.png")
 # ## Cross-validate
 #
 # Each scan is segmented by a network that has not seen its patient. `folds/model` is a model of all
-# folds, for `medseg.Segmenter(weights=...)` and `medseg predict weights=...`; `folds/pooled.md` has
-# the scores.
+# folds, for `medseg.Segmenter(weights="folds/model")` and
+# `medseg predict -i <scan> -o labels.nii.gz weights=folds/model`; `folds/pooled.md` has the scores.
 
 # %%
 del keys["data.cases"]
