@@ -139,7 +139,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     ),
     "make_weights": (
         MakeWeightsConfig,
-        "medseg.studies.recipes",
+        "medseg.studies.make_weights",
         "train on all cases and write the weights as small files",
     ),
     "phantom": (

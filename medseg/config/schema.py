@@ -453,6 +453,17 @@ class MakeWeightsConfig(RecipeConfig):
             "pretraining on synthetic scans."
         ),
     ]
+    fine_cases: Annotated[
+        Text,
+        Knob("Case table of the fine stage, such as one with painted copies; null: that of cases."),
+    ] = None
+    held_out: Annotated[
+        Text,
+        Knob(
+            "Case table of other patients, at least 9: the bound on Dice is calibrated on them; "
+            "null: it is that of cross_validate."
+        ),
+    ] = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,19 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
-from medseg.cascade.bound import DiceBound
 from medseg.config.check import explain, to_config
 from medseg.config.overrides import text_of
-from medseg.config.schema import DemoConfig, MakeWeightsConfig, RecipeConfig
+from medseg.config.schema import DemoConfig, RecipeConfig
 from medseg.data.case_table import Case
-from medseg.data.importers.formats import read_cases
 from medseg.errors import EXIT_FAILED, UserError
-from medseg.io.atomic import check_writable, replace_text
+from medseg.io.atomic import replace_text
 from medseg.runs.folder import CONFIG_FILE, read_summary, settle
 from medseg.runs.status import Status, status_of
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
-from medseg.weights.files import read_weights, shipped_weights
+from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
-from medseg.weights.model_folder import StageWeights, write_model_folder
 from medseg.wording import shell_line
 
 BOUND = "bound.json"
@@ -443,99 +439,10 @@ def demo(config: DemoConfig) -> int:
     return 0
 
 
-def make_weights(config: MakeWeightsConfig) -> int:
-    """Train both stages on every case of the table, and write their weights.
-
-    Writes a model folder, see `medseg.weights.model_folder`.
-
-    Raises:
-        SystemExit: With the exit code of a training that failed.
-    """
-    runs, output = Path(config.runs), Path(config.output)
-    check_experiments(config)
-    cases = read_cases(Path(config.cases))  # a damaged table stops the command here
-    check_writable(output)
-    bound = read_bound(runs / BOUND, config)
-    data = [
-        f"data.cases={Path(config.cases).absolute()}",
-        "data.fold=all",
-        "data.val_patients=[]",
-        "data.test_patients=[]",
-    ]
-    folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
-    fine_arguments = coarse_arguments(config, folds)
-    # `all` of no fold is true.
-    has_checkpoints = bool(folds) and all(
-        last_checkpoint(folder / "coarse").is_file() for folder in folds
-    )
-    if fine_arguments and not has_checkpoints:
-        raise UserError(
-            f"runs={runs}: the fine stage sees what the coarse stages of all folds say about their "
-            "held-out cases, and they are not here; "
-            f"start cross_validate with output={runs} and the same experiments first"
-        )
-    note_recipe(runs / "all", recipe_of(experiments(config), cases))
-    coarse_steps = stage_steps(config, "coarse", runs / "all", data, runs)
-    fine_steps = stage_steps(config, "fine", runs / "all", data, runs, fine_arguments)
-    run_steps([*coarse_steps, *fine_steps])
-    networks: list[StageWeights] = []
-    for stage in ("coarse", "fine"):
-        metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
-        metadata["dice_bound"] = bound
-        weights = {name: _in_half(value) for name, value in weights.items()}
-        networks.append(StageWeights(without_folders(metadata), weights))
-    for path, network in zip(write_model_folder(output, networks), networks, strict=True):
-        num_weights = sum(value.numel() for value in network.weights.values())
-        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, {num_weights} weights")
-    print(f"medseg predict -i <scan> -o labels.nii.gz weights={output}")
-    return 0
-
-
-def _in_half(value: Tensor) -> Tensor:
-    """Round weights to float16, for files of half the size.
-
-    Numbers that float16 cannot hold stay as they are. The networks compute in bfloat16, which is
-    coarser.
-    """
-    half = value.half()
-    if value.is_floating_point() and bool(half.isfinite().all()):
-        return half
-    return value
-
-
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
     """Map each key that names experiments to what it names: stages and trainings on phantoms."""
     keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
     return {key: getattr(config, key) for key in keys}
-
-
-def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
-    """Read the bound on Dice of `cross_validate`.
-
-    Returns:
-        The bound; None if there is none, or if it was calibrated with other experiments.
-
-    Raises:
-        UserError: If the file is damaged.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        bound = asdict(DiceBound(**content["bound"]))
-        trained = content["experiments"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path}: not a bound of cross_validate ({error!r}); "
-            "start cross_validate again, or remove the file"
-        ) from error
-    if trained != experiments(config):
-        print(
-            f"{path}: this bound was calibrated with other experiments, "
-            "so the weights get no bound on Dice"
-        )
-        return None
-    return bound
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from medseg.preprocess.scale import HuScale
 from medseg.studies import cross_validate as study
 from medseg.studies import recipes
 from medseg.studies.cross_validate import check_folds, share_in_crop, write_bound, write_rows
-from medseg.studies.recipes import BOUND, read_bound
+from medseg.studies.make_weights import read_bound
+from medseg.studies.recipes import BOUND
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid(

@@ -10,14 +10,12 @@ from typing import Any
 
 import hydra
 import pytest
-import torch
 
 from medseg.conf_folder import conf_dir
 from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.studies import recipes
-from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
 
 
 def cascade_steps(config: MakeWeightsConfig, *place: Any) -> list[recipes.Step]:
@@ -123,32 +121,6 @@ def test_an_experiment_that_sees_the_coarse_stage_gets_those_of_all_folds(
     assert not any(argument.startswith("stage.coarse") for argument in first)
 
 
-def test_weights_of_a_stage_that_sees_the_coarse_one_need_the_folds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
-    monkeypatch.setattr(recipes, "read_cases", lambda path: [])
-    monkeypatch.setattr(recipes, "sees_coarse_stage", lambda *_: True)
-    config = MakeWeightsConfig(
-        cases="t.csv",
-        output=str(tmp_path / "out"),
-        runs=str(tmp_path / "runs"),
-        coarse=["a"],
-        fine=["b"],
-        pretrain_coarse=None,
-        pretrain_fine=None,
-    )
-    # A coarse run beside the folds, as `demo` makes, does not stand for those of the folds.
-    for path in (tmp_path / "nothing", recipes.last_checkpoint(tmp_path / "runs" / "coarse")):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        with pytest.raises(
-            UserError,
-            match=r"start cross_validate with output=.*runs and the same experiments first",
-        ):
-            recipes.make_weights(config)
-
-
 def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
     def note(
         coarse: str, arguments: tuple[str, ...] = (), names: tuple[str, ...] = ("p", "q")
@@ -234,57 +206,6 @@ def test_published_metadata_names_no_folder() -> None:
     assert cleaned["config"]["run_dir"] == "run"
     assert cleaned["config"]["data"] == {"cases": "table.csv", "cache": "c", "fold": "all"}
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"
-
-
-def test_weights_are_written_in_half_precision_with_their_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "t.csv").write_text("case,image,labels\na,a.nii.gz,b.nii.gz\n")
-    trained = {
-        "head.weight": torch.randn(3, 8, 1, 1, 1),
-        "large": torch.tensor([1e6]),
-        "steps": torch.tensor(7),
-    }
-    for stage in ("coarse", "fine"):
-        metadata = {
-            "format": METADATA_FORMAT,
-            "stage": stage,
-            "task": {"name": "lungs"},
-            "config": {"run_dir": "/home/x/run"},
-        }
-        path = recipes.last_checkpoint(tmp_path / "runs" / "all" / stage)
-        path.parent.mkdir(parents=True)
-        torch.save(
-            {
-                "medseg": metadata,
-                "state_dict": {PREFIX + name: value for name, value in trained.items()},
-            },
-            path,
-        )
-    monkeypatch.setattr(recipes, "run_steps", lambda steps: None)
-    monkeypatch.setattr(recipes, "check_experiments", lambda config: None)
-    monkeypatch.setattr(recipes, "coarse_arguments", lambda *_: {})
-    folders = {
-        "cases": str(tmp_path / "t.csv"),
-        "output": str(tmp_path),
-        "runs": str(tmp_path / "runs"),
-    }
-    config = MakeWeightsConfig(
-        **folders, coarse=["a"], fine=["b"], pretrain_coarse=None, pretrain_fine=None
-    )
-    assert recipes.make_weights(config) == 0
-    sums = dict(line.split()[::-1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines())
-    for stage in ("coarse", "fine"):
-        path = tmp_path / f"lungs_{stage}.safetensors"
-        assert sums[path.name] == checksum(path)
-        assert path.name in (tmp_path / "README.md").read_text()
-        metadata, weights = read_weights(path, stage, stage)
-        assert metadata["config"]["run_dir"] == "run"
-        assert weights["head.weight"].dtype == torch.float16
-        torch.testing.assert_close(
-            weights["head.weight"].float(), trained["head.weight"], rtol=2**-11, atol=1e-7
-        )
-        assert all(torch.equal(weights[name], trained[name]) for name in ("large", "steps"))
 
 
 def test_the_label_values_that_a_study_hands_on_fit_any_task() -> None:

@@ -1,0 +1,224 @@
+"""Training of a cascade on every case of a table, and its weights as a model folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from medseg.cascade.bound import DiceBound, calibrate
+from medseg.config.overrides import text_of
+from medseg.config.schema import MakeWeightsConfig, RecipeConfig
+from medseg.data.case_table import Case
+from medseg.data.importers.formats import read_cases
+from medseg.errors import UserError
+from medseg.io.atomic import check_writable
+from medseg.io.tables import read_csv
+from medseg.studies.recipes import (
+    BOUND,
+    check_experiments,
+    coarse_arguments,
+    experiments,
+    last_checkpoint,
+    note_recipe,
+    recipe_of,
+    run_steps,
+    sees_coarse_stage,
+    stage_steps,
+    without_folders,
+)
+from medseg.weights.files import read_weights
+from medseg.weights.model_folder import StageWeights, write_model_folder
+
+STAGES = ("coarse", "fine")
+METRICS_FILE = "metrics.csv"
+"""Scores of `evaluate`, a row for each case and region."""
+LEVEL = 0.9
+"""Share of patients whose regions all reach the lower bound on Dice."""
+CALIBRATING = ("", "reference", "approximate")
+"""Trust in a reference that calibrates the bound; what a `partial` one leaves out is unknown."""
+
+
+def make_weights(config: MakeWeightsConfig) -> int:
+    """Train both stages on every case of the table, and write their weights.
+
+    Writes a model folder, see `medseg.weights.model_folder`. The bound on Dice is that of
+    `cross_validate`, or is calibrated on held-out cases.
+
+    Raises:
+        SystemExit: With the exit code of a training that failed.
+    """
+    runs, output = Path(config.runs), Path(config.output)
+    check_experiments(config)
+    # Damaged tables and a patient on both sides stop the command here.
+    cases = read_cases(Path(config.cases))
+    held_out = _read_held_out(config, cases)
+    check_writable(output)
+    bound = None
+    if not held_out:
+        bound = read_bound(runs / BOUND, config)
+    note_recipe(runs / "all", recipe_of(experiments(config), cases))
+    run_steps(_training_steps(config))
+    _write_weights(runs, output, bound)
+    if held_out:
+        bound = _calibrated_bound(config, held_out)
+        _write_weights(runs, output, bound)
+    for path in sorted(output.glob("*.safetensors")):
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    print(f"medseg predict -i <scan> -o labels.nii.gz weights={output}")
+    return 0
+
+
+def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Case]:
+    """Read the cases that calibrate the bound; none without `held_out`.
+
+    Raises:
+        UserError: If the networks train on one of their patients.
+    """
+    if config.held_out is None:
+        return []
+    held_out = read_cases(Path(config.held_out))
+    trained = {case.patient for case in cases}
+    if config.fine_cases is not None:
+        trained |= {case.patient for case in read_cases(Path(config.fine_cases))}
+    shared = sorted({case.patient for case in held_out} & trained)
+    if shared:
+        raise UserError(
+            f"held_out={config.held_out}: the networks train on its patients {', '.join(shared)}; "
+            "remove them from one of the tables"
+        )
+    return held_out
+
+
+def _training_steps(config: MakeWeightsConfig) -> list[Sequence[str]]:
+    """Make the commands that train both stages."""
+    runs = Path(config.runs)
+    folder = runs / "all"
+    coarse_data = _all_cases(config.cases)
+    fine_data = _all_cases(config.fine_cases or config.cases)
+    coarse_steps = stage_steps(config, "coarse", folder, coarse_data, runs)
+    fine_steps = stage_steps(config, "fine", folder, fine_data, runs, _seen_coarse_stages(config))
+    return [*coarse_steps, *fine_steps]
+
+
+def _all_cases(table: str) -> list[str]:
+    """List the arguments of a training on every case of a table."""
+    return [
+        f"data.cases={Path(table).absolute()}",
+        "data.fold=all",
+        "data.val_patients=[]",
+        "data.test_patients=[]",
+    ]
+
+
+def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
+    """Give fine experiments that see the coarse stage its checkpoints.
+
+    They are those of the folds of `cross_validate`, each for the cases that it has not trained on,
+    or without folds the one that is trained on all cases.
+
+    Returns:
+        Experiment to its further arguments.
+    """
+    runs = Path(config.runs)
+    folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
+    if folds:
+        return coarse_arguments(config, folds)
+    own = text_of(str(last_checkpoint(runs / "all" / "coarse")))
+    return {
+        experiment: [f"stage.coarse={own}"]
+        for experiment in config.fine
+        if sees_coarse_stage(experiment, "fine")
+    }
+
+
+def _write_weights(runs: Path, output: Path, bound: Mapping[str, Any] | None) -> None:
+    """Write the trained networks of both stages as a model folder."""
+    networks: list[StageWeights] = []
+    for stage in STAGES:
+        metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
+        metadata["dice_bound"] = bound
+        weights = {name: _in_half(value) for name, value in weights.items()}
+        networks.append(StageWeights(without_folders(metadata), weights))
+    write_model_folder(output, networks)
+
+
+def _in_half(value: Tensor) -> Tensor:
+    """Round weights to float16, for files of half the size.
+
+    Numbers that float16 cannot hold stay as they are. The networks compute in bfloat16, which is
+    coarser.
+    """
+    half = value.half()
+    if value.is_floating_point() and bool(half.isfinite().all()):
+        return half
+    return value
+
+
+def _calibrated_bound(config: MakeWeightsConfig, held_out: Sequence[Case]) -> dict[str, Any] | None:
+    """Segment and score the held-out cases, and calibrate the bound on Dice on them.
+
+    Returns:
+        The bound; None if there are too few patients.
+    """
+    folder = Path(config.runs) / "held_out"
+    table = f"{Path(str(config.held_out)).absolute()}"
+    predictions, scores = folder / "predictions", folder / "scores"
+    run_steps(
+        [
+            ["predict", f"input={table}", f"output={predictions}", f"weights={config.output}"],
+            ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}"],
+        ]
+    )
+    patient_of = {case.name: case.patient for case in held_out}
+    regions_of: dict[str, list[tuple[float, float]]] = {}
+    for row in read_csv(scores / METRICS_FILE):
+        if row["trust"] not in CALIBRATING:
+            continue
+        report = json.loads((predictions / f"{row['case']}.json").read_text(encoding="utf-8"))
+        # Stages that agree on an empty region say nothing about its Dice.
+        if row["region"] not in report["boxes"]:
+            continue
+        agreement = report["agreements"][row["region"]]
+        regions = regions_of.setdefault(patient_of[row["case"]], [])
+        regions.append((agreement, float(row["dice"])))
+    bound = calibrate(regions_of, LEVEL)
+    if bound is None:
+        print(f"{len(regions_of)} held-out patients are too few for a bound on Dice")
+        return None
+    print(
+        f"Lower bound on Dice at a level of {LEVEL:.0%}: 1 - {bound.factor:.3g} * (1 - agreement "
+        f"of the stages + {bound.offset:g}), from {bound.num_patients} held-out patients"
+    )
+    return asdict(bound)
+
+
+def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
+    """Read the bound on Dice of `cross_validate`.
+
+    Returns:
+        The bound; None if there is none, or if it was calibrated with other experiments.
+
+    Raises:
+        UserError: If the file is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        bound = asdict(DiceBound(**content["bound"]))
+        trained = content["experiments"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a bound of cross_validate ({error!r}); "
+            "start cross_validate again, or remove the file"
+        ) from error
+    if trained != experiments(config):
+        print(
+            f"{path}: this bound was calibrated with other experiments, "
+            "so the weights get no bound on Dice"
+        )
+        return None
+    return bound
