@@ -22,7 +22,6 @@ def remove_contradictions(
     task: Task,
     label_volumes_ml: dict[str, float],
     agreements: Mapping[str, float],
-    added_ml: dict[str, float],
 ) -> tuple[list[str], list[str]]:
     """Remove regions on which the two stages contradict each other, in place.
 
@@ -37,8 +36,6 @@ def remove_contradictions(
         task: Labels and regions.
         label_volumes_ml: Volume of each label; updated.
         agreements: Region name to the Dice coefficient of the two stages.
-        added_ml: Region name to the volume that the coarse stage alone finds; loses the regions
-            that are removed.
 
     Returns:
         Names of the regions that were removed, and a sentence for each region that is empty,
@@ -48,9 +45,11 @@ def remove_contradictions(
     volumes_ml: dict[str, float] = {}
     for region in regions:
         volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
-    contradicted = _contradicted_regions(
-        regions, volumes_ml, agreements, added_ml, labels, image_hu, task
-    )
+    contradicted: set[str] = set()
+    for region in regions:
+        volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
+        if _is_contradicted(region, volume_ml, agreement, labels, image_hu, task):
+            contradicted.add(region.name)
     # A label that two regions share stays if one of them does.
     trusted_labels: set[str] = set()
     for region in regions:
@@ -71,9 +70,6 @@ def remove_contradictions(
             _erase(labels, [task.labels[label] for label in removed])
             label_volumes_ml.update(dict.fromkeys(removed, 0.0))
             absent.append(region.name)
-            # What was added is counted in coarse voxels, so it may be a little more than the final
-            # volume.
-            volume_ml = max(0.0, volume_ml - added_ml.pop(region.name, 0.0))
             warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match "
                 f"the coarse labels (Dice {agreement:.2f}), so the region is reported as absent"
@@ -84,34 +80,6 @@ def remove_contradictions(
                 f"({USUAL_AGREEMENT:g} or more is usual): check the result"
             )
     return absent, warnings
-
-
-def _contradicted_regions(
-    regions: Sequence[Region],
-    volumes_ml: Mapping[str, float],
-    agreements: Mapping[str, float],
-    added_ml: Mapping[str, float],
-    labels: np.ndarray,
-    image_hu: np.ndarray,
-    task: Task,
-) -> set[str]:
-    """Name the regions on which the stages contradict each other; see `remove_contradictions`."""
-    contradicted = set()
-    present = []
-    for region in regions:
-        name = region.name
-        if _is_contradicted(region, volumes_ml[name], agreements[name], labels, image_hu, task):
-            contradicted.add(name)
-        elif volumes_ml[name]:
-            present.append(name)
-    if len(present) != 1 or agreements[present[0]] >= USUAL_AGREEMENT:
-        return contradicted
-    # What the coarse stage alone adds does not make a tiny region larger, unless the scan shows
-    # another one.
-    lone = present[0]
-    if _is_tiny(volumes_ml[lone] - added_ml.get(lone, 0.0), lone, task):
-        contradicted.add(lone)
-    return contradicted
 
 
 def _is_contradicted(

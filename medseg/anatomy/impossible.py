@@ -11,17 +11,15 @@ from medseg.task import Task
 
 def remove_impossible(
     labels: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid, task: Task
-) -> tuple[list[str], np.ndarray | None]:
+) -> list[str]:
     """Remove components of a CT that are no organ, in place.
 
     Their median lies below `task.least_hu`, or they lie beyond the patient.
 
     Returns:
-        Warnings of the larger ones, and the voxels beside the patient (None for other images than
-        CT).
+        Warnings of the larger ones.
     """
     reasons = []
-    beyond = None
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
         reasons.append(
@@ -44,4 +42,4 @@ def remove_impossible(
                 warnings.append(
                     f"{volume_ml:.0f} ml that the coarse stage called {name} were removed: {reason}"
                 )
-    return warnings, beyond
+    return warnings

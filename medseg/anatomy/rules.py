@@ -12,7 +12,6 @@ EROSION_MM = 5.0
 LEAST_PIECE_SHARE = 0.1
 READ_SPACING_MM = 4.0
 MAX_BEYOND_SHARE = 0.9
-MAX_ADDED_BEYOND_SHARE = 0.5
 # Parts and regions.
 MIN_PART_FRACTION = 0.1
 MIN_REGION_ML = 5.0
@@ -110,14 +109,6 @@ RULES = (
         33,
     ),
     Rule(
-        "max_added_beyond_share",
-        MAX_ADDED_BEYOND_SHARE,
-        "share",
-        "a part with more beyond the outline is not added",
-        "foam under the back may lie a quarter within; of 30 parts that were lung, no voxel lay "
-        "beyond",
-    ),
-    Rule(
         "min_part_fraction",
         MIN_PART_FRACTION,
         "share",
@@ -142,7 +133,7 @@ RULES = (
         "min_reported_ml",
         MIN_REPORTED_ML,
         "ml",
-        "a smaller volume that is removed or added is not told",
+        "a smaller volume that is removed is not told",
         _CHOSEN,
     ),
     Rule(

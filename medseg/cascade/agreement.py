@@ -1,14 +1,13 @@
 """Agreement of the two stages, and the distortion of crops of fixed size.
 
-How much the stages agree, where they agree least, and what the coarse stage alone added.
+How much the stages agree, and where they agree least.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import numpy as np
 
-from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import distortion
 
 # A crop of fixed size that is distorted by more than this causes a warning.
@@ -21,7 +20,6 @@ def agreement(
     labels: np.ndarray,
     grid: VoxelGrid,
     regions: Mapping[str, tuple[int, ...]],
-    added: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Dice coefficient of the coarse and the fine labels of each region.
 
@@ -33,8 +31,6 @@ def agreement(
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
         regions: Label values of each region that the coarse stage found.
-        added: Region name to what the final map has from the coarse stage (D, H, W) on the coarse
-            grid: the fine stage did not find it.
 
     Returns:
         Region name to a number in [0, 1]; 0 for a region that neither has any more.
@@ -44,12 +40,9 @@ def agreement(
     for name, values in regions.items():
         coarse = np.isin(coarse_labels, values)
         fine = np.isin(fine_labels, values)
-        if name in added:
-            # These voxels come from the coarse stage: it would agree with itself.
-            fine &= ~added[name]
         num_both = int((coarse & fine).sum())
         num_voxels = int(coarse.sum() + fine.sum())
-        # Neither has a voxel where all of the coarse region lay beside the patient.
+        # Regions may share labels: the coarse map lacks those of regions that are absent.
         agreements[name] = 2 * num_both / num_voxels if num_voxels else 0.0
     return agreements
 
@@ -59,7 +52,6 @@ def most_disputed_xyz_mm(
     coarse_grid: VoxelGrid,
     labels: np.ndarray,
     grid: VoxelGrid,
-    added: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> tuple[float, ...] | None:
     """Find where the two stages differ most.
 
@@ -70,14 +62,11 @@ def most_disputed_xyz_mm(
         coarse_grid: Its grid.
         labels: Final label map (D, H, W).
         grid: Its grid, with the same axes.
-        added: See `agreement`.
 
     Returns:
         World point in mm, LPS; None where they are equal.
     """
     differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
-    for mask in added.values():
-        differs |= mask
     # The first axis runs along z: the slice is one that a reader can open.
     index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[index].any():
@@ -85,39 +74,6 @@ def most_disputed_xyz_mm(
     rows, columns = np.nonzero(differs[index])
     centre = [index, float(rows.mean()), float(columns.mean())]
     return tuple(coarse_grid.index_to_world_xyz_mm(centre).tolist())
-
-
-def added_volumes(
-    coarse_grid: VoxelGrid,
-    labels: np.ndarray,
-    grid: VoxelGrid,
-    regions: Mapping[str, tuple[int, ...]],
-    added: Mapping[str, np.ndarray],
-) -> dict[str, float]:
-    """Measure what the clean-up has left of the parts that were added.
-
-    Regions without such parts are left out.
-
-    Args:
-        coarse_grid: Grid of the coarse stage.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
-        regions: Label values of each region.
-        added: Region name to its additions (D, H, W) on the coarse grid.
-
-    Returns:
-        Region name to a volume in ml.
-    """
-    if not added:
-        return {}
-    final = _at_centres(labels, grid, coarse_grid)
-    volumes_ml = {}
-    for name, mask in added.items():
-        # Counted in coarse voxels, as the parts were added.
-        num_voxels = float(np.isin(final, regions[name])[mask].sum())
-        if num_voxels:
-            volumes_ml[name] = num_voxels * voxel_ml(coarse_grid)
-    return volumes_ml
 
 
 def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:

@@ -8,9 +8,8 @@ the calibration patients as well as of the new patient. Here each patient of the
 segmented by the networks of the cross-validation that were trained without that patient, while new
 patients are segmented by networks that were trained on all patients of the calibration: the bound
 holds if these networks are no worse. It covers only regions that the scan really shows, and says
-nothing about missed or false regions. Nor does it cover a region to which parts of the coarse stage
-were added: what one stage alone says has no second stage to agree with. Scans of one patient are
-not independent, so a patient counts once, with the worst of its regions.
+nothing about missed or false regions. Scans of one patient are not independent, so a patient counts
+once, with the worst of its regions.
 """
 
 import math

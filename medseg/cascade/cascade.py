@@ -11,22 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.anatomy.additions import add_coarse_parts
 from medseg.anatomy.contradictions import remove_contradictions
 from medseg.anatomy.plausibility import volume_warnings
-from medseg.anatomy.rules import MIN_REPORTED_ML
-from medseg.cascade.agreement import (
-    added_volumes,
-    agreement,
-    distortion_warnings,
-    most_disputed_xyz_mm,
-)
+from medseg.cascade.agreement import agreement, distortion_warnings, most_disputed_xyz_mm
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import UserError
-from medseg.findings import warnings_of
+from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.options import InferenceOptions
@@ -40,6 +33,12 @@ from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
+NO_ADDITIONS = (
+    "the coarse weights are of an older version, which added parts that they alone find to the "
+    "result: without them, consolidated lung may be missing; take the included weights, or train a "
+    "fine stage with stage.coarse_channel=true"
+)
+"""Sentence of the finding `older_weights`."""
 Timed = Callable[[str], AbstractContextManager[None]]
 """Announces a step by its name and records its seconds."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
@@ -178,9 +177,7 @@ class Cascade:
         # All steps work in LPS order, whatever the storage order of the file.
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
-        result = Segmentation(np.empty(0))
-        for stage in self.stages:
-            result.findings += warnings_of("other_tiles", stage.warnings)
+        result = Segmentation(np.empty(0), findings=self._findings_of_stages())
         timed = partial(_timed, result.durations_s, on_step)
         localisation: Localisation | None = None
         if self.fine is None:
@@ -191,9 +188,6 @@ class Cascade:
                 images, grid, localisation, self.fine, self.options, result, timed
             )
         with timed("join"):
-            added: dict[str, np.ndarray] = {}
-            if localisation is not None:
-                added = self._add_parts(localisation, parts, result)
             apart: list[str] = []
             labels = join(parts, grid, task, first, localisation, apart)
             result.findings += warnings_of("apart", apart)
@@ -201,7 +195,7 @@ class Cascade:
             result.volumes_ml = _label_volumes_ml(labels, grid, task)
             if localisation is not None:
                 values = {region.name: task.region_values(region) for region, _, _ in parts}
-                _compare_stages(localisation, labels, grid, values, added, result)
+                _compare_stages(localisation, labels, grid, values, result)
         self._judge(labels, first, result)
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
@@ -212,6 +206,16 @@ class Cascade:
         if self.has_views:
             result.disagreement = _contiguous(orientation.from_lps(paste_percent(stds, grid)))
         return result
+
+    def _findings_of_stages(self) -> list[Finding]:
+        """Say how the use of the stages differs from their training, for every result."""
+        findings: list[Finding] = []
+        for stage in self.stages:
+            findings += warnings_of("other_tiles", stage.warnings)
+        # To a fine stage that sees the coarse probabilities nothing was ever added.
+        if self.coarse.expects_additions and not self.last.has_coarse_channel:
+            findings += warnings_of("older_weights", [NO_ADDITIONS])
+        return findings
 
     def _localise(
         self,
@@ -238,31 +242,6 @@ class Cascade:
         )
         return localisation
 
-    def _add_parts(
-        self, localisation: Localisation, parts: list[RegionResult], result: Segmentation
-    ) -> dict[str, np.ndarray]:
-        """Raise the fine probabilities where only the coarse stage finds a region, in place.
-
-        Returns:
-            See `add_coarse_parts`; empty where nothing shall be added.
-        """
-        # A fine stage that sees the coarse probabilities decides about these parts itself.
-        adds_parts = self.options.add_parts and not self.last.has_coarse_channel
-        if not adds_parts or self.coarse.add_parts_mm is None:
-            return {}
-        not_added: list[str] = []
-        added = add_coarse_parts(
-            localisation.labels,
-            localisation.grid,
-            localisation.beyond,
-            parts,
-            self.task,
-            self.coarse.add_parts_mm,
-            not_added,
-        )
-        result.findings += warnings_of("beside_patient", not_added)
-        return added
-
     def _judge(self, labels: np.ndarray, image: np.ndarray, result: Segmentation) -> None:
         """Remove what the stages contradict each other about, and say what is doubtful.
 
@@ -272,25 +251,13 @@ class Cascade:
             result: With volumes and the agreement of the stages; receives findings and bounds.
         """
         task = self.task
-        # Read now: the next step forgets what was added to the regions that it removes.
-        changed_labels: set[str] = set()
-        for region in task.regions:
-            if region.name in result.added_ml:
-                changed_labels.update(region.labels)
         absent, contradictions = remove_contradictions(
-            labels, image, task, result.volumes_ml, result.agreements, result.added_ml
+            labels, image, task, result.volumes_ml, result.agreements
         )
         result.findings += warnings_of("little_agreement", contradictions)
         for name in absent:
             del result.boxes[name]
-        additions = [
-            f"{name}: {volume_ml:.0f} ml were found by the coarse stage alone and added, such as "
-            "consolidation: check the result"
-            for name, volume_ml in result.added_ml.items()
-            if volume_ml >= MIN_REPORTED_ML
-        ]
-        result.findings += warnings_of("added_parts", additions)
-        result.dice_at_least = self._stated_bounds(result, changed_labels)
+        result.dice_at_least = self._stated_bounds(result)
         # With regions, the localisation has already told that there are none.
         if not task.regions and not any(result.volumes_ml.values()):
             sentence = (
@@ -301,14 +268,11 @@ class Cascade:
         implausible = volume_warnings(result.volumes_ml, labels, task)
         result.findings += warnings_of("implausible_volume", implausible)
 
-    def _stated_bounds(
-        self, result: Segmentation, changed_labels: set[str]
-    ) -> dict[str, StatedBound]:
-        """State the bound of each region that was found and to which nothing was added.
+    def _stated_bounds(self, result: Segmentation) -> dict[str, StatedBound]:
+        """State the bound of each region that was found.
 
         Args:
             result: Volumes, boxes and agreements after the removal of contradictions.
-            changed_labels: Labels to which parts of the coarse stage were added.
         """
         bounds: dict[str, StatedBound] = {}
         if self.dice_bound is None:
@@ -316,9 +280,6 @@ class Cascade:
         for region in self.task.regions:
             is_empty = not any(result.volumes_ml[label] for label in region.labels)
             if region.name not in result.boxes or is_empty:
-                continue
-            # Regions may share a label: one may be changed by what was added to another.
-            if not changed_labels.isdisjoint(region.labels):
                 continue
             bounds[region.name] = self.dice_bound.stated(result.agreements[region.name])
         return bounds
@@ -508,25 +469,20 @@ def _compare_stages(
     labels: np.ndarray,
     grid: VoxelGrid,
     values: dict[str, tuple[int, ...]],
-    added: dict[str, np.ndarray],
     result: Segmentation,
 ) -> None:
-    """Note how much the two stages agree, where least, and what the coarse stage added.
+    """Note how much the two stages agree, and where least.
 
     Args:
         localisation: Result of the coarse stage.
         labels: Joined label map (D, H, W).
         grid: Its grid.
         values: Label values of each region that was refined.
-        added: See `add_coarse_parts`.
         result: Receives the figures.
     """
     coarse_labels, coarse_grid = localisation.labels, localisation.grid
-    result.agreements = agreement(coarse_labels, coarse_grid, labels, grid, values, added)
-    result.most_disputed_xyz_mm = most_disputed_xyz_mm(
-        coarse_labels, coarse_grid, labels, grid, added
-    )
-    result.added_ml = added_volumes(coarse_grid, labels, grid, values, added)
+    result.agreements = agreement(coarse_labels, coarse_grid, labels, grid, values)
+    result.most_disputed_xyz_mm = most_disputed_xyz_mm(coarse_labels, coarse_grid, labels, grid)
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:

@@ -44,7 +44,6 @@ SAME_SETTINGS = (
     "tile_size",
     "least_size",
     "region_margin_mm",
-    "add_parts_mm",
     "has_coarse_channel",
     "precision",
 )
@@ -215,8 +214,8 @@ def _build_stage(
     # Older checkpoints lack these keys, like `resampling`, `grid_rule` and `coarse_channel` above.
     if metadata.get("patch_size"):
         trained.least_size = _triple(metadata["patch_size"])
-    if metadata.get("add_parts_mm"):
-        trained.add_parts_mm = float(metadata["add_parts_mm"])
+    # A key that only older files have.
+    trained.expects_additions = bool(metadata.get("add_parts_mm"))
     if metadata.get("dice_bound"):
         trained.dice_bound = DiceBound(**metadata["dice_bound"])
     return trained
@@ -317,6 +316,7 @@ def load_stages(
         bytes_per_voxel=max(trained.bytes_per_voxel for trained in loaded),
         backend_bytes=sum(trained.backend_bytes for trained in loaded),
         checkpoints=checkpoints,
+        expects_additions=any(trained.expects_additions for trained in loaded),
     )
 
 

@@ -47,8 +47,6 @@ class Localisation:
         probs: Probabilities of the background and all labels (K, d, h, w), float16, before the
             clean-up; None unless asked for.
         probs_grid: Their grid.
-        beyond: Voxels of `grid` beside the patient, (D, H, W), see `beyond_patient`, as far as the
-            network saw the scan; None where labels were given, and for other images than CT.
     """
 
     labels: np.ndarray
@@ -57,7 +55,6 @@ class Localisation:
     findings: list[Finding]
     tiling_plan: TilingPlan | None = None
     crop_grid: VoxelGrid | None = None
-    beyond: np.ndarray | None = None
     probs: Tensor | None = None
     probs_grid: VoxelGrid | None = None
 
@@ -162,9 +159,7 @@ def localise(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
     # Only what the network saw can show where the patient ends.
-    removed, beyond = remove_impossible(
-        labels[in_scan], coarse_hu[in_scan], coarse_grid, stage.task
-    )
+    removed = remove_impossible(labels[in_scan], coarse_hu[in_scan], coarse_grid, stage.task)
     located = locate_regions(labels, coarse_grid, stage.task)
     findings = warnings_of("out_of_memory", prediction.warnings)
     findings += warnings_of("removed_parts", removed)
@@ -181,10 +176,6 @@ def localise(
             coarse_hu, located.labels, located.boxes, coarse_grid, stage.task
         )
         findings += warnings_of("body_position", turned)
-    if beyond is not None:
-        is_beyond = np.zeros(labels.shape, dtype=bool)
-        is_beyond[in_scan] = beyond
-        located = replace(located, beyond=is_beyond)
     if keep_probs:
         # Beyond the scan the network sees padding.
         probs = prediction.probs[:, *in_crop].clone()

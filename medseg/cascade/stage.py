@@ -76,10 +76,10 @@ class TrainedStage:
             get at least this size: a network that was trained on no smaller input lost half of a
             thin slab.
         region_margin_mm: Margin around the coarse region, in mm on every side.
-        add_parts_mm: Of the coarse stage: a part that it alone finds is added to the fine result if
-            a ball of this diameter fits into it, see `medseg.anatomy.additions`; None adds nothing.
         has_coarse_channel: Of the fine stage: the network also sees the probability that the coarse
             stage gives to the region.
+        expects_additions: Of the coarse stage: whether the older version that trained it added the
+            parts that this stage alone finds to the fine result, as it does no more.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
@@ -115,8 +115,8 @@ class TrainedStage:
     resampling: str = ANTIALIASED
     warnings: tuple[str, ...] = ()
     dice_bound: DiceBound | None = None
-    add_parts_mm: float | None = None
     has_coarse_channel: bool = False
+    expects_additions: bool = False
 
     @property
     def num_channels(self) -> int:

@@ -21,7 +21,6 @@ COARSE_KEYS = {
     "max_voxels": "bound crops with stage.patch_size",
     "slab_share": "the fine stage uses augment.truncate_probability",
     "side_share": "the fine stage uses augment.narrow_probability",
-    "add_parts_mm": "train that stage with it",
 }
 
 
@@ -94,16 +93,6 @@ class StageOptions:
         Knob(
             "With coarse_channel: checkpoints of the coarse stage, such as those of all folds; "
             "a case sees the first one that has not trained on its patient."
-        ),
-    ] = None
-    add_parts_mm: Annotated[
-        float | None,
-        Knob(
-            "Coarse stage: a part that it alone finds is added to the fine result if a ball of "
-            "this diameter fits into "
-            "it; null: never.",
-            "(0, 50]",
-            "mm",
         ),
     ] = None
     validate_every: Annotated[

@@ -96,8 +96,8 @@ def information_in_report(report: Mapping[str, Any]) -> list[str]:
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
     """Read the lower bounds on Dice of a report, by region; empty where there are none.
 
-    Reports of older versions hold bare numbers without level and patients, also for regions with
-    additions. They state no bound, nor does a damaged entry.
+    Reports of older versions hold bare numbers without level and patients. They state no bound, nor
+    does a damaged entry.
     """
     try:
         entries = report["dice_at_least"].items()

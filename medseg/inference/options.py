@@ -61,13 +61,6 @@ class InferenceOptions(TilingOptions):
             "GiB",
         ),
     ] = None
-    add_parts: Annotated[
-        bool,
-        Knob(
-            "Add thick parts that only the coarse stage finds, where its training asks for it "
-            "(stage.add_parts_mm)."
-        ),
-    ] = True
     tta: Annotated[
         bool | None,
         Knob(

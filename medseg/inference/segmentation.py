@@ -133,11 +133,8 @@ class Segmentation:
             where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see
             `agreement`.
-        added_ml: Volume by region that only the coarse stage finds and that was added, see
-            `medseg.anatomy.additions`; without zeros.
-        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`.
-            Absent are regions to which anything was added, and all where the stages were not
-            calibrated together.
+        dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`;
+            empty where the stages were not calibrated together.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
             not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
@@ -159,7 +156,6 @@ class Segmentation:
     tiling_plans: dict[str, str] = field(default_factory=dict)
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
-    added_ml: dict[str, float] = field(default_factory=dict)
     dice_at_least: dict[str, StatedBound] = field(default_factory=dict)
     status: str = "ok"
     most_disputed_xyz_mm: tuple[float, ...] | None = None

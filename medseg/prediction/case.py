@@ -307,7 +307,6 @@ def _write_report(
         "passes": result.tiling_plans,
         "distortions": result.distortions,
         "agreements": {name: round(value, 4) for name, value in result.agreements.items()},
-        "added_ml": {name: round(volume_ml, 2) for name, volume_ml in result.added_ml.items()},
         "dice_at_least": {name: asdict(bound) for name, bound in result.dice_at_least.items()},
         "most_disputed_xyz_mm": result.most_disputed_xyz_mm,
         "status": result.status,

@@ -116,7 +116,6 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "tile_size": _tile_size(stage),
         "least_size": least_size,
         "overlap": InferenceOptions.overlap,
-        "add_parts_mm": stage.add_parts_mm,
         "coarse_channel": stage.has_coarse_channel,
     }
 

@@ -149,7 +149,6 @@ class JoinedModels:
                 result.tiling_plans[self.step_name(number, step)] = described
             result.boxes |= segmented.boxes
             result.agreements |= segmented.agreements
-            result.added_ml |= segmented.added_ml
         result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
         if not any(result.volumes_ml.values()):
             result.findings += warnings_of("empty_result", [NO_LABEL])

@@ -134,10 +134,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     cases_by_name = {name: case for name, (_, case) in scored.items()}
     write_pooled(whole_rows, cases_by_name, fold_costs(folders), output)
     if is_cascade:
-        # `predict` states no bound for a region to which anything was added, so these do not
-        # calibrate it.
-        bound_rows = [row for row in whole_rows if not row["added_ml"]]
-        write_bound(bound_rows, cases_by_name, config)
+        write_bound(whole_rows, cases_by_name, config)
     pooled = (output / POOLED_MD).read_text(encoding="utf-8")
     stages = CASCADE if is_cascade else (SINGLE,)
     write_model_folder(output / MODEL, _networks(folders, stages, output / BOUND), pooled)
@@ -400,7 +397,7 @@ def fold_rows(
         output: Folder of the study.
         organs: Name of each region to its values in the label files.
         is_cascade: Whether two stages made the predictions. Their rows have the agreement of the
-            stages, the volume that was added and the share in the crop too.
+            stages and the share in the crop too.
     """
     rows = []
     for score in read_csv(output / "scores" / METRICS_FILE):
@@ -419,7 +416,6 @@ def fold_rows(
             box = report["boxes"].get(region)
             # Two stages that agree on an empty region say nothing about its Dice.
             row["agreement"] = None if box is None else report["agreements"].get(region)
-            row["added_ml"] = report["added_ml"].get(region, 0.0)
             row["share_in_crop"] = share_in_crop(case, organs[region], box)
         rows.append(row)
     return rows

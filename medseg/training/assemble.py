@@ -330,7 +330,6 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "patch_size": _as_list(stage.patch_size),
         "tile_size": _as_list(config.inference.tile_size),
         "region_margin_mm": stage.region_margin_mm or 0.0,
-        "add_parts_mm": stage.add_parts_mm,
         "coarse_channel": stage.coarse_channel,
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),

@@ -233,15 +233,10 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
 
 def _region_clashes(config: TrainConfig) -> Iterator[str]:
     """Check that the stage suits the regions of the task."""
-    stage, task = config.stage, config.task
-    regions = task.regions or {}
-    if stage.name is not StageName.fine:
-        if stage.add_parts_mm is not None and not regions:
-            yield (
-                f"stage.add_parts_mm: the task {task.name} has no regions, so no fine result to "
-                "add to; leave it out"
-            )
+    if config.stage.name is not StageName.fine:
         return
+    task = config.task
+    regions = task.regions or {}
     if not regions:
         yield (
             f"stage=fine: the task {task.name} has no regions, and one stage segments all of its "

@@ -30,7 +30,6 @@ from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
-from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import Segmentation
 from medseg.io import scratch
 from medseg.io.scratch import scratch_above
@@ -195,24 +194,6 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
     )
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_what_is_added_does_not_carry_a_tiny_region_that_stands_alone(is_alone: bool) -> None:
-    """The fine stage sees 26 ml of the left block and the coarse one 43 ml; below 30 ml is tiny."""
-    task = replace(TASK, volume_ml={"left_lung": (1000.0, 5000.0)})
-    coarse, fine = (
-        replace(stage(CoarseOracle(), "coarse"), task=task),
-        replace(stage(Upper(), "fine"), task=task),
-    )
-    volume, _ = scan(blocks=((LEFT, 1),) if is_alone else ((LEFT, 1), (RIGHT, 2)))
-    result = Cascade(replace(coarse, add_parts_mm=8.0), fine).segment(volume)
-    assert (result.volumes_ml["left_lung"] > 30) == (not is_alone)
-    assert ("left_lung" in result.added_ml) == ("left_lung" in result.boxes) == (not is_alone)
-    assert (
-        any("no left_lung found: the 26 ml of the fine stage" in one for one in result.warnings)
-        == is_alone
-    )
-
-
 @pytest.mark.parametrize(("gas_planes", "is_kept"), [(2, False), (1, True)])
 def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(
     gas_planes: int, is_kept: bool
@@ -233,38 +214,6 @@ def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(
     assert dice(result.labels == 2, target == 2) >= 0.98
     agreeing = stages[0], replace(stage(FineOracle(), "fine"), task=task)
     assert dice(Cascade(*agreeing).segment(volume).labels == 1, target == 1) >= 0.98
-
-
-def test_a_part_that_only_the_coarse_stage_finds_is_added_where_asked_and_said_aloud() -> None:
-    volume, target = scan()
-    without = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)
-    result = Cascade(
-        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Upper(), "fine")
-    ).segment(volume)
-    assert dice(without.labels == 1, target == 1) < 0.85
-    assert dice(result.labels == 1, target == 1) >= 0.95
-    assert np.array_equal(result.labels == 2, without.labels == 2)
-    # What the stages think of each other, and where they differ, does not change.
-    assert (result.agreements, result.most_disputed_xyz_mm) == (
-        without.agreements,
-        without.most_disputed_xyz_mm,
-    )
-    assert list(result.added_ml) == ["left_lung"]
-    assert result.added_ml["left_lung"] == pytest.approx(
-        result.volumes_ml["left_lung"] - without.volumes_ml["left_lung"], rel=0.1
-    )
-    assert without.added_ml == {}
-    assert [warning for warning in result.warnings if warning not in without.warnings] == [
-        f"left_lung: {result.added_ml['left_lung']:.0f} ml were found by the coarse stage "
-        "alone and added, such as consolidation: "
-        "check the result"
-    ]
-    unasked = Cascade(
-        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0),
-        stage(Upper(), "fine"),
-        InferenceOptions(add_parts=False),
-    )
-    assert np.array_equal(unasked.segment(volume).labels, without.labels)
 
 
 class SeesProbability(FineOracle):
@@ -355,43 +304,6 @@ def test_a_helper_label_of_the_fine_stage_is_background_in_the_result() -> None:
     assert below > LEFT[0].start + 3
 
 
-def test_to_a_fine_stage_with_a_coarse_channel_nothing_is_added() -> None:
-    class UpperOfTwo(Upper):
-        def forward(self, image: Tensor) -> Tensor:
-            return super().forward(image[:, :1])
-
-    volume, _ = scan()
-    coarse = stage(CoarseOracle(), "coarse", add_parts_mm=8.0)
-    result = Cascade(coarse, stage(UpperOfTwo(), "fine", has_coarse_channel=True)).segment(volume)
-    without = Cascade(coarse, stage(Upper(), "fine"), InferenceOptions(add_parts=False)).segment(
-        volume
-    )
-    assert result.added_ml == {}
-    assert np.array_equal(result.labels, without.labels)
-
-
-def test_a_region_of_which_the_fine_stage_finds_nothing_is_absent_and_not_added() -> None:
-    class Blind(Alternating):
-        """Sees nothing on the left."""
-
-        def forward(self, image):
-            logits = super().forward(image)
-            if self.is_left():
-                logits[:, 1] = -30.0
-            return logits
-
-    volume, _ = scan()
-    result = Cascade(
-        replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0), stage(Blind(), "fine")
-    ).segment(volume)
-    assert set(np.unique(result.labels)) == {0, 2}
-    assert result.added_ml == {}
-    (warning,) = result.warnings
-    assert warning.startswith(
-        "no left_lung found: the 0 ml of the fine stage do not match the coarse labels (Dice 0.00)"
-    )
-
-
 def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
     volume, target = scan()
     bound = DiceBound(0.5, 0.9, 20)
@@ -412,37 +324,6 @@ def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
         assert segment(*others).dice_at_least == {}
 
 
-def bounded_cascade(
-    fine: FineOracle, task: Task = TASK, options: InferenceOptions | None = None
-) -> Cascade:
-    """Stages of one calibration, of which the coarse one adds what it alone finds."""
-    shared = {"task": task, "dice_bound": DiceBound(0.5, 0.9, 20)}
-    coarse = replace(stage(CoarseOracle(), "coarse"), add_parts_mm=8.0, **shared)
-    return Cascade(coarse, replace(stage(fine, "fine"), **shared), options or InferenceOptions())
-
-
-def test_a_region_with_an_addition_has_no_bound_on_dice() -> None:
-    volume, _ = scan()
-    cascade = bounded_cascade(Upper())
-    result = cascade.segment(volume)
-    assert list(result.added_ml) == ["left_lung"]
-    assert list(result.dice_at_least) == ["right_lung"]
-    unasked = replace(cascade, options=InferenceOptions(add_parts=False)).segment(volume)
-    assert list(unasked.dice_at_least) == ["left_lung", "right_lung"]
-
-
-def test_a_region_that_shares_a_label_with_an_addition_has_no_bound_on_dice() -> None:
-    """Thick enough in one region may be too thin in a region of fewer labels that it changes."""
-    task = replace(TASK, regions=(*TASK.regions, Region("chest", ("left_lung", "right_lung"))))
-    volume, _ = scan()
-    cascade = bounded_cascade(FineOracle())
-    result = cascade.segment(volume)
-    assert list(result.dice_at_least) == ["left_lung", "right_lung"]
-    result.boxes["chest"], result.agreements["chest"] = result.boxes["left_lung"], 1.0
-    stages = [replace(one, task=task) for one in cascade.stages]
-    assert list(Cascade(*stages)._stated_bounds(result, {"left_lung"})) == ["right_lung"]
-
-
 def test_an_empty_region_has_no_bound_on_dice() -> None:
     class Nothing(Alternating):
         """Sees nothing on the left."""
@@ -454,9 +335,23 @@ def test_an_empty_region_has_no_bound_on_dice() -> None:
             return logits
 
     volume, _ = scan()
-    result = bounded_cascade(Nothing(), options=InferenceOptions(add_parts=False)).segment(volume)
+    bound = DiceBound(0.5, 0.9, 20)
+    coarse = stage(CoarseOracle(), "coarse", dice_bound=bound)
+    result = Cascade(coarse, stage(Nothing(), "fine", dice_bound=bound)).segment(volume)
     assert result.volumes_ml["left_lung"] == 0
     assert list(result.dice_at_least) == ["right_lung"]
+
+
+def test_weights_whose_parts_an_older_version_added_are_said_aloud() -> None:
+    volume, _ = scan()
+    expected = run(volume)
+    older = stage(CoarseOracle(), "coarse", expects_additions=True)
+    result = Cascade(older, stage(FineOracle(), "fine")).segment(volume)
+    assert np.array_equal(result.labels, expected.labels)
+    (finding,) = result.findings
+    assert (finding.code, str(finding)) == ("older_weights", cascade_module.NO_ADDITIONS)
+    seeing = stage(SeesProbability(uses_it=False), "fine", has_coarse_channel=True)
+    assert Cascade(older, seeing).segment(volume).findings == []
 
 
 def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:

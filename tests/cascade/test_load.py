@@ -291,18 +291,13 @@ def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_
         load_stages([path, older], "fine", CPU)
 
 
-def test_a_checkpoint_of_a_coarse_stage_says_how_thick_the_parts_are_that_it_adds(
-    tmp_path: Path,
+@pytest.mark.parametrize(("add_parts_mm", "is_told"), [(8.0, True), (None, False)])
+def test_a_file_whose_parts_an_older_version_added_loads_and_is_told(
+    tmp_path: Path, add_parts_mm: float | None, is_told: bool
 ) -> None:
-    path, older = tmp_path / "w.safetensors", tmp_path / "older.safetensors"
-    config = compose("stage.add_parts_mm=8", stage="coarse")
-    write(path, config)
-    write(older, config, add_parts_mm=None)
-    stage = load_stage(path, "coarse", CPU)
-    assert (stage.add_parts_mm, describe_stage(stage, None)["add_parts_mm"]) == (8.0, 8.0)
-    assert load_stage(older, "coarse", CPU).add_parts_mm is None
-    with pytest.raises(UserError, match="cannot be averaged: add_parts_mm is"):
-        load_stages([path, older], "coarse", CPU)
+    older = tmp_path / "older.safetensors"
+    write(older, compose(stage="coarse"), add_parts_mm=add_parts_mm)
+    assert load_stage(older, "coarse", CPU).expects_additions == is_told
 
 
 FOREIGN = {

@@ -60,14 +60,9 @@ def test_what_lies_beside_the_patient_is_no_region_of_a_ct(modality: str) -> Non
     labels = np.zeros(grid.shape, dtype=np.uint8)
     labels[organ] = labels[foam] = 1
     channel = Channel("ct", (-1000.0, 400.0)) if modality == "ct" else Channel("mr", None, "zscore")
-    warnings, beyond = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
+    warnings = remove_impossible(labels, image_hu, grid, replace(TASK, channels=(channel,)))
     assert labels[organ].all()
     assert labels[foam].all() == (modality == "mr")
-    assert (
-        beyond is None
-        if modality == "mr"
-        else beyond is not None and beyond[foam].all() and not beyond[body].any()
-    )
     expected = [
         (
             "128 ml that the coarse stage called left_lung were removed: they lie beside the "
@@ -269,27 +264,6 @@ def test_a_part_in_which_the_sides_mix_goes_to_the_side_that_has_most_of_it() ->
     assert location.warnings == []
 
 
-def test_voxels_beside_the_patient_keep_their_place_on_the_coarse_grid() -> None:
-    grid = VoxelGrid((12, 100, 120), (4.0, 4.0, 4.0))
-    body, foam, table = np.s_[:, 20:70, 20:100], np.s_[:, 80:90, 30:50], np.s_[:, 94:96, 20:100]
-    image_hu = np.full(grid.shape, -1000, dtype=np.int16)
-    image_hu[body], image_hu[foam], image_hu[table] = 40, -900, 200
-    location = localise(
-        [image_hu], grid, stage(CoarseOracle(), "coarse", spacing_mm=grid.spacing_mm)
-    )
-    assert location.beyond is not None
-    assert location.beyond.shape == location.labels.shape == location.grid.shape
-    z, y, x = np.indices(location.grid.shape).reshape(3, -1)
-    there = np.rint(
-        grid.world_to_index_zyx(location.grid.index_to_world_xyz_mm(np.stack([z, y, x], axis=1)))
-    ).astype(int)
-    is_in_body = (there[:, 1] >= 22) & (there[:, 1] < 68) & (there[:, 2] >= 22) & (there[:, 2] < 98)
-    assert is_in_body.any()
-    assert not location.beyond.reshape(-1)[is_in_body].any()
-    is_foam = (there[:, 1] >= 82) & (there[:, 1] < 88) & (there[:, 2] >= 32) & (there[:, 2] < 48)
-    assert location.beyond.reshape(-1)[is_foam].all()
-
-
 @pytest.mark.parametrize(("median_hu", "is_removed"), [(-985.0, True), (-975.0, False)])
 def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_removed: bool) -> None:
     image_hu = np.full(COARSE.shape, 40.0)
@@ -297,7 +271,7 @@ def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_remo
     labels = np.zeros(COARSE.shape, dtype=np.uint8)
     labels[LEFT], labels[RIGHT] = 1, 2
     task = replace(TASK, least_hu=-980.0)
-    warnings, _ = remove_impossible(labels, image_hu, COARSE, task)
+    warnings = remove_impossible(labels, image_hu, COARSE, task)
     assert labels[LEFT].any() != is_removed
     assert labels[RIGHT].all()
     sentence = (
@@ -306,5 +280,5 @@ def test_gas_is_removed_by_the_least_value_of_the_task(median_hu: float, is_remo
     )
     assert warnings == [sentence] * is_removed
     labels[LEFT] = 1
-    assert remove_impossible(labels, image_hu, COARSE, replace(task, least_hu=None))[0] == []
+    assert remove_impossible(labels, image_hu, COARSE, replace(task, least_hu=None)) == []
     assert labels[LEFT].all()

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
-from medseg.anatomy.additions import add_coarse_parts
 from medseg.anatomy.plausibility import position_warnings, side_warnings, volume_warnings
-from medseg.cascade.agreement import added_volumes, agreement, most_disputed_xyz_mm
+from medseg.cascade.agreement import agreement, most_disputed_xyz_mm
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 
@@ -162,46 +160,9 @@ def test_the_point_of_the_largest_difference_is_in_the_slice_with_most_of_it() -
     final[4, 5:7, 6:9] = 2
     expected = grid.index_to_world_xyz_mm([4, 5.5, 7.0])
     assert most_disputed_xyz_mm(coarse, grid, final, grid) == pytest.approx(tuple(expected))
-    added = {"left_lung": np.zeros(grid.shape, dtype=bool)}
-    added["left_lung"][2, 0:4, 0:4] = True
-    expected = grid.index_to_world_xyz_mm([2, 1.5, 1.5])
-    assert most_disputed_xyz_mm(coarse, grid, final, grid, added) == pytest.approx(
-        tuple(expected)
-    ), "an addition is a difference"
-
-
-def test_additions_count_where_they_are_left_and_not_in_the_agreement() -> None:
-    grid = VoxelGrid((6, 8, 10), (4.0, 2.0, 3.0))
-    coarse = np.zeros(grid.shape, dtype=np.uint8)
-    coarse[1:5, 2:6, 2:6] = 1
-    final = coarse.copy()
-    final[1, 2, 2:6] = 0  # removed by the clean-up
-    added = {"left_lung": coarse == 1, "right_lung": coarse == 1}
-    added["left_lung"] = added["left_lung"] & (np.arange(6) < 2)[:, None, None]
-    volumes_ml = added_volumes(grid, final, grid, REGIONS, added)
-    assert volumes_ml == {"left_lung": pytest.approx((16 - 4) * 4.0 * 2.0 * 3.0 / 1000)}, (
-        "nothing of the right lung is left"
-    )
-    assert added_volumes(grid, final, grid, REGIONS, {}) == {}
-    kept = 3 * 16
-    expected = 2 * kept / (4 * 16 + kept)
-    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}, added)[
-        "left_lung"
-    ] == pytest.approx(expected)
 
 
 def test_a_region_that_neither_stage_is_left_with_does_not_agree() -> None:
-    """All of it lies mostly beside the patient, and the fine stage does not find it."""
     grid = VoxelGrid((8, 12, 12), (4.0, 4.0, 4.0))
-    coarse = np.zeros(grid.shape, dtype=np.uint8)
-    coarse[1:7, 2:10, 2:10] = 1
-    beyond = coarse == 1
-    beyond[:, :5] = False
-    probs = torch.zeros((1, *grid.shape), dtype=torch.float16)
-    warnings: list[str] = []
-    fine = [(TASK.regions[0], probs, grid)]
-    add_coarse_parts(coarse, grid, beyond, fine, TASK, 8.0, warnings)
-    assert len(warnings) == 1
-    assert not coarse.any()
-    final = np.zeros(grid.shape, dtype=np.uint8)
-    assert agreement(coarse, grid, final, grid, {"left_lung": (1,)}) == {"left_lung": 0.0}
+    nothing = np.zeros(grid.shape, dtype=np.uint8)
+    assert agreement(nothing, grid, nothing, grid, {"left_lung": (1,)}) == {"left_lung": 0.0}

@@ -39,7 +39,7 @@ ALSO = {
         ("experiment", name): ["stage.patch_size=[32,48,48]"]
         for name in ("ct_fine", "finetune_fine", "lctsc_fine", "phantom_fine")
     },
-    ("experiment", "lungs_fine_channel"): [
+    ("experiment", "lungs_fine_airway"): [
         "stage.patch_size=[32,48,48]",
         f"stage.coarse='{shipped_weights('lungs', 'coarse')}'",
     ],

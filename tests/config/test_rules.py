@@ -430,7 +430,6 @@ REFUSED: list[tuple[str, Change, str]] = [
         {"augment.flip_axes": [1]},
         "with flips the coarse stage cannot distinguish the sides",
     ),
-    ("single", {"stage.add_parts_mm": 5.0}, "stage.add_parts_mm: the task abdomen has no regions"),
     *(
         ("coarse", {f"stage.{key}": value}, f"stage.{key}: only the fine stage uses it")
         for key, value in [
@@ -448,7 +447,6 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"stage.max_voxels": 1}, "stage.max_voxels: only the coarse stage uses it"),
     ("fine", {"stage.slab_share": 0.0}, "stage.slab_share: only the coarse stage uses it"),
     ("fine", {"stage.side_share": 0.0}, "stage.side_share: only the coarse stage uses it"),
-    ("fine", {"stage.add_parts_mm": 5.0}, "stage.add_parts_mm: only the coarse stage uses it"),
     ("fine", {"stage.coarse": FILE}, "stage.coarse: nothing uses it; add stage.region_from=coarse"),
     ("fine", {"stage.region_from": RegionFrom.coarse}, "add stage.coarse=<checkpoint>"),
     ("fine", {"stage.coarse_channel": True}, "add stage.coarse=<checkpoint>"),
@@ -607,7 +605,6 @@ ACCEPTED: list[tuple[str, Change]] = [
     ("fine", {"lr_scaling": LrScaling.sqrt}),
     ("fine", {"optimizer": PLAIN_SGD}),
     ("fine", {"augment.flip_axes": [0, 1]}),
-    ("coarse", {"stage.add_parts_mm": 5.0}),
     (
         "single",
         {

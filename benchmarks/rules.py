@@ -1,0 +1,270 @@
+"""Rules benchmark: what each rule of the clean-up changes in the results.
+
+    python -m benchmarks.rules output=<folder> cases=<table.csv> [coarse=<weights>] [fine=<weights>]
+        [together=<rule>+<rule>,…]
+
+Each scan is segmented as `predict` does, once with all rules and once with each rule of `RULES`
+switched off; `together` names sets of rules that are switched off together too. The networks see
+each input once: their outputs are kept while a scan is measured. Writes `rules.csv` with a row for
+each scan, rule and region, and `rules.md` with a row for each rule. References have the label
+values of the task.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.instruments import given_arguments
+from medseg.anatomy import contradictions, impossible, sides
+from medseg.cascade import join, localise
+from medseg.cascade.cascade import Cascade
+from medseg.cascade.stage import Prediction, TrainedStage
+from medseg.data.audit.image import check_channels
+from medseg.data.case_table import Case
+from medseg.data.importers.formats import read_cases
+from medseg.errors import UserError
+from medseg.geometry.grid import voxel_ml
+from medseg.inference.options import InferenceOptions
+from medseg.io.atomic import replace_text
+from medseg.io.read import read_labels
+from medseg.io.tables import markdown_table, write_csv
+from medseg.io.volume import Volume
+from medseg.metrics.scores import dice
+from medseg.prediction.cascades import load_cascade
+from medseg.prediction.case import read_scan
+from medseg.preprocess.orient import orient
+from medseg.task import Task
+
+Row = dict[str, Any]
+ALL = "all"
+SUMMARY = {
+    "rule": "rule switched off", "scans": "scans changed", "regions": "regions changed",
+    "changed_ml": "changed, ml", "false_ml": "of regions without reference, ml",
+    "mean_gain": "mean gain by the rule, Dice", "worst_gain": "worst", "best_gain": "best",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Switch:
+    """How a rule is switched off.
+
+    Attributes:
+        module: Module whose name it is.
+        name: Name of a threshold or a function in that module.
+        off: What stands in its place.
+    """
+
+    module: ModuleType
+    name: str
+    off: float | Callable[..., None]
+
+
+# Nothing in a component exceeds a share of 1.
+RULES = {
+    "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
+    "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
+    "coarse_small_component": Switch(localise, "MIN_PART_FRACTION", 0.0),
+    "coarse_mixed_sides": Switch(sides, "MIXED_SHARE", float("inf")),
+    "coarse_small_region": Switch(localise, "MIN_REGION_ML", 0.0),
+    "coarse_small_beside_other_side": Switch(localise, "MIN_REGION_SHARE", 0.0),
+    "fine_gas": Switch(join, "MAX_GAS_SHARE", 1.0),
+    "fine_unseen": Switch(join, "MAX_UNSEEN_SHARE", 1.0),
+    "fine_small_component": Switch(join, "MIN_PART_FRACTION", 0.0),
+    "fine_holes": Switch(join, "fill_holes", lambda *_: None),
+    "absent_contradiction": Switch(contradictions, "MIN_AGREEMENT", -1.0),
+    "absent_doubtful_tiny": Switch(contradictions, "MIN_DOUBTFUL_SHARE", 0.0),
+    "absent_doubtful_gas": Switch(contradictions, "MAX_DOUBTFUL_GAS_SHARE", 1.0),
+}
+"""The rules of `anatomy/` and `cascade/` that change a label or remove a region."""
+
+
+def main() -> None:
+    """Measure all cases and write the tables."""
+    output, arguments = given_arguments(["cases", "coarse", "fine", "together"])
+    rule_sets = read_rule_sets(arguments.get("together", ""))
+    checkpoints = {key: [arguments[key]] for key in ("coarse", "fine") if key in arguments}
+    cascade = load_cascade(checkpoints.get("coarse"), checkpoints.get("fine"))
+    rows: list[Row] = []
+    for case in read_cases(Path(arguments["cases"])):
+        rows += case_rows(case, cascade, rule_sets)
+        # After each scan: a run that is stopped keeps its rows.
+        write_csv(output / "rules.csv", rows)
+        replace_text(output / "rules.md", summary_table(rows))
+        print(case.name, flush=True)
+    print((output / "rules.md").read_text(encoding="utf-8"))
+
+
+def read_rule_sets(together: str) -> dict[str, tuple[str, ...]]:
+    """List the sets of rules that are switched off: each alone, those given, and all.
+
+    Args:
+        together: Sets of names, such as `fine_gas+fine_holes,coarse_gas+fine_gas`.
+
+    Raises:
+        UserError: If a name is unknown.
+    """
+    rule_sets = {rule: (rule,) for rule in RULES}
+    for text in filter(None, together.split(",")):
+        names = tuple(text.split("+"))
+        unknown = [name for name in names if name not in RULES]
+        if unknown:
+            raise UserError(f"together: there is no rule {unknown[0]}, but {', '.join(RULES)}")
+        rule_sets[text] = names
+    rule_sets[ALL] = tuple(RULES)
+    return rule_sets
+
+
+def case_rows(case: Case, cascade: Cascade, rule_sets: Mapping[str, Sequence[str]]) -> list[Row]:
+    """Measure what the rules change in the labels of a scan.
+
+    Returns:
+        A row for each set of rules and region; see `region_row`.
+    """
+    volume = _read_scan(case, cascade.task)
+    reference = None
+    if case.labels:
+        labels_read = read_labels(case.labels)
+        reference = orient(labels_read.array, labels_read.grid)[0]
+    rows = []
+    with kept_outputs():
+        labels = cascade.segment(volume).labels
+        for rule, names in rule_sets.items():
+            with switched_off(names):
+                without = cascade.segment(volume).labels
+            for region in cascade.task.regions:
+                values = cascade.task.region_values(region)
+                row: Row = {"case": case.name, "rule": rule, "region": region.name}
+                row["trust"] = case.trust.get(region.name, "")
+                row |= region_row(labels, without, reference, values, voxel_ml(volume.grid))
+                rows.append(row)
+    return rows
+
+
+def _read_scan(case: Case, task: Task) -> Volume:
+    """Read a scan in LPS order, with air in place of padding."""
+    volume, _ = read_scan([case.image], task, case.series, case.hu)
+    modalities = [channel.modality for channel in task.channels]
+    (array,), _, _ = check_channels([volume.array], modalities, is_owned=True)
+    oriented, grid, _ = orient(array, volume.grid)
+    return Volume(oriented, grid)
+
+
+def region_row(
+    labels: np.ndarray,
+    without: np.ndarray,
+    reference: np.ndarray | None,
+    values: Sequence[int],
+    ml: float,
+) -> Row:
+    """Compare a region of two label maps (D, H, W), made with a rule and without it.
+
+    Args:
+        labels: Made with all rules.
+        without: Made without the rule.
+        reference: None where there is none.
+        values: Label values of the region.
+        ml: Volume of a voxel.
+
+    Returns:
+        `volume_ml` of the region and `without_ml`; `changed_voxels` and `changed_ml`, of the
+        voxels that are in one of both; `false_ml`, what the rule takes away from a region that the
+        reference does not show; `dice`, `dice_without` and their difference `gain`. Values that do
+        not exist are None.
+    """
+    mask, mask_without = np.isin(labels, values), np.isin(without, values)
+    num_changed = int(np.count_nonzero(mask != mask_without))
+    row: Row = {
+        "volume_ml": ml * np.count_nonzero(mask),
+        "without_ml": ml * np.count_nonzero(mask_without),
+        "changed_voxels": num_changed,
+        "changed_ml": ml * num_changed,
+        "false_ml": None,
+        "dice": None,
+        "dice_without": None,
+        "gain": None,
+    }
+    if reference is None:
+        return row
+    target = np.isin(reference, values)
+    if not target.any():
+        row["false_ml"] = row["without_ml"] - row["volume_ml"]
+        return row
+    row["dice"], row["dice_without"] = dice(mask, target), dice(mask_without, target)
+    row["gain"] = row["dice"] - row["dice_without"]
+    return row
+
+
+@contextmanager
+def switched_off(names: Sequence[str]) -> Iterator[None]:
+    """Switch rules off."""
+    with ExitStack() as patches:
+        for name in names:
+            switch = RULES[name]
+            patches.enter_context(mock.patch.object(switch.module, switch.name, switch.off))
+        yield
+
+
+@contextmanager
+def kept_outputs() -> Iterator[None]:
+    """Keep the outputs of the networks, so that each input runs once.
+
+    Without a rule a crop may have another place, and is another input.
+    """
+    predict_probs = TrainedStage.predict_probs
+    outputs: dict[tuple[str, tuple[int, ...], str], Prediction] = {}
+
+    def predict_once(stage: TrainedStage, image: Tensor, options: InferenceOptions) -> Prediction:
+        voxels = np.ascontiguousarray(image.numpy())
+        key = (stage.name, voxels.shape, hashlib.sha256(voxels).hexdigest())
+        if key not in outputs:
+            outputs[key] = predict_probs(stage, image, options)
+        return outputs[key]
+
+    with mock.patch.object(TrainedStage, "predict_probs", predict_once):
+        yield
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Add up what each rule changes; gains are those of the regions that it changes."""
+    summaries = []
+    for rule in dict.fromkeys(row["rule"] for row in rows):
+        changed = [row for row in rows if row["rule"] == rule and row["changed_voxels"]]
+        gains = [row["gain"] for row in changed if row["gain"] is not None]
+        summaries.append(
+            {
+                "rule": rule,
+                "scans": len({row["case"] for row in changed}),
+                "regions": len(changed),
+                "changed_ml": sum(row["changed_ml"] for row in changed),
+                "false_ml": sum(row["false_ml"] or 0.0 for row in changed),
+                "mean_gain": fmean(gains) if gains else None,
+                "worst_gain": min(gains, default=None),
+                "best_gain": max(gains, default=None),
+            }
+        )
+    return summaries
+
+
+def summary_table(rows: Sequence[Row]) -> str:
+    """Write the table of `summarise`."""
+    formats = {
+        "changed_ml": ".1f",
+        "false_ml": ".1f",
+        "mean_gain": "+.4f",
+        "worst_gain": "+.4f",
+        "best_gain": "+.4f",
+    }
+    return markdown_table(summarise(rows), SUMMARY, formats)
+
+
+if __name__ == "__main__":
+    main()
