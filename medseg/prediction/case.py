@@ -322,7 +322,7 @@ def _write_report(
     report = {
         "input": scan.place,
         **scan.reading(),
-        "identity": (volume.identity if any(volume.identity) else scan.identity)._asdict(),
+        "identity": scan.identity_with(volume)._asdict(),
         "grid": asdict(volume.grid),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "statistics": result.statistics,
