@@ -162,6 +162,21 @@ class Task:
             words.update(_words_of(label))
         return not words.isdisjoint(SIDES)
 
+    def side_values(self, side: str) -> tuple[int, ...]:
+        """Label values of one side, `left` or `right`.
+
+        By the side of a region, or, in a task without regions, by a word in the name of a label.
+        """
+        values = set[int]()
+        for region in self.regions:
+            if region.side == side:
+                values.update(self.region_values(region))
+        if not self.regions:
+            for label, value in self.labels.items():
+                if side in _words_of(label):
+                    values.add(value)
+        return tuple(sorted(values))
+
     def as_one_stage(self) -> Task:
         """Return the task without regions, as one stage segments it; sides stay sides."""
         return replace(self, regions=(), is_sided=self.has_sides)

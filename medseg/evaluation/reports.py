@@ -10,6 +10,7 @@ from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
 from medseg.findings import Severity
 from medseg.inference.segmentation import StatedBound
+from medseg.io.identity import Identity
 from medseg.io.inputs import case_name
 from medseg.io.text import read_json
 from medseg.preprocess.scale import HuScale
@@ -78,6 +79,7 @@ def read_words(prediction: Path) -> CaseReport:
             {str(name): float(dice) for name, dice in report["agreements"].items()},
             place_xyz_mm,
             read_bounds(report),
+            Identity(**report.get("identity", {})),
         )
     except _NO_REPORT:
         return CaseReport()

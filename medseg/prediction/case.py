@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from medseg import __version__
+from medseg.anatomy.mirrored import mirror_evidence
 from medseg.data.audit.image import audit_channels, check_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError
-from medseg.findings import Finding, Severity
+from medseg.findings import Finding, Severity, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import Segmentation
 from medseg.io.atomic import replace_text
@@ -37,6 +38,7 @@ from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import Views, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan
 from medseg.preprocess.channels import read_channels
+from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import HuScale
 from medseg.task import Task
 from medseg.weights.files import checksum
@@ -219,6 +221,9 @@ def segment_scan(
     image_hu = volume.array if task.is_ct else None
     statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
     result.statistics, result.total_statistics = statistics
+    is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
+    if is_hu and not any(finding.code == "body_position" for finding in result.findings):
+        result.findings += mirrored_findings(volume, result.labels, task)
     result.findings[:0] = [*volume.findings, *findings]
     if any(finding.severity is Severity.error for finding in findings):
         result.status = "not_hu"
@@ -227,6 +232,25 @@ def segment_scan(
     else:
         result.status = "ok"
     return result
+
+
+def mirrored_findings(volume: Volume, labels: np.ndarray, task: Task) -> list[Finding]:
+    """Warn of a CT that seems to be mirrored under its header.
+
+    Args:
+        volume: The scan in HU, in storage order.
+        labels: Its label map, likewise.
+        task: Labels; a task without two lungs has no such check.
+    """
+    image_hu, grid, orientation = orient(volume.array, volume.grid)
+    evidence = mirror_evidence(image_hu, orientation.to_lps(labels), grid.spacing_mm, task)
+    if not evidence.is_mirrored:
+        return []
+    sentence = (
+        f"{evidence.sentence}: the image may be mirrored, which exchanges left and right; compare "
+        "it with the DICOM files, unless the organs of the patient are known to be mirrored"
+    )
+    return warnings_of("mirrored_image", [sentence])
 
 
 def write_case(
@@ -298,7 +322,7 @@ def _write_report(
     report = {
         "input": scan.place,
         **scan.reading(),
-        "identity": (volume.identity if any(volume.identity) else scan.identity)._asdict(),
+        "identity": scan.identity_with(volume)._asdict(),
         "grid": asdict(volume.grid),
         "volume_ml": {name: round(volume_ml, 2) for name, volume_ml in result.volumes_ml.items()},
         "statistics": result.statistics,

@@ -36,6 +36,7 @@ from medseg.prediction.scans import (
     Scan,
     check_outputs,
     describe_empty,
+    describe_loose,
     describe_studies,
     divide_studies,
     find_scans,
@@ -47,6 +48,7 @@ from medseg.prediction.series import find_files, pick_series
 from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_summary
 
 if TYPE_CHECKING:
+    from medseg.io.dicom.frames import NoSlice
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
 
@@ -212,8 +214,12 @@ def _scans_of_folder(
     """
     modality = task.channels[0].modality
     empty: list[Study] = []
-    by_study = divide_studies(folder, scans, modality, observer.header_read, empty.append)
-    for sentence in (describe_studies(by_study), describe_empty(empty)):
+    loose: list[NoSlice] = []
+    by_study = divide_studies(
+        folder, scans, modality, observer.header_read, empty.append, loose.append
+    )
+    sentences = (describe_studies(by_study), describe_empty(empty), describe_loose(loose))
+    for sentence in sentences:
         if sentence:
             say(f"{config.input}: {sentence}")
     if config.series_pick is not None:

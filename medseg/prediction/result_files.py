@@ -216,6 +216,7 @@ def write_results(
                 result.agreements,
                 result.most_disputed_xyz_mm,
                 result.dice_at_least,
+                scan.identity_with(volume),
             )
             statistics = ScanStatistics(result.statistics, result.total_statistics)
             write_case_viewer(path, views.packed, statistics, report, task)

@@ -24,8 +24,9 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.wording import first_few
 
 if TYPE_CHECKING:
-    from medseg.io.dicom.frames import Series
+    from medseg.io.dicom.frames import NoSlice, Series
     from medseg.io.dicom.studies import Study
+    from medseg.io.volume import Volume
 
 # Cases that a sentence names; it counts the others.
 MAX_NAMED = 10
@@ -81,6 +82,10 @@ class Scan(NamedTuple):
         if self.archive is None:
             return text
         return text.replace(str(self.archive.folder), str(self.archive.path))
+
+    def identity_with(self, volume: Volume) -> Identity:
+        """Patient, study and series: those of the volume that was read, else what was known."""
+        return volume.identity if any(volume.identity) else self.identity
 
     def reading(self) -> dict[str, Any]:
         """Settings of the reader for this scan, in plain types."""
@@ -230,6 +235,7 @@ def divide_studies(
     modality: str,
     on_file: Callable[[], None] = lambda: None,
     on_empty: Callable[[Study], None] = lambda _: None,
+    on_loose: Callable[[NoSlice], None] = lambda _: None,
 ) -> list[Scan]:
     """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
 
@@ -245,11 +251,13 @@ def divide_studies(
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
         on_empty: Called with each study that makes no case.
+        on_loose: Called with each file that cannot be read and tells no series, beside the slices
+            of several: no case has it.
     """
     holders = [scan for scan in scans if may_hold_studies(scan)]
     if not holders:
         return list(scans)
-    parts, alone = _find_parts(holders, modality, on_file, on_empty)
+    parts, alone = _find_parts(holders, modality, on_file, on_empty, on_loose)
     result = []
     # Scans without a study stay as they are.
     paths_with_study = {part.scan.path for part in parts}
@@ -267,6 +275,7 @@ def _find_parts(
     modality: str,
     on_file: Callable[[], None],
     on_empty: Callable[[Study], None],
+    on_loose: Callable[[NoSlice], None],
 ) -> tuple[list[Part], dict[Path, Study]]:
     """Find the studies of folders, see `divide_studies`.
 
@@ -281,7 +290,8 @@ def _find_parts(
     folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
     parts: list[Part] = []
     alone: dict[Path, Study] = {}
-    for scan, all_studies in zip(holders, find_studies(folders, modality, on_file), strict=True):
+    by_folder = find_studies(folders, modality, on_file, on_loose)
+    for scan, all_studies in zip(holders, by_folder, strict=True):
         studies = [study for study in all_studies if study.has_volume]
         parts += [Part(scan, study, len(studies)) for study in studies]
         empty = [study for study in all_studies if not study.has_volume]
@@ -410,6 +420,19 @@ def describe_empty(studies: Sequence[Study]) -> str:
     return (
         f"{number} no scan of the task's modality: {first_few(names, MAX_NAMED, '; ')}; "
         "`medseg list` says why"
+    )
+
+
+def describe_loose(images: Sequence[NoSlice]) -> str:
+    """Name files that cannot be read and belong to no case; "" without one."""
+    if not images:
+        return ""
+    number = "1 file" if len(images) == 1 else f"{len(images)} files"
+    names = first_few([f"'{image.path.name}'" for image in images], 1)
+    reason = images[0].reason.rstrip(".")
+    return (
+        f"the scans go on without {number} that may be a slice of any of them, since nothing tells "
+        f"the series: {names}: {reason}"
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from medseg.anatomy.rules import USUAL_AGREEMENT
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import StatedBound, describe_bounds
+from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.label_table import Structure
 from medseg.metrics.hu_statistics import ScanStatistics
 from medseg.preprocess.orient import orient, orientation_of
@@ -45,6 +46,7 @@ class CaseReport(NamedTuple):
     agreements: Mapping[str, float] = {}
     most_disputed_xyz_mm: Sequence[float] | None = None
     dice_at_least: Mapping[str, StatedBound] = {}
+    identity: Identity = UNKNOWN
 
 
 def pack_case(
@@ -151,6 +153,7 @@ def write_case_viewer(
         describe_bounds(report.dice_at_least),
         {name: point for name, point in places.items() if point is not None},
         [total.get(heading, "") for heading in columns],
+        str(report.identity),
     )
     write_viewer(
         path,

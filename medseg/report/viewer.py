@@ -279,6 +279,7 @@ class ViewerWords:
             a reference; "" where none is stated.
         places: What a key jumps to: name to world point (LPS) in mm.
         total: Cells of all labels together; empty where they are not known.
+        identity: Patient and date; "" where they are not known.
     """
 
     title: str
@@ -292,6 +293,7 @@ class ViewerWords:
     dice_at_least: str
     places: Mapping[str, Sequence[float]]
     total: Sequence[str] = ()
+    identity: str = ""
 
 
 def write_viewer(

@@ -112,6 +112,15 @@ def test_a_damaged_file_is_a_line(tmp_path: Path) -> None:
     assert damaged.num_slices == 0
 
 
+def test_a_damaged_file_beside_several_series_is_a_line_and_no_more(tmp_path: Path) -> None:
+    flat = make_export(tmp_path, kinds=("two kernels", "two studies"))["flat"]
+    before = [row.fault for row in list_series(flat)]
+    (flat / "IM990000").write_bytes(b"\0" * 128 + b"DICM" + b"\xff" * 40)
+    *rows, damaged = list_series(flat)
+    assert [row.fault for row in rows] == before
+    assert damaged.fault.startswith("'IM990000': the DICOM file is truncated or damaged")
+
+
 def test_patients_whose_series_share_a_uid_are_apart(tmp_path: Path) -> None:
     """As after an anonymisation that gives all the same; each row of the table reads its own."""
     images = {}

@@ -253,8 +253,8 @@ def test_a_dangling_link_is_a_slice_that_is_missing(tmp_path: Path) -> None:
     assert said(tmp_path / "d") == f"{files[4]}: {no_dicom(0)}"
 
 
-def test_a_broken_file_is_one_of_its_folder(tmp_path: Path) -> None:
-    """Its series cannot be read: it may be any of its folder, and any at all if alone."""
+def test_a_broken_file_belongs_to_the_only_volume_of_its_folder(tmp_path: Path) -> None:
+    """Alone in a folder it may be a slice of any volume, and each goes on with a warning."""
     chest = save_stack(tmp_path / "d" / "a", make_hu(), HEIGHTS, uid="1.2.3.4", SeriesNumber=3)
     other = save_stack(tmp_path / "d" / "b", make_hu(), HEIGHTS, uid="1.2.3.5", SeriesNumber=4)
     for num_bytes in (200, 100):
@@ -264,7 +264,14 @@ def test_a_broken_file_is_one_of_its_folder(tmp_path: Path) -> None:
         assert said(tmp_path / "d", "4").startswith(f"{other[4]}: ")
     alone = save_slice(tmp_path / "d" / "c" / "1", make_hu()[0], (0, 0, 0))
     cut(alone, 200)
-    assert said(tmp_path / "d", "3").startswith(f"{alone}: ")
+    volume = read_image(tmp_path / "d", "3")
+    assert np.array_equal(volume.array, make_hu())
+    (text,) = finding_texts(volume)
+    assert text.startswith("a file that does not tell its series may be a slice of the scan: '1'")
+    # Of one volume alone it can only be a slice.
+    for file in other:
+        file.unlink()
+    assert said(tmp_path / "d").startswith(f"{alone}: ")
 
 
 def test_a_protocol_of_ct_is_no_damaged_image(tmp_path: Path) -> None:
@@ -301,11 +308,19 @@ def test_objects_without_an_image_are_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_of_unknown_series_may_belong_to_the_chosen_study(tmp_path: Path) -> None:
+def test_a_file_of_unknown_series_beside_two_volumes_stops_neither(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     chest = save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="a")
     other = {"uid": "1.2.4.4", "StudyInstanceUID": "1.2.4"}
     save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="b", **other)
     assert np.array_equal(read_image(folder, "a:3").array, make_hu())
     cut(chest[2], 300)
-    assert said(folder, "a:3") == f"{chest[2]}: {CUT_HEADER}"
+    doubt = (
+        f"a file that does not tell its series may be a slice of the scan: '{chest[2].name}': "
+        f"{CUT_HEADER}"
+    )
+    assert np.array_equal(read_image(folder, "b:3").array, make_hu())
+    assert finding_texts(read_image(folder, "b:3")) == (doubt,)
+    texts = finding_texts(read_image(folder, "a:3"))
+    assert texts[0] == doubt
+    assert "slices missing: 1 of 5" in texts[1]

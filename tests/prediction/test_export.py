@@ -68,10 +68,13 @@ def test_one_command_predicts_one_series_of_each_study(
     few: dict[str, Path], form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, out = few[form], tmp_path / "out"
-    assert predict(source, out, "series_pick=b70f") == 1
+    kinds = ["save=[labels,viewer]"] if form == "zip" else []
+    assert predict(source, out, "series_pick=b70f", *kinds) == 1
     said = capsys.readouterr().err
     assert written(out) == ["P01_20240101"]
     assert reports(out)["P01_20240101"]["series_number"] == "3"
+    if form == "zip":
+        assert "patient P01, 2024-01-01" in (out / "P01_20240101.html").read_text("utf-8")
     wrong = [line for line in said.splitlines() if "no series has" in line]
     assert [line[-27:] for line in wrong] == [
         f" (patient P02, 2024-01-0{study})."[-27:] for study in (1, 2)

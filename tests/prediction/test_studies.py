@@ -319,17 +319,34 @@ def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
         assert (out / name).stat().st_mtime_ns == written_ns
 
 
-def test_a_broken_slice_is_refused_with_every_study_that_it_may_belong_to(tmp_path: Path) -> None:
-    flat = tmp_path / "flat"
-    series(flat, "anna", 3)
-    series(flat, "bert", 3)
+@pytest.mark.parametrize("num_bytes", [0, 132])
+def test_a_broken_file_of_an_unknown_series_stops_no_study_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int
+) -> None:
+    """An empty file named like a slice, or a header that ends at once: one line, all go on."""
+    flat, out = tmp_path / "flat", tmp_path / "out"
+    images = {patient: series(flat, patient, 3) for patient in ("anna", "bert")}
     broken = min(flat.iterdir()).with_name("99.dcm")
-    broken.write_bytes(b"")
-    scans = divide_studies(flat, find_scans(flat, None)[0], "ct")
-    assert len(scans) == 2
-    for scan in scans:
-        with pytest.raises(UserError, match="its 0 bytes are no DICOM"):
-            read_image(scan.path, scan.series, files=scan.files)
+    broken.write_bytes((bytes(128) + b"DICM")[:num_bytes])
+    for name, image in cases(flat).items():
+        assert np.array_equal(image, images[name.partition("_")[0]])
+    assert predict(flat, out) == 0
+    assert len(written(out)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "99.dcm" in line]
+    assert line.startswith(
+        f"medseg: {flat}: the scans go on without 1 file that may be a slice of any of them, "
+        "since nothing tells the series: '99.dcm': "
+    )
+
+
+def test_a_broken_file_in_the_folder_of_one_study_is_refused_with_it(tmp_path: Path) -> None:
+    """Its only series can own it; the study in the other folder goes on."""
+    cohort, out = tmp_path / "cohort", tmp_path / "out"
+    for patient in ("anna", "bert"):
+        series(cohort / patient, patient, 3)
+    (cohort / "anna" / "99.dcm").write_bytes(b"")
+    assert predict(cohort, out) == 1
+    assert written(out) == ["bert.nii.gz"]
 
 
 def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(

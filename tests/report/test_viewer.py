@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel
@@ -44,6 +45,15 @@ def volumes_of(page: str) -> dict[str, nibabel.Nifti1Image]:
         name: nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text)))
         for name, text in found
     }
+
+
+@pytest.mark.parametrize("identity", ["", "patient <i>P7, 2023-02-03"])
+def test_patient_and_date_are_told_where_they_are_known(tmp_path: Path, identity: str) -> None:
+    words = replace(WORDS, identity=identity)
+    write_viewer(tmp_path / "a.html", pack_volumes(*arrays(), GRID), words, TABLE)
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert ('<p class="identity' in page) == bool(identity)
+    assert identity.replace("<i>", "&lt;i&gt;") in page
 
 
 def arrays() -> tuple[np.ndarray, np.ndarray]:

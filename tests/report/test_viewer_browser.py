@@ -47,6 +47,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         0.85,
         "Dice at least 0.93 (left lung) in 9 of 10 patients (26 patients)",
         {"most differences": GRID.index_to_world_xyz_mm([48, 35, 8]).tolist()},
+        identity="patient P 7, 2023-02-03",
     )
     path = tmp_path_factory.mktemp("a viewer (1)") / "case ü.html"
     write_viewer(path, pack_volumes(image, labels, GRID, reference), words, TABLE, (-1000.0, 400.0))
@@ -193,6 +194,12 @@ def test_the_fourth_quadrant_shows_the_labels_from_the_front(viewer: Any) -> Non
 
 
 @pytest.mark.slow
+def test_patient_and_date_stand_below_the_name(viewer: Any) -> None:
+    text = viewer.execute_script("return document.querySelector('aside').innerText")
+    assert text.splitlines()[:3] == ["Doe, John (ü)", "", "patient P 7, 2023-02-03"]
+
+
+@pytest.mark.slow
 def test_keys_change_what_is_shown(viewer: Any) -> None:
     press(viewer, "a")
     press(viewer, "j")
@@ -271,6 +278,20 @@ class Marionette:
         assert error is None, error
         return result.get("value") if isinstance(result, dict) else result
 
+    def run(self, script: str) -> Any:
+        return self.call("WebDriver:ExecuteScript", script=script, args=[])
+
+    def press(self, key: str) -> None:
+        self.run(
+            f"window.dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}', bubbles: true}}))"
+        )
+
+    def picture(self) -> np.ndarray:
+        """Pixels of the window, (rows, columns, 3)."""
+        time.sleep(2)
+        data = base64.b64decode(self.call("WebDriver:TakeScreenshot", full=False))
+        return np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+
 
 @pytest.mark.slow
 def test_firefox_shows_it_too(page_path: Path, tmp_path: Path) -> None:
@@ -330,21 +351,21 @@ def test_firefox_shows_it_too(page_path: Path, tmp_path: Path) -> None:
                     time.sleep(0.5)
             driver.call("WebDriver:NewSession")
             driver.call("WebDriver:Navigate", url=page_path.as_uri())
-            wait_for(
-                lambda: driver.call(
-                    "WebDriver:ExecuteScript", script="return document.body.dataset.ready", args=[]
-                ),
-                120,
-            )
-            script = "window.dispatchEvent(new KeyboardEvent('keydown', {key: 'c', bubbles: true}))"
-            driver.call("WebDriver:ExecuteScript", script=script, args=[])
-            time.sleep(2)
-            picture = Image.open(
-                io.BytesIO(base64.b64decode(driver.call("WebDriver:TakeScreenshot", full=False)))
-            )
-            pixels = np.asarray(picture.convert("RGB")).astype(int)
-            assert lean(pixels, BLUE).sum() > 1000
-            assert lean(pixels, ORANGE).sum() > 1000
+            wait_for(lambda: driver.run("return document.body.dataset.ready"), 120)
+            text = driver.run("return document.querySelector('aside').innerText")
+            assert "patient P 7, 2023-02-03" in text
+            for key in ("m", "a", "c"):
+                driver.press(key)
+                pixels = driver.picture()
+                blue, orange = lean(pixels, BLUE), lean(pixels, ORANGE)
+                assert min(blue.sum(), orange.sum()) > 1000, key
+                assert np.nonzero(blue)[1].mean() > np.nonzero(orange)[1].mean()
+            place = "return document.getElementById('place').textContent"
+            before = driver.run(place)
+            driver.press("ArrowUp")
+            assert driver.run(place) != before
+            driver.press("h")
+            assert lean(driver.picture(), BLUE).sum() < 500, "the table keeps its colours"
         finally:
             process.terminate()
             process.wait(30)

@@ -201,6 +201,19 @@ KINDS = {
         "look at the picture; if it confirms this, correct the headers of the image and the label "
         "map",
     ),
+    "mirrored_image": Kind(
+        ERROR,
+        "{sign}: the image seems to be mirrored, so that left and right are exchanged",
+        "convert image and labels again from the DICOM files; if the organs of the patient are "
+        "mirrored, write 'mirrored_image' into the column ignore_findings of the case table",
+    ),
+    "mirrored_image:doubtful": Kind(
+        WARNING,
+        "{sign}, but heart and aorta do not say so: the image may be mirrored, so that left and "
+        "right are exchanged",
+        "look at the picture; if it confirms this, convert image and labels again from the DICOM "
+        "files",
+    ),
     "implausible_volume": Kind(
         WARNING,
         "{name} has {volume_ml:.4g} ml, expected {low:g} to {high:g} ml",

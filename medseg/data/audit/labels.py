@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from medseg.anatomy.mirrored import mirror_evidence
 from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
@@ -234,15 +235,7 @@ def audit_labels(
     for region in task.regions:
         if region.name not in regions and trust.get(region.name) != ABSENT:
             findings.append(find("missing_region", region=region.name))
-    position = ""
-    sign = ""
-    if image_hu is not None:
-        position, sign = _position(image_hu, labels, grid, task, regions)
-    sides = _audit_sides(image_hu, labels, grid, task, regions, position)
-    findings += sides
-    # Swapped sides already name the position.
-    if position and not any(finding.code == "swapped_sides" for finding in sides):
-        findings.append(find("body_position", position=position, sign=sign))
+    findings += _audit_position(image_hu, labels, grid, task, regions)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
@@ -262,6 +255,34 @@ def audit_labels(
     if cuts:
         listed = " and ".join(f"{name} ({'; '.join(ends)})" for name, ends in cuts.items())
         findings.append(find("cut_region", regions=listed))
+    return findings
+
+
+def _audit_position(
+    image_hu: np.ndarray | None,
+    labels: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    regions: Mapping[str, RegionFacts],
+) -> list[Finding]:
+    """Check the sides, the position of the body, and whether the image is mirrored.
+
+    Args:
+        image_hu: Oriented image with its padding, (D, H, W); None if its values are not HU.
+        labels: Label map on the same grid.
+        grid: Grid of both.
+        task: Labels and regions.
+        regions: The regions that have voxels.
+    """
+    if image_hu is None:
+        return _audit_sides(None, labels, grid, task, regions, "")
+    position, sign = _position(image_hu, labels, grid, task, regions)
+    findings = _audit_sides(image_hu, labels, grid, task, regions, position)
+    if not position:
+        return findings + _audit_mirrored(image_hu, labels, grid, task)
+    # Swapped sides already name the position; either way the sides are exchanged.
+    if not any(finding.code == "swapped_sides" for finding in findings):
+        findings.append(find("body_position", position=position, sign=sign))
     return findings
 
 
@@ -324,6 +345,17 @@ def _position(
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
         return "upside down", UPSIDE_DOWN_SIGN
     return "", ""
+
+
+def _audit_mirrored(
+    image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task
+) -> list[Finding]:
+    """Find an image that was flipped without its header."""
+    evidence = mirror_evidence(image_hu, labels, grid.spacing_mm, task)
+    if not evidence.is_mirrored:
+        return []
+    kind = "mirrored_image" if evidence.is_confirmed else "mirrored_image:doubtful"
+    return [find(kind, sign=evidence.sentence)]
 
 
 def _audit_volumes(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain
 from medseg.io.dicom.read import fault_of
-from medseg.io.dicom.stacks import find_stacks, natural, read_images
+from medseg.io.dicom.stacks import find_stacks, natural, read_images, slice_folders
 from medseg.wording import first_few
 
 KERNEL = [name for name, *_ in PHASES].index("kernel")
@@ -22,7 +22,7 @@ class ListedSeries:
     Attributes:
         series: Patient, study and series.
         folder: Folder that holds all its files.
-        files: Its files, with those that may belong to it and cannot be read.
+        files: Its files, with those that cannot be read and can only belong to it.
         num_bytes: Size of its files.
         num_slices: Positions of slices; of what is no scan, its images.
         fault: Why it is no scan, a clause; "" for a scan.
@@ -99,15 +99,11 @@ def list_series(
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
     num_scopes = Counter(uid for _, uid in by_series)
-    near = {image.path.parent for same in by_series.values() for image in same}
+    folders = slice_folders(images)
+    owners = [folders.owner(image.path) for image in loose]
     listed: list[ListedSeries] = []
     for (_, uid), same in by_series.items():
-        folders = {image.path.parent for image in same}
-        doubtful = [
-            image
-            for image in loose
-            if image.path.parent in folders or image.path.parent not in near
-        ]
+        doubtful = [image for image, owner in zip(loose, owners, strict=True) if owner == uid]
         listed += _list_one(same, doubtful, is_unique=num_scopes[uid] == 1)
     listed.sort(key=_order)
     return [*listed, *map(_loose_file, loose)]
@@ -140,7 +136,7 @@ def _list_one(
 
     Args:
         images: What its files hold.
-        doubtful: Files of an unknown series that may belong to it.
+        doubtful: Files of an unknown series that can only belong to it.
         is_unique: See `ListedSeries`.
     """
     frames = [image for image in images if isinstance(image, Frame)]

@@ -245,7 +245,7 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
                 yield entry
 
 
-def _refused_copy(path: Path) -> NoSlice:
+def refused_copy(path: Path) -> NoSlice:
     """Describe a file that should be a slice and is no DICOM."""
     num_bytes = path.stat().st_size if path.is_file() else 0
     reason = (
@@ -253,6 +253,36 @@ def _refused_copy(path: Path) -> NoSlice:
         f"but its {num_bytes} bytes are no DICOM; copy it again or remove it."
     )
     return NoSlice(path, Series(), reason, is_unreadable=True)
+
+
+class SliceFolders:
+    """Folders that hold the slices of each volume; tells to which one a nameless file may belong.
+
+    Args:
+        slices: Series and path of each slice; a series of one slice is no volume.
+    """
+
+    def __init__(self, slices: Iterable[tuple[str, Path]]) -> None:
+        self._folders: dict[str, list[Path]] = {}
+        for uid, path in slices:
+            self._folders.setdefault(uid, []).append(path.parent)
+
+    def owner(self, path: Path) -> str | None:
+        """Series of a file that does not tell its own: the only volume of its folder, or of all.
+
+        Returns:
+            None where several volumes, or none, may own it: each of them goes on without it.
+        """
+        volumes = {uid: folders for uid, folders in self._folders.items() if len(folders) > 1}
+        near = [uid for uid, folders in volumes.items() if path.parent in folders]
+        candidates = near or list(volumes)
+        return candidates[0] if len(candidates) == 1 else None
+
+
+def slice_folders(images: Iterable[Frame | NoSlice]) -> SliceFolders:
+    """Note the folders of the slices among images."""
+    frames = (image for image in images if isinstance(image, Frame))
+    return SliceFolders((frame.series.uid, frame.path) for frame in frames)
 
 
 def read_images(
@@ -288,7 +318,7 @@ def read_images(
     else:
         slices = {image.path for image in images if isinstance(image, Frame)}
         broken = set(broken_copies(set(dicom), slices))
-    return [*images, *map(_refused_copy, sorted(broken))]
+    return [*images, *map(refused_copy, sorted(broken))]
 
 
 def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
@@ -331,7 +361,9 @@ def choose_stack(
 ) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
-    Unreadable files are refused with their series: other series stay readable beside them. A series
+    Unreadable files are refused with their series: other series stay readable beside them. A file
+    that does not tell its series belongs to the only volume of its folder; beside several it is
+    told, and each of them goes on. A series
     that consists of unreadable files only is left out, like an object of another modality, if
     exactly one other series can be read.
 
@@ -355,6 +387,7 @@ def choose_stack(
     choice = parse_series(series)
     kind = f"{modality or 'scan'} series"
     images = read_images(path, modality, files, is_deep=is_folder)
+    folders = slice_folders(images)
     contents = _sort_contents(_in_scope(images, choice))
     candidates = _stacks_with(contents.stacks, only_file)
     chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
@@ -370,7 +403,7 @@ def choose_stack(
         # Files that cannot be read may be why there is none, and are refused first: those of the
         # named series or, without any stack, all.
         uids = _uids_of(contents.images, choice if candidates else parse_series(None), only_file)
-    _refuse_unreadable(contents, uids)
+    _refuse_unreadable(contents, uids, folders)
     # Nothing selects a series: all that the folder holds is of interest.
     is_any = not choice.name and only_file is None
     left_out = [image for image in contents.left_out if is_any or image.series.uid in uids]
@@ -381,8 +414,9 @@ def choose_stack(
     _check_patient(path, chosen[0])
     findings = _left_out_findings(left_out, uids)
     if is_any:
-        findings += _unreadable_findings(contents.unreadable)
-    return chosen[0], findings
+        return chosen[0], findings + _unreadable_findings(contents.unreadable)
+    loose = [image for image in contents.unreadable if not image.series.uid]
+    return chosen[0], findings + _loose_findings(loose)
 
 
 def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
@@ -424,18 +458,17 @@ def _no_such_series(
     )
 
 
-def _refuse_unreadable(contents: Contents, uids: set[str]) -> None:
-    """Refuse files that cannot be read and may belong to one of these series.
+def _refuse_unreadable(contents: Contents, uids: set[str], folders: SliceFolders) -> None:
+    """Refuse files that cannot be read and belong to one of these series.
 
     Raises:
         UserError: With the first of them.
     """
-    in_folder = group_by(contents.images, lambda image: image.path.parent)
-    broken = [
-        image
-        for image in contents.unreadable
-        if _may_belong(image, uids, in_folder[image.path.parent])
-    ]
+    broken = []
+    for image in contents.unreadable:
+        uid = image.series.uid or folders.owner(image.path)
+        if uid in uids or image.series.uid in uids:
+            broken.append(image)
     if broken:
         paths = first_few([image.path for image in broken], 1)
         raise UserError(f"{paths}: {broken[0].reason}")
@@ -485,24 +518,22 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
     return warnings_of("reading", sentences)
 
 
+def _loose_findings(loose: Sequence[NoSlice]) -> list[Finding]:
+    """Warn of files that cannot be read and do not tell their series, which may be this one."""
+    if not loose:
+        return []
+    names = first_few([f"'{image.path.name}'" for image in loose], 1)
+    reason = loose[0].reason.rstrip(".")
+    sentence = f"a file that does not tell its series may be a slice of the scan: {names}: {reason}"
+    return warnings_of("reading", [sentence])
+
+
 def _count_reasons(images: Iterable[NoSlice]) -> str:
     """List how often each reason occurs in each series; "" without an image."""
     counts = Counter((str(image.series), image.reason) for image in images)
     return first_few(
         [f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED
     )
-
-
-def _may_belong(image: NoSlice, uids: set[str], neighbours: Iterable[Frame | NoSlice]) -> bool:
-    """Whether a file may belong to one of these series.
-
-    If its own series cannot be read, it may belong to any series in its folder; without others in
-    the folder, to any series at all.
-    """
-    if image.series.uid:
-        return image.series.uid in uids
-    near = {neighbour.series.uid for neighbour in neighbours} - {""}
-    return not near or not near.isdisjoint(uids) or "" in uids
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:

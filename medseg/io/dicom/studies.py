@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medseg.io.dicom.frames import Frame, NoSlice, Series, read_frames
-from medseg.io.dicom.stacks import broken_copies
+from medseg.io.dicom.stacks import SliceFolders, broken_copies, refused_copy
 from medseg.io.identity import Identity, written_date
 from medseg.io.inputs import dicom_files
 
@@ -25,8 +25,7 @@ class Study:
         series: Its series, also those that are no volume.
         positions: Places of the slices of each volume of the requested modality, by Series
             Instance UID; empty where it has none.
-        files: Its files, with those that may belong to any study of the folder because their
-            headers do not tell.
+        files: Its files, with those that cannot be read and belong to its only volume.
     """
 
     patient: str
@@ -62,20 +61,23 @@ class _Folder:
     Attributes:
         series: The series by UID, as the first readable slice describes them.
         files: Files by the UID of their series.
-        loose: Files that may belong to any series.
+        loose: Files that cannot be read and do not tell their series.
         dicom: All DICOM files.
         positions: Places of the slices by the UID of their series.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
     files: dict[str, list[Path]] = field(default_factory=dict)
-    loose: list[Path] = field(default_factory=list)
+    loose: list[NoSlice] = field(default_factory=list)
     dicom: set[Path] = field(default_factory=set)
     positions: dict[str, list[Position]] = field(default_factory=dict)
 
 
 def find_studies(
-    folders: Sequence[Path], modality: str, on_file: Callable[[], None] = lambda: None
+    folders: Sequence[Path],
+    modality: str,
+    on_file: Callable[[], None] = lambda: None,
+    on_loose: Callable[[NoSlice], None] = lambda _: None,
 ) -> list[list[Study]]:
     """Find the studies whose files lie below folders.
 
@@ -86,6 +88,8 @@ def find_studies(
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
+        on_loose: Called with each file that cannot be read, and that a slice of several volumes may
+            be: it belongs to no study.
 
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
@@ -98,7 +102,7 @@ def find_studies(
         for uid, positions in folder.positions.items():
             num_slices[uid] += len(positions)
     volumes = {uid for uid, number in num_slices.items() if number > 1}
-    return [_divide(folder, volumes) for folder in contents]
+    return [_divide(folder, volumes, on_loose) for folder in contents]
 
 
 def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Folder:
@@ -122,7 +126,7 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     # A file that was cut off lacks its patient and study.
     is_loose = isinstance(image, NoSlice) and image.is_unreadable and series.scope == Series().scope
     if is_loose and series.uid not in folder.series:
-        folder.loose.append(image.path)
+        folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
     files = folder.files.setdefault(series.uid, [])
@@ -132,8 +136,9 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
         folder.positions.setdefault(series.uid, []).append(image.position_xyz_mm)
 
 
-def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
-    """Divide the series of a folder by study."""
+def _divide(folder: _Folder, volumes: set[str], on_loose: Callable[[NoSlice], None]) -> list[Study]:
+    """Divide the series of a folder by study; see `find_studies`."""
+    owned = _owned_files(folder, on_loose)
     by_scope: dict[str, list[Series]] = {}
     for series in folder.series.values():
         by_scope.setdefault(series.scope, []).append(series)
@@ -153,18 +158,37 @@ def _divide(folder: _Folder, volumes: set[str]) -> list[Study]:
                 positions={
                     series.uid: frozenset(folder.positions[series.uid]) for series in volume_series
                 },
-                files=_files_of(folder, all_series),
+                files=_files_of(folder, all_series, owned),
             )
         )
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 
-def _files_of(folder: _Folder, all_series: Iterable[Series]) -> tuple[Path, ...]:
-    """List the files of series, those that may belong to them, and broken copies beside them."""
+def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
+    """Give files that do not tell their series, and broken copies, to the only volume beside them.
+
+    Returns:
+        Such files by the UID of that volume.
+    """
+    slices = [(uid, path) for uid in folder.positions for path in folder.files[uid]]
+    folders = SliceFolders(slices)
+    copies = broken_copies(folder.dicom, {path for _, path in slices})
+    owned: dict[str, list[Path]] = {}
+    for image in [*folder.loose, *map(refused_copy, copies)]:
+        uid = folders.owner(image.path)
+        if uid is None:
+            on_loose(image)
+        else:
+            owned.setdefault(uid, []).append(image.path)
+    return owned
+
+
+def _files_of(
+    folder: _Folder, all_series: Iterable[Series], owned: dict[str, list[Path]]
+) -> tuple[Path, ...]:
+    """List the files of series, with those that only they can own."""
     files: set[Path] = set()
-    slices: set[Path] = set()
     for series in all_series:
         files.update(folder.files[series.uid])
-        if series.uid in folder.positions:
-            slices.update(folder.files[series.uid])
-    return tuple(sorted({*files, *folder.loose, *broken_copies(folder.dicom, slices)}))
+        files.update(owned.get(series.uid, []))
+    return tuple(sorted(files))

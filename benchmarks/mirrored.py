@@ -1,0 +1,151 @@
+"""Mirrored images: how many are told, and how many untouched scans are called mirrored.
+
+    python -m benchmarks.mirrored output=<folder> cases=<table.csv>[,<table.csv>] [phantoms=40]
+                                  [segment=4]
+
+Each scan is measured as it is and flipped along x with its header untouched. The reference labels
+stand for those of a model, with the names of the sides that their places have. `phantoms` adds
+synthetic chests, and `segment` segments the first scans with a whole chest, as they are and
+flipped, with the included weights, and lists what they are told. Writes `mirrored.csv` with a row
+for each scan, `mirrored.md` with their numbers, and `segmented.csv`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.instruments import given_arguments
+from medseg.anatomy.mirrored import SENTENCES, MirrorEvidence, mirror_evidence
+from medseg.data.case_table import Case
+from medseg.data.importers.formats import read_cases
+from medseg.io.atomic import replace_text
+from medseg.io.read import read_image, read_labels
+from medseg.io.tables import markdown_table, write_csv
+from medseg.io.volume import Volume
+from medseg.phantom.case_folders import write_phantoms
+from medseg.prediction.segmenter import Segmenter
+from medseg.preprocess.orient import orient
+from medseg.task import Channel, Region, Task
+
+TASK = Task(
+    "lungs",
+    {"left_lung": 1, "right_lung": 2},
+    (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
+    (Channel(),),
+)
+OTHER_SIDE = np.array([0, 2, 1], dtype=np.uint8)
+SEED = 0
+CUES = tuple(SENTENCES)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure all scans and write the tables."""
+    output, arguments = given_arguments(["cases", "phantoms", "segment"])
+    tables = [Path(path) for path in arguments["cases"].split(",")]
+    num_phantoms = int(arguments.get("phantoms", "40"))
+    if num_phantoms:
+        tables.append(write_phantoms(output / "phantoms", num_phantoms, SEED))
+    rows: list[Row] = []
+    cases: dict[str, Case] = {}
+    for table in tables:
+        for case in read_cases(table):
+            cases[case.name] = case
+            rows.append(measure(case, table.parent.name))
+            print(" ".join(str(value) for value in rows[-1].values()), flush=True)
+    write_csv(output / "mirrored.csv", rows)
+    replace_text(output / "mirrored.md", markdown_table(summarise(rows)))
+    print((output / "mirrored.md").read_text(encoding="utf-8"))
+    whole = [row["case"] for row in rows if row["view"] == "whole"]
+    segmented: list[Row] = []
+    for name in whole[: int(arguments.get("segment", "0"))]:
+        segmented += segment(cases[name])
+        print(segmented[-2], segmented[-1], flush=True)
+    if segmented:
+        write_csv(output / "segmented.csv", segmented)
+
+
+def measure(case: Case, source: str) -> Row:
+    """Measure a scan as it is and flipped.
+
+    Returns:
+        `case`, `source`, `view` (`whole` if both lungs end within the scan, `partial`, or `none`
+        without lungs); the cues and their `sum`; and for the scan as it is and `flipped`, whether
+        it is called mirrored, and whether two independent cues say so.
+    """
+    scan = read_image(case.image, case.series)
+    stored, grid, _ = orient(scan.array, scan.grid)
+    image_hu = case.hu.apply(stored)
+    labels = np.zeros(stored.shape, dtype=np.uint8)
+    if case.labels is not None:
+        volume = read_labels(case.labels)
+        labels = orient(volume.array, volume.grid)[0].astype(np.uint8)
+    evidence = mirror_evidence(image_hu, labels, grid.spacing_mm, TASK)
+    flipped = mirror_evidence(
+        image_hu[:, :, ::-1], OTHER_SIDE[labels[:, :, ::-1]], grid.spacing_mm, TASK
+    )
+    row: Row = {"case": case.name, "source": source, "view": view_of(labels)}
+    for name in CUES:
+        size = evidence.cues.get(name)
+        row[name] = "" if size is None else round(size, 2)
+    row["sum"] = round(sum(evidence.cues.values()), 2)
+    return row | _verdict("", evidence) | _verdict("flipped_", flipped)
+
+
+def _verdict(prefix: str, evidence: MirrorEvidence) -> Row:
+    """What the prediction warns of, and what the audit calls an error."""
+    return {f"{prefix}told": evidence.is_mirrored, f"{prefix}confirmed": evidence.is_confirmed}
+
+
+def view_of(labels: np.ndarray) -> str:
+    """Part of the chest that a label map (D, H, W) shows: both lungs wholly, partly, or none."""
+    if not labels.any():
+        return "none"
+    has_both = all((labels == value).any() for value in TASK.labels.values())
+    is_cut = labels[0].any() or labels[-1].any()
+    return "whole" if has_both and not is_cut else "partial"
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Count the scans of each view: real ones, phantoms, and all."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        kind = "phantoms" if row["source"] == "phantoms" else "scans"
+        groups.setdefault(f"{kind}, {row['view']}", []).append(row)
+        groups.setdefault(f"all, {row['view']}", []).append(row)
+    return [
+        {
+            "view": view,
+            "n": len(members),
+            "untouched, called mirrored": sum(row["told"] for row in members),
+            "flipped, told": sum(row["flipped_told"] for row in members),
+            "of them confirmed": sum(row["flipped_confirmed"] for row in members),
+        }
+        for view, members in sorted(groups.items())
+    ]
+
+
+def segment(case: Case) -> list[Row]:
+    """Segment a scan as it is and flipped, and list the codes of what is told."""
+    segmenter = Segmenter()
+    scan = read_image(case.image, case.series)
+    rows = []
+    for way, volume in (("untouched", scan), ("flipped", flip(scan))):
+        result = segmenter.segment(volume, case.hu)
+        codes = sorted({finding.code for finding in result.findings})
+        rows.append({"case": case.name, "scan": way, "codes": " ".join(codes)})
+    return rows
+
+
+def flip(scan: Volume) -> Volume:
+    """Flip a scan along the world axis nearest to x, and leave its header."""
+    oriented, _, orientation = orient(scan.array, scan.grid)
+    flipped = np.ascontiguousarray(orientation.from_lps(oriented[:, :, ::-1]))
+    return replace(scan, array=flipped)
+
+
+if __name__ == "__main__":
+    main()

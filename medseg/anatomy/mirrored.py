@@ -1,0 +1,370 @@
+"""Mirrored images: signs in a chest CT that its left and right are exchanged under its header.
+
+A conversion that flips an image without its header leaves a plausible patient with mirrored organs.
+Four cues are measured from the image and the lungs. Each is positive where the organs lie as usual,
+changes its sign with the image, and is absent where the scan does not show it:
+
+* `liver`: below the right lung lies the liver, below the left one fat, spleen, and gas of stomach
+  and bowel;
+* `arch`: the aortic arch lies to the left of the trachea;
+* `aorta`: the descending aorta keeps the left lung away from the front of the spine;
+* `heart`: two thirds of the heart lie to the left.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy import ndimage
+
+from medseg.anatomy.rules import (
+    AIRY_HU,
+    AORTA_REACH_MM,
+    AORTA_SHARE,
+    ARCH_MM,
+    BELOW_LUNG_MM,
+    CLEAR_CUE,
+    HEART_MM,
+    HEART_SHARES,
+    LIGHT_HU,
+    LIVER_SHARE,
+    MAX_CUE,
+    MIN_BELOW_ML,
+    MIN_BELOW_SHARE,
+    MIRRORED_EVIDENCE,
+    SOLID_MM,
+    SPINE_HU,
+    SPINE_REACH_MM,
+    TRACHEA_HU,
+    TRACHEA_MM,
+    TRACHEA_MM2,
+)
+from medseg.task import Task
+
+MEDIASTINUM = ("arch", "aorta", "heart")
+"""Cues that a collapsed lung moves together; the liver is independent of them."""
+
+SENTENCES = {
+    "liver": "the tissue below the left lung looks like the liver",
+    "arch": "the aortic arch seems to lie to the right of the trachea",
+    "aorta": "the aorta seems to descend on the right of the spine",
+    "heart": "the heart seems to lie on the right",
+}
+"""What is seen where a cue is mirrored."""
+
+
+class Lungs(NamedTuple):
+    """Both lungs on a coarse grid, told apart by their place.
+
+    Attributes:
+        left: Mask (D, H, W) of the one at larger x.
+        right: Mask of the other.
+        image_hu: The image, (D, H, W).
+        spacing_mm: Spacing (z, y, x).
+    """
+
+    left: np.ndarray
+    right: np.ndarray
+    image_hu: np.ndarray
+    spacing_mm: tuple[float, float, float]
+
+
+class Gap(NamedTuple):
+    """What lies between the lungs in each row along x; arrays (D, H) in voxels.
+
+    Attributes:
+        is_between: Whether the row meets both lungs.
+        start: First voxel beyond the right lung.
+        stop: First voxel of the left lung.
+        outer_middle: Middle between the outer borders of the lungs.
+    """
+
+    is_between: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    outer_middle: np.ndarray
+
+
+class MirrorEvidence(NamedTuple):
+    """Cues of a scan.
+
+    Attributes:
+        cues: Name of each cue that the scan shows to its size: 1 where it is clear, at most 2,
+            negative where the organs lie mirrored.
+    """
+
+    cues: dict[str, float]
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether the liver, and all cues together, say that left and right are exchanged."""
+        # A collapsed lung moves the whole mediastinum: no cue above the diaphragm is enough.
+        liver = self.cues.get("liver", 0.0)
+        return liver <= -CLEAR_CUE and sum(self.cues.values()) <= -MIRRORED_EVIDENCE
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the mediastinum, which is independent of the liver, says the same."""
+        mediastinum = sum(self.cues.get(name, 0.0) for name in MEDIASTINUM)
+        return self.is_mirrored and mediastinum <= -CLEAR_CUE
+
+    @property
+    def sentence(self) -> str:
+        """What is seen, a clause."""
+        mirrored = [SENTENCES[name] for name, size in self.cues.items() if size <= -CLEAR_CUE]
+        return " and ".join(mirrored)
+
+
+def mirror_evidence(
+    image_hu: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float], task: Task
+) -> MirrorEvidence:
+    """Measure the cues of a scan.
+
+    Args:
+        image_hu: CT (D, H, W) in HU, oriented to LPS.
+        labels: Label map on the same grid in the task's values.
+        spacing_mm: Spacing, (z, y, x).
+        task: Its labels with a side that are full of air are the lungs.
+
+    Returns:
+        No cue where the labels do not show two lungs.
+    """
+    lungs = find_lungs(image_hu, labels, spacing_mm, task)
+    if lungs is None:
+        return MirrorEvidence({})
+    gap = _gap_between(lungs)
+    scales = {"liver": LIVER_SHARE, "arch": ARCH_MM, "aorta": AORTA_SHARE, "heart": HEART_MM}
+    sizes = {
+        "liver": liver_excess(lungs),
+        "arch": arch_excess_mm(lungs, gap),
+        "aorta": aorta_excess(lungs, gap),
+        "heart": heart_offset_mm(lungs, gap),
+    }
+    cues = {}
+    for name, size in sizes.items():
+        if size is not None:
+            cues[name] = float(np.clip(size / scales[name], -MAX_CUE, MAX_CUE))
+    return MirrorEvidence(cues)
+
+
+def find_lungs(
+    image_hu: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float], task: Task
+) -> Lungs | None:
+    """Take the labels with a side that are full of air, on a coarse grid; None without two lungs.
+
+    Which of them is left is decided by their place: the names of the labels may follow the organs
+    of a mirrored image, or its header.
+    """
+    steps = [max(1, round(SOLID_MM / (2 * mm))) for mm in spacing_mm]
+    part = tuple(slice(None, None, step) for step in steps)
+    coarse_hu, coarse_labels = image_hu[part], labels[part]
+    masks = []
+    for side in ("left", "right"):
+        mask = np.zeros(coarse_labels.shape, dtype=bool)
+        for value in task.side_values(side):
+            is_value = coarse_labels == value
+            if is_value.any() and np.median(coarse_hu[is_value]) <= AIRY_HU:
+                mask |= is_value
+        if not mask.any():
+            return None
+        masks.append(mask)
+    left, right = sorted(masks, key=_centre_x, reverse=True)
+    z_mm, y_mm, x_mm = (step * mm for step, mm in zip(steps, spacing_mm, strict=True))
+    return Lungs(left, right, coarse_hu, (z_mm, y_mm, x_mm))
+
+
+def _centre_x(mask: np.ndarray) -> float:
+    """Index along x of the centre of mass of a mask (D, H, W)."""
+    return float(np.average(np.arange(mask.shape[2]), weights=mask.sum(axis=(0, 1))))
+
+
+def _gap_between(lungs: Lungs) -> Gap:
+    """Find what lies between the lungs in each row."""
+    right, left = lungs.right, lungs.left
+    width = right.shape[2]
+    return Gap(
+        is_between=right.any(axis=2) & left.any(axis=2),
+        start=width - right[:, :, ::-1].argmax(axis=2),
+        stop=left.argmax(axis=2),
+        outer_middle=(right.argmax(axis=2) + width - left[:, :, ::-1].argmax(axis=2)) / 2,
+    )
+
+
+def _levels(lungs: Lungs, low_share: float, high_share: float) -> range:
+    """Slices between two shares of the height of the lungs."""
+    slices = np.flatnonzero((lungs.left | lungs.right).any(axis=(1, 2)))
+    height = slices[-1] + 1 - slices[0]
+    return range(int(slices[0] + low_share * height), int(np.ceil(slices[0] + high_share * height)))
+
+
+def liver_excess(lungs: Lungs) -> float | None:
+    """Measure by how much the tissue below the right lung is more like the liver.
+
+    The liver is a large piece of solid tissue: nothing in some millimetres around a voxel is as
+    light as fat or gas.
+
+    Returns:
+        Share of solid tissue below the right lung less that below the left one, averaged with the
+        share of light tissue below the left lung less that below the right one, so within ±1; None
+        where the scan shows too little below one of them.
+    """
+    spacing_mm = np.array(lungs.spacing_mm)
+    smooth_hu = np.clip(lungs.image_hu, -300, 300).astype(np.float32)
+    smooth_hu = ndimage.uniform_filter(
+        smooth_hu, np.maximum(1, np.rint(SOLID_MM / spacing_mm).astype(int)).tolist()
+    )
+    # Liver with contrast agent lies below bone.
+    is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
+    is_solid = ndimage.minimum_filter(
+        is_tissue, (2 * np.rint(SOLID_MM / spacing_mm).astype(int) + 1).tolist()
+    )
+    is_light = smooth_hu < LIGHT_HU
+    solid_shares, light_shares = [], []
+    for lung in (lungs.right, lungs.left):
+        columns = _inner_columns(lung, lungs.spacing_mm)
+        below = _below(lung, columns, lungs.spacing_mm[0])
+        if not _shows_below(below, columns, spacing_mm):
+            return None
+        solid_shares.append(is_solid[below].mean())
+        light_shares.append(is_light[below].mean())
+    solid_excess = solid_shares[0] - solid_shares[1]
+    return float(solid_excess + light_shares[1] - light_shares[0]) / 2
+
+
+def _inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
+    """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
+    num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
+    return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
+
+
+def _below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
+    """Mask (D, H, W) of what lies at some depth below a lung, in some of its columns."""
+    near_mm, far_mm = BELOW_LUNG_MM
+    depth_mm = (lung.argmax(axis=0) - np.arange(len(lung))[:, None, None]) * z_mm
+    return np.asarray(columns & (depth_mm > near_mm) & (depth_mm <= far_mm))
+
+
+def _shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
+    """Whether a scan shows enough of what lies below a lung, see `_below`."""
+    near_mm, far_mm = BELOW_LUNG_MM
+    num_voxels = np.count_nonzero(below)
+    whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
+    is_large = num_voxels * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
+    return bool(is_large and num_voxels >= MIN_BELOW_SHARE * whole)
+
+
+def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
+    """Measure by how much more tissue lies to the left of the trachea than to its right.
+
+    Returns:
+        Mean difference of the distances from the trachea to both lungs in the upper half of the
+        lungs, in mm; None where the trachea is seen along less than `TRACHEA_MM`.
+    """
+    z_mm, y_mm, x_mm = lungs.spacing_mm
+    differences_mm = []
+    for z in _levels(lungs, 0.5, 1.0):
+        centre = _trachea_centre(lungs, gap, z)
+        if centre is None:
+            continue
+        y, x = centre
+        rows = np.flatnonzero(gap.is_between[z])
+        rows = rows[np.abs(rows - y) * y_mm <= TRACHEA_MM / 2]
+        if len(rows):
+            to_left = gap.stop[z, rows].mean() - x
+            to_right = x - gap.start[z, rows].mean() + 1
+            differences_mm.append((to_left - to_right) * x_mm)
+    if len(differences_mm) * z_mm < TRACHEA_MM:
+        return None
+    return float(np.mean(differences_mm))
+
+
+def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | None:
+    """Centre (y, x) of the trachea, or of both main bronchi where they are one, in a slice."""
+    x = np.arange(lungs.image_hu.shape[2])
+    is_gap = gap.is_between[z][:, None] & (x >= gap.start[z][:, None]) & (x < gap.stop[z][:, None])
+    pieces, num_pieces = ndimage.label(is_gap & (lungs.image_hu[z] < TRACHEA_HU))
+    if not num_pieces:
+        return None
+    areas_mm2 = np.bincount(pieces.ravel())[1:] * lungs.spacing_mm[1] * lungs.spacing_mm[2]
+    largest = int(areas_mm2.argmax())
+    low_mm2, high_mm2 = TRACHEA_MM2
+    if not low_mm2 <= areas_mm2[largest] <= high_mm2:
+        return None
+    y, x_centre = ndimage.center_of_mass(pieces == largest + 1)
+    return float(y), float(x_centre)
+
+
+def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
+    """Measure by how much more lung lies on the right beside the front of the spine.
+
+    Returns:
+        Difference of the shares of lung to both sides, the mean over the slices, within ±1; None
+        where fewer than four slices show the spine between the lungs.
+    """
+    _, y_mm, x_mm = lungs.spacing_mm
+    is_lung = lungs.left | lungs.right
+    near_mm, far_mm = AORTA_REACH_MM
+    excesses = []
+    for z in _levels(lungs, 0.15, 0.85):
+        front = _spine_front(lungs, gap, z)
+        if front is None:
+            continue
+        y, x = front
+        rows = np.flatnonzero(gap.is_between[z])
+        distance_mm = (y - rows) * y_mm  # in front of the spine
+        rows = rows[(distance_mm >= -near_mm) & (distance_mm <= 2 * near_mm)]
+        if not len(rows):
+            continue
+        beside_mm = (np.arange(is_lung.shape[2]) - x) * x_mm
+        lung_share = is_lung[z, rows].mean(axis=0)
+        on_left = (beside_mm >= near_mm) & (beside_mm <= far_mm)
+        on_right = (beside_mm <= -near_mm) & (beside_mm >= -far_mm)
+        if on_left.any() and on_right.any():
+            excesses.append(lung_share[on_right].mean() - lung_share[on_left].mean())
+    if len(excesses) < 4:
+        return None
+    return float(np.mean(excesses))
+
+
+def _spine_front(lungs: Lungs, gap: Gap, z: int) -> tuple[int, float] | None:
+    """Row of the front of the spine, and its middle along x, in a slice."""
+    rows = np.flatnonzero(gap.is_between[z])
+    if not len(rows):
+        return None
+    # The spine lies in the back half of the slice's lungs and behind them.
+    in_slice = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
+    half = int(in_slice[0] + in_slice[-1]) // 2
+    back_rows = rows[rows >= half]
+    if not len(back_rows):
+        return None
+    middle = float(np.median(gap.start[z, back_rows] + gap.stop[z, back_rows]) / 2)
+    reach = SPINE_REACH_MM / lungs.spacing_mm[2]
+    low = max(0, round(middle - reach))
+    bone = lungs.image_hu[z, half:, low : round(middle + reach)] > SPINE_HU
+    if np.count_nonzero(bone) < 2:
+        return None
+    columns = bone.sum(axis=0)
+    covered = np.cumsum(bone.sum(axis=1)) / columns.sum()
+    # A few dense voxels before it are vessels with contrast agent.
+    front = half + int(np.searchsorted(covered, 0.1))
+    return front, low + float(np.average(np.arange(len(columns)), weights=columns))
+
+
+def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
+    """Measure how far to the left of the middle of the chest the heart lies.
+
+    Returns:
+        Mean distance in mm of what lies between the front halves of the lungs from the middle
+        between their outer borders; None where few rows show it.
+    """
+    offsets = []
+    for z in _levels(lungs, *HEART_SHARES):
+        in_slice = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
+        rows = np.flatnonzero(gap.is_between[z])
+        if not len(rows):
+            continue
+        rows = rows[rows < (in_slice[0] + in_slice[-1]) / 2]
+        middle = (gap.start[z, rows] + gap.stop[z, rows]) / 2
+        offsets.extend((middle - gap.outer_middle[z, rows]).tolist())
+    if len(offsets) < 10:
+        return None
+    return float(np.mean(offsets)) * lungs.spacing_mm[2]
