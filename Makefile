@@ -45,8 +45,8 @@ matrix: setup    ## every pair of network, stage, loss, switch and ranks in smal
 docs: setup      ## the documentation site -> site/index.html; with search: python -m http.server -d site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-gpu: setup       ## on a machine with an NVIDIA GPU: its tests, planned against allocated memory, ladder, benchmark -> gpu/gpu.md
-	$(BIN)/python benchmarks/gpu.py gpu
+gpu: setup       ## on a machine with an NVIDIA GPU (without one: REHEARSAL=1): tests, memory, training, prediction -> gpu/gpu.md
+	$(BIN)/python -m benchmarks.gpu gpu
 
 clean:           ## remove what the targets made (runs/ and data/ stay)
 	rm -rf $(VENV) demo build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,7 @@ from medseg.data.spacing import find_spacing
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import write_csv
+from medseg.memory.device import use_supported_half
 from medseg.report.plots import draw_lr_range
 from medseg.targets import TARGET
 from medseg.training.assemble import make_data_module, make_module, make_trainer
@@ -71,6 +72,7 @@ def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
     """Train for `config.steps` steps; returns the rate and the loss of each."""
     # The test sets the rates itself, and leaves nothing behind but its result.
     config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
+    use_supported_half(config.memory, config.trainer.accelerator)
     torch.manual_seed(config.seed)
     network = make_network(config)
     load_initial_weights(network, config)

@@ -2,8 +2,10 @@
 
 import torch
 
+from medseg.console import say
 from medseg.errors import UserError
-from medseg.memory.options import Accelerator
+from medseg.memory.options import Accelerator, MemoryOptions, Precision
+from medseg.memory.precision import half_of_device
 
 
 def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> torch.device:
@@ -31,3 +33,20 @@ def pick_device_type(accelerator: Accelerator) -> str:
     It is `cuda` where the run asks for a GPU, even if this machine has none.
     """
     return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type
+
+
+def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:
+    """Replace bf16 by fp16 where the GPU of a run has no arithmetic in bf16, and say so.
+
+    Args:
+        memory: Changed in place.
+        accelerator: That of the run.
+    """
+    precision = half_of_device(memory.precision.value, pick_device_type(accelerator))
+    if precision == memory.precision.value:
+        return
+    say(
+        f"memory.precision=bf16: {torch.cuda.get_device_name()} has no arithmetic in bf16 "
+        "(compute capability below 8.0); this run computes in fp16, with loss scaling in training"
+    )
+    memory.precision = Precision(precision)

@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from medseg.console import say
-from medseg.errors import UserError
+from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.io.atomic import replace_text
 from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
@@ -43,6 +43,9 @@ LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
 # Slices are divided by a common divisor of all depths, which must be larger than any size of a
 # kernel or number of an axis.
 LEAST_DIVISOR = 8
+# What torch raises for an operation whose arguments cannot be made alone, or do not fit; anything
+# else is a defect of ours.
+OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 MARK = "medseg operation "
 aten = torch.ops.aten
 # Position of the weight, whose third axis is none of slices.
@@ -73,7 +76,8 @@ class KernelCosts:
     """Costs of operations on this machine, with its libraries and number of threads.
 
     Attributes:
-        unmeasured: Names of operations that could not be run alone, whose costs count as zero.
+        unmeasured: Names of operations that could not be run alone, whose costs count as zero, to
+            the reason.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -92,7 +96,8 @@ class KernelCosts:
         if instruction_limit():
             name += f" {instruction_limit()}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
-        self.unmeasured: set[str] = set()
+        self.unmeasured: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}  # by key of the operation
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
         self._circumstances: dict[str, Circumstances] = {}
         self.costs: dict[str, Cost] = {}
@@ -111,6 +116,8 @@ class KernelCosts:
         say(f"plan: measuring {len(missing)} {noun} on this machine; kept for later plans")
         with LoadMeter() as meter:
             measured = self._measure(missing)
+        for operation, reason in self.unmeasured.items():
+            say(f"plan: {operation} could not be measured and counts as nothing: {reason}")
         self.costs |= measured
         self._circumstances |= dict.fromkeys(measured, meter.circumstances())
         self._write(measured)
@@ -137,7 +144,8 @@ class KernelCosts:
         costs = {}
         for key, call in missing.items():
             if key not in workspaces:
-                self.unmeasured.add(str(call.operation))
+                reason = self._reasons.get(key, "it is too large, and cannot be divided")
+                self.unmeasured[str(call.operation)] = reason
                 costs[key] = NOTHING
                 continue
             share = parts[key][-1][0]
@@ -193,10 +201,11 @@ class KernelCosts:
         lasting = dict.fromkeys(calls, 0)
         self._start_libraries()
         for key, call in calls.items():
-            with contextlib.suppress(Exception):  # of any operation
+            with self._noted_failure(key):
                 run = self._prepared(call)
                 before = used_bytes()
                 run()
+                self._synchronise()
                 lasting[key] = max(0, used_bytes() - before)
         return lasting
 
@@ -221,7 +230,7 @@ class KernelCosts:
         numbers: dict[str, int] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for number, (key, call) in enumerate(calls.items()):
-                with contextlib.suppress(Exception):  # of any operation
+                with self._noted_failure(key):
                     run = self._prepared(call)
                     with record_function(f"{MARK}{number}"):
                         _result = run()  # live at the end of the mark
@@ -230,10 +239,30 @@ class KernelCosts:
         peaks = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
         return {key: peaks.get(number, 0) for key, number in numbers.items()}
 
+    @contextlib.contextmanager
+    def _noted_failure(self, key: str) -> Iterator[None]:
+        """Keep the reason why an operation cannot run alone.
+
+        Raises:
+            RuntimeError: If the GPU itself fails, after which no operation runs: all that follow
+                would count as nothing.
+        """
+        try:
+            yield
+        except OPERATION_ERRORS as error:
+            if str(error).startswith("CUDA error") and not is_out_of_memory(error):
+                raise
+            self._reasons[key] = first_line(error)
+
+    def _synchronise(self) -> None:
+        """Wait for the GPU, so that an operation fails by itself and not in the next one."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
     def _workspaces_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, int]:
         workspaces = {}
         for key, call in calls.items():
-            with contextlib.suppress(Exception):  # of any operation
+            with self._noted_failure(key):
                 run = self._prepared(call)
                 torch.cuda.reset_peak_memory_stats()
                 _result = run()  # live when the bytes are read, so that it does not count
@@ -293,8 +322,7 @@ class KernelCosts:
         run = self._prepared(call)
         start_s = clock()
         run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self._synchronise()
         return clock() - start_s
 
     def _prepared(self, call: Call) -> Callable[[], Any]:

@@ -11,6 +11,9 @@ import torch
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 # Number formats of autocast; the other precisions store fp32.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The first compute capability of NVIDIA's GPUs with arithmetic in bf16: A100, RTX 30xx. A T4 or an
+# RTX 20xx (7.5) stores bf16, but its convolutions are slow and take more memory, or fail.
+BF16_CAPABILITY = (8, 0)
 
 
 def check_precision(precision: str, device_type: str) -> None:
@@ -57,18 +60,34 @@ def inference_precision(trained: str, device_type: str) -> str:
         device_type: `cpu` or `cuda`.
 
     Returns:
-        The precision of the training, or `fp32` where the device lacks it.
+        The precision of the training. Where the device lacks it, `fp16` on a GPU and `fp32` on a
+        CPU.
     """
-    if device_type != "cpu" or trained == "fp32":
-        return trained
-    return "bf16" if trained == "bf16" and has_fast_bf16() else "fp32"
+    if device_type != "cpu":
+        return half_of_device(trained, device_type)
+    return "bf16" if trained == "bf16" and has_fast_bf16("cpu") else "fp32"
 
 
-def has_fast_bf16() -> bool:
-    """Whether torch's convolution kernels support bf16 on this processor.
+def half_of_device(precision: str, device_type: str) -> str:
+    """Replace `bf16` by `fp16` where a GPU has no arithmetic in bf16; others stay.
 
-    Torch itself decides by the same call.
+    Training in `fp16` scales the loss, see `lightning_precision`.
     """
+    if precision == "bf16" and device_type == "cuda" and not has_fast_bf16("cuda"):
+        return "fp16"
+    return precision
+
+
+def has_fast_bf16(device_type: str) -> bool:
+    """Whether this machine's devices of a type compute in bf16, and do not emulate it.
+
+    All visible GPUs count, because the ranks of a run must agree. A machine without a GPU answers
+    for the one that a run is planned for. On a CPU torch itself decides by the same call.
+    """
+    if device_type == "cuda":
+        numbers = range(torch.cuda.device_count())
+        capabilities = map(torch.cuda.get_device_capability, numbers)
+        return all(capability >= BF16_CAPABILITY for capability in capabilities)
     if not torch.backends.mkldnn.is_available():
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

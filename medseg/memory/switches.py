@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -286,6 +286,9 @@ def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
 
 
 _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
+# Bytes of a block of pinned memory. Torch rounds each up to a power of two: tensors of their own
+# would take up to twice their bytes, which no other program can have.
+HOST_BLOCK_BYTES = 2**24
 
 
 def offload_activations(network: nn.Module, device_type: str) -> None:
@@ -320,7 +323,8 @@ def save_to_host(network: nn.Module) -> None:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(_to_host, _from_host):
+        copies = HostCopies()
+        with saved_tensors_hooks(copies.to_host, copies.from_host):
             return forward(*args, **kwargs)
 
     network.forward = run
@@ -334,19 +338,90 @@ def is_copying_to_host() -> bool:
     return _copies_to_host.get()
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-    # Parameters stay where they are: the optimiser holds them there anyway.
-    if isinstance(tensor, nn.Parameter):
-        return None, tensor
-    token = _copies_to_host.set(True)
-    try:
-        # From pinned memory a GPU copies while it computes.
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return tensor.device, copy.copy_(tensor, non_blocking=tensor.is_cuda)
-    finally:
-        _copies_to_host.reset(token)
+class HostCopy(NamedTuple):
+    """A saved tensor on the host.
+
+    Attributes:
+        pieces: Its values in the order of its memory, in one block or several.
+        shape: Its shape.
+        stride: Its strides, without gaps.
+        dtype: Its number format.
+        device: Where it came from.
+    """
+
+    pieces: list[Tensor]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
-def _from_host(saved: tuple[torch.device | None, Tensor]) -> Tensor:
-    device, tensor = saved
-    return tensor if device is None else tensor.to(device, non_blocking=True, copy=True)
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the values of a tensor fill its memory, in whatever order of the axes."""
+    step = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != step:
+            return False
+        step *= length
+    return True
+
+
+class HostCopies:
+    """Host memory of the tensors that one forward pass saves, in blocks of equal size.
+
+    A tensor begins where the last one ends, and goes on in the next block. A block is free when the
+    backward pass has used all tensors in it; torch then keeps it for the next step.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._num_used = 0
+
+    def to_host(self, tensor: Tensor) -> Tensor | HostCopy:
+        """Copy a tensor to the host; parameters stay, the optimiser holds them there anyway."""
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        token = _copies_to_host.set(True)
+        try:
+            return self._copy(tensor)
+        finally:
+            _copies_to_host.reset(token)
+
+    def _copy(self, tensor: Tensor) -> HostCopy:
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        values = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        values = values.view(torch.uint8)
+        pieces = []
+        start = 0
+        while start < len(values):
+            room = self._room(tensor.is_cuda)[: len(values) - start]
+            # From pinned memory a GPU copies while it computes.
+            room.copy_(values[start : start + len(room)], non_blocking=tensor.is_cuda)
+            pieces.append(room)
+            self._num_used += len(room)
+            start += len(room)
+        return HostCopy(pieces, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def _room(self, is_pinned: bool) -> Tensor:
+        """Rest of the block, or a new block where there is none."""
+        if self._num_used == len(self._block):
+            self._block = torch.empty(HOST_BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+            self._num_used = 0
+        return self._block[self._num_used :]
+
+    def from_host(self, saved: Tensor | HostCopy) -> Tensor:
+        """Copy a tensor back to its device."""
+        if isinstance(saved, Tensor):
+            return saved
+        tensor = torch.empty_strided(
+            saved.shape, saved.stride, dtype=saved.dtype, device=saved.device
+        )
+        values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        start = 0
+        for piece in saved.pieces:
+            values[start : start + len(piece)].copy_(piece, non_blocking=True)
+            start += len(piece)
+        return tensor

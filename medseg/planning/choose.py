@@ -112,11 +112,11 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
 
     The combination that needs the least memory comes last.
     """
-    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    device_type = pick_device_type(config.trainer.accelerator)
     layouts = (False, True)
-    offloadings = (False, True) if is_gpu else (False,)
+    offloadings = (False, True) if device_type == "cuda" else (False,)
     for precision, channels_last, accumulate, offload in itertools.product(
-        _precisions(config, is_gpu=is_gpu), layouts, _accumulations(config), offloadings
+        _precisions(config, device_type), layouts, _accumulations(config), offloadings
     ):
         memory = replace(
             config.memory,
@@ -129,14 +129,16 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
         yield replace(config, memory=memory)
 
 
-def _precisions(config: PlanConfig, *, is_gpu: bool) -> list[Precision]:
+def _precisions(config: PlanConfig, device_type: str) -> list[Precision]:
     """List the precisions to try, in the order of the enumeration: the widest numbers first."""
     precisions = {config.memory.precision}
     if config.allow is not Allow.same_result:
         precisions.add(Precision.fp32)
-        # Processors without instructions for bfloat16 emulate it slowly.
-        if is_gpu or has_fast_bf16():
+        # Processors without instructions for bfloat16 emulate it slowly, and have no fp16.
+        if has_fast_bf16(device_type):
             precisions.add(Precision.bf16)
+        elif device_type == "cuda":
+            precisions.add(Precision.fp16)
     return [precision for precision in Precision if precision in precisions]
 
 

@@ -297,7 +297,7 @@ def estimate_beside(
     # The optimiser's state outlives the step; it lies beside the weights.
     allocator = {STEP: -shared, VALIDATION: evaluation.allocated + memory.optimizer_state}
     if is_gpu:
-        resident = _card_bytes(allocator)
+        resident = card_bytes(allocator)
         busy_processors = 1
     else:
         validation = machine.sample(config, validation_shape, is_training=False)
@@ -328,7 +328,7 @@ def estimate_beside(
     )
 
 
-def _card_bytes(allocator: dict[str, int]) -> dict[str, int]:
+def card_bytes(allocator: dict[str, int]) -> dict[str, int]:
     """Bytes of the card by phase, from those of torch's allocator."""
     context = _context_bytes()
     return {

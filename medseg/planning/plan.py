@@ -14,6 +14,7 @@ from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.memory.accounting import StepMemory
+from medseg.memory.device import use_supported_half
 from medseg.planning.estimate import CHECKPOINT, STEP, VALIDATION, Estimate, Machine, estimate
 from medseg.planning.fit import fit
 from medseg.planning.step import (
@@ -55,6 +56,7 @@ def plan(config: PlanConfig) -> int:
         UserError: If keys exclude or miss each other, or a part of the step cannot be counted.
     """
     _check_keys(config)
+    use_supported_half(config.memory, config.trainer.accelerator)
     find_spacing(config.spacing, config.data, config.task)
     shape = input_shape(config)
     if config.fit_gib is not None:

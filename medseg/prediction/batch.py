@@ -28,6 +28,7 @@ from medseg.errors import (
 )
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import scratch_above
+from medseg.memory.device import pick_device
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.cascades import (
     RangeCascade,
@@ -130,7 +131,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    if has_other_ranks() and torch.cuda.is_available():
+    if has_other_ranks() and pick_device(config.accelerator, "accelerator").type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
     if config.weights is not None:

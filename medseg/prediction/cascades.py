@@ -15,7 +15,7 @@ from medseg.inference.options import InferenceOptions, Seen
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
-from medseg.memory.precision import check_precision
+from medseg.memory.precision import check_precision, half_of_device
 from medseg.nnunet.model import load_nnunet
 from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
 from medseg.prediction.contract import backend_room_bytes
@@ -65,8 +65,8 @@ def load_cascade(
         fine: The same for the fine stage; none also for a task without regions.
         single: Checkpoints of a model of one stage, in place of both.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
-            device lacks it.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where a CPU
+            lacks it. A GPU without bf16 computes in fp16 instead.
         options: Tiles of the last stage, memory, backend and flips; the defaults where None.
             Without a backend it is the quicker one whose memory fits on a CPU without bf16, else
             torch.
@@ -82,6 +82,7 @@ def load_cascade(
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
+        precision = half_of_device(precision, device.type)
     options = options or InferenceOptions()
     for key in ("sums", "orientation", "around"):
         if getattr(options, key) is not None:

@@ -85,7 +85,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
 
     Args:
         config: Configuration of an opened run folder; changed in place to the ranks that were
-            started.
+            started, and to the precision of the GPU.
 
     Returns:
         The summary that is written to `summary.json`.
@@ -95,6 +95,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     # Imported after the configuration is known to be right: this takes seconds.
     import torch
 
+    from medseg.memory.device import use_supported_half
     from medseg.training.assemble import (
         make_data_module,
         make_metadata,
@@ -111,6 +112,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     from medseg.weights.files import load_checkpoint
 
     _announce(config.debug)
+    use_supported_half(config.memory, config.trainer.accelerator)
     torch.manual_seed(config.seed)  # initial weights
     network = make_network(config)
     load_initial_weights(network, config)
@@ -212,7 +214,7 @@ def _summarise(
         "steps": trainer.global_step,
         "val_dice_best": None,
         "train_s": round(history.train_s(), 1),
-        "peak_gib": round(peak_bytes() / 2**30, 3),
+        "peak_gib": round(peak_bytes(history.load.uses_gpu) / 2**30, 3),
         **measured,
         "plan": plan,
         "num_parameters": sum(weight.numel() for weight in network.parameters()),

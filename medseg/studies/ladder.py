@@ -24,7 +24,7 @@ from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import print_table, write_csv
-from medseg.memory.device import pick_device
+from medseg.memory.device import pick_device, use_supported_half
 from medseg.memory.options import MemoryOptions, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
@@ -127,6 +127,8 @@ def ladder(config: LadderConfig) -> int:
     rows = list(ladder_rows(config, arguments))
     # All rows are checked before the first is measured.
     configs = [compose(row) for row in rows]
+    for row_config in configs:
+        use_supported_half(row_config.memory, row_config.trainer.accelerator)
     check_writable(output)
     packages = install_baselines(Path(config.peers_env).absolute()) if config.peers else None
     table: list[dict[str, Any]] = []

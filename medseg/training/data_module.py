@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,7 +70,8 @@ class CasesDataModule(pl.LightningDataModule):
     Attributes:
         num_workers: Loader processes; samples do not depend on it.
         prefetch: Batches that each loader process makes ahead.
-        pin_memory: Whether batches are put in page-locked memory; None = where there is a GPU.
+        pin_memory: Whether batches are put in page-locked memory; None = where the run
+            uses a GPU.
         coarse: Trained coarse stage, for its boxes and probabilities; None where neither is used.
         coarse_by_case: Case name to the coarse stage whose probabilities it sees instead; the other
             cases see those of `coarse`.
@@ -250,8 +250,14 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
     def pins_memory(self) -> bool:
-        """Whether samples go to pinned memory, from which a GPU copies them while it computes."""
-        return torch.cuda.is_available() if self.pin_memory is None else self.pin_memory
+        """Whether samples go to pinned memory, from which a GPU copies them while it computes.
+
+        Without the key, where the run uses a GPU: pinning starts the driver, which takes some of a
+        card that others may hold.
+        """
+        if self.pin_memory is not None:
+            return self.pin_memory
+        return pick_device(self.config.trainer.accelerator).type == "cuda"
 
     def train_samples(self) -> Samples:
         """Make the data set of training samples."""

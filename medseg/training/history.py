@@ -66,7 +66,7 @@ class History(pl.Callback):
         self.num_rows = 0
         self.rows: list[dict[str, Any]] = []
         self.device = torch.device("cpu")
-        self.load = MachineLoad()
+        self.load = MachineLoad(uses_gpu=False)
         self.earlier_s = 0.0
         self.start_s = time.perf_counter()
         self.lr = 0.0
@@ -96,8 +96,10 @@ class History(pl.Callback):
         """Keep the lines that the checkpoint counts."""
         self.start_s = self.last_time_s = time.perf_counter()
         self.last_step = trainer.global_step
-        self.load = MachineLoad()
         self.device = pl_module.device
+        # A device map may leave the first part of a network on the CPU.
+        uses_gpu = any(weight.is_cuda for weight in pl_module.parameters())
+        self.load = MachineLoad(uses_gpu)
         if trainer.is_global_zero:
             self.rows = earlier_rows(self.path, self._rows_before_checkpoint)
             write_csv(self.path, self.rows, self.columns)
@@ -155,7 +157,7 @@ class History(pl.Callback):
             "loss": round(loss, 6),
             "lr": self.lr,
             "seconds_per_step": round((now_s - self.last_time_s) / (step - self.last_step), 4),
-            "peak_gib": round(peak_bytes() / 2**30, 3),
+            "peak_gib": round(peak_bytes(self.load.uses_gpu) / 2**30, 3),
         }
         row |= {name: round(value, 3) for name, value in load.items()}
         self.losses = []

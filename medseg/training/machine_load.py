@@ -14,9 +14,14 @@ class MachineLoad:
     """Reads the load of this process and its loader workers, and of its GPUs.
 
     Nothing here waits for a device: the allocator and the driver keep the numbers.
+
+    Attributes:
+        uses_gpu: Whether the run computes on GPUs. A run on the CPU of a machine with GPUs is not
+            told what other programs hold there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, uses_gpu: bool) -> None:
+        self.uses_gpu = uses_gpu
         self.process = psutil.Process()
         self.last_s = time.perf_counter()
         self.cpu_s: dict[int, float] = {}
@@ -28,7 +33,7 @@ class MachineLoad:
 
         Returns:
             `host_gib`, resident memory of this process plus what its workers do not share with it;
-            `cpu_percent`, 100 for each busy core; with a GPU `gpu_gib`, held by torch's allocator,
+            `cpu_percent`, 100 for each busy core; on a GPU `gpu_gib`, held by torch's allocator,
             and, where the driver answers (`medseg[gpu]`), `gpu_percent`, the mean of the GPUs that
             this process uses.
         """
@@ -50,24 +55,28 @@ class MachineLoad:
         self.cpu_s, self.last_s = cpu_s, now_s
         worker_bytes = bytes_beside(os.getpid(), [pid for pid in cpu_s if pid != self.process.pid])
         self.worker_bytes = max(self.worker_bytes, worker_bytes)
-        return {**load, **_gpu_load()} if torch.cuda.is_available() else load
+        if self.uses_gpu:
+            load |= _gpu_load()
+        return load
 
     def peak_resident_bytes(self) -> int:
         """Find the largest memory that this process and its workers have taken so far, in bytes.
 
-        It is resident memory; with GPUs, what is taken of them.
+        It is resident memory; on GPUs, what is taken of them.
         """
-        if torch.cuda.is_available():
+        if self.uses_gpu:
             return sum(map(_peak_of_gpu, _used_gpus()))
         return peak_resident_bytes() + self.worker_bytes
 
 
-def peak_bytes() -> int:
+def peak_bytes(uses_gpu: bool) -> int:
     """Find the largest memory held so far, in bytes.
 
-    With GPUs it is what this process has allocated on all of them, else what is resident.
+    Args:
+        uses_gpu: Whether the run computes on GPUs. It is then what this process has allocated on
+            all of them, else what is resident.
     """
-    if torch.cuda.is_available():
+    if uses_gpu:
         # A device map uses several GPUs.
         return sum(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     return peak_resident_bytes()

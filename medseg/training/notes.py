@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from medseg.data.options import StageName
 from medseg.losses.options import DICE_CE
+from medseg.memory.options import CompileMode
 from medseg.models.options import is_batch_norm
 from medseg.targets import TARGET
 from medseg.training.clashes import class_name
@@ -50,6 +51,13 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
         yield (
             "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and "
             "without stage.patch_size the shapes vary"
+        )
+    is_recorded = memory.compile and memory.compile_mode is CompileMode.reduce_overhead
+    if is_recorded and not _has_one_shape(config):
+        yield (
+            "memory.compile_mode=reduce_overhead records CUDA graphs anew at each input shape and "
+            "keeps the memory of each, and without stage.patch_size the shapes vary; "
+            "memory.compile_mode=default does without"
         )
 
 

@@ -18,7 +18,7 @@ from medseg.config.check import check_clashes, to_config
 from medseg.config.schema import PrepareConfig
 from medseg.data.options import RegionFrom
 from medseg.errors import UserError
-from medseg.memory.options import Accelerator, Precision
+from medseg.memory.options import Accelerator, CompileMode, Precision
 from medseg.prediction.options import PredictConfig
 from medseg.preprocess.options import Fill, Resampling, SpacingDraw, SpacingOptions, SpacingStrategy
 from medseg.task_options import ChannelOptions, Modality, Normalise, RegionOptions, Side
@@ -726,6 +726,19 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
             "repeats its kernel search at each new input shape",
         ),
         ("fine", {"memory.cudnn_benchmark": True, "spacing.size": (32, 32, 32)}, None),
+        (
+            "fine",
+            {"memory.compile": True, "memory.compile_mode": CompileMode.reduce_overhead},
+            "records CUDA graphs anew at each input shape",
+        ),
+        (
+            "fine",
+            {"memory.compile": True, "memory.compile_mode": CompileMode.reduce_overhead,
+             "stage.patch_size": (32, 32, 32)},
+            None,
+        ),
+        ("fine", {"memory.compile": True, "memory.compile_mode": CompileMode.max_autotune}, None),
+        ("fine", {"memory.compile_mode": CompileMode.reduce_overhead}, None),
     ],
 )  # fmt: skip
 def test_notes_name_what_surprises_and_nothing_else(

@@ -181,11 +181,85 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
     assert measured(tmp_path / "file", small=convolution(12))["small"].workspace > 0
 
 
-def test_an_operation_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
+def test_an_operation_that_cannot_run_alone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong: Any = Call(aten.add.Tensor, (operand(3, 5), operand(4, 7)), {})
     costs = measured(tmp_path, wrong=wrong)
-    assert costs.unmeasured == {"aten.add.Tensor"}
+    (reason,) = costs.unmeasured.values()
+    assert list(costs.unmeasured) == ["aten.add.Tensor"]
+    assert "must match" in reason
     assert costs["wrong"] == kernels.NOTHING
+    assert f"aten.add.Tensor could not be measured and counts as nothing: {reason}" in (
+        capsys.readouterr().err
+    )
+
+
+class FailingKernel:
+    """An operation that raises an error, and counts its calls."""
+
+    _schema = SimpleNamespace(is_mutable=False)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        raise self.error
+
+    def __str__(self) -> str:
+        return "failing kernel"
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that reserves nothing; its waits are noted."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("wait"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
+    monkeypatch.setattr(KernelCosts, "_start_libraries", lambda _: None)
+    return waits
+
+
+GPU = torch.device("cuda")
+
+
+def test_workspaces_on_a_gpu_are_read_after_each_operation(
+    tmp_path: Path, pretended_gpu: list[str]
+) -> None:
+    operation: Any = lambda: torch.zeros(1)  # noqa: E731
+    operation._schema = SimpleNamespace(is_mutable=False)
+    costs = KernelCosts(tmp_path, GPU)
+    assert costs._workspaces_on_gpu({"a": Call(operation, (), {})}) == {"a": 400}
+    assert pretended_gpu == ["wait"]
+    costs._lasting({"a": Call(operation, (), {})})
+    assert pretended_gpu == ["wait", "wait"], "a failure belongs to the operation that made it"
+
+
+@pytest.mark.parametrize("text", ["CUDA out of memory. Tried", "no kernel for these sizes"])
+def test_an_operation_that_a_gpu_refuses_is_named_with_its_reason(
+    text: str, tmp_path: Path, pretended_gpu: list[str]
+) -> None:
+    kernel: Any = FailingKernel(RuntimeError(text))
+    costs = KernelCosts(tmp_path, GPU)
+    costs.measure({"a": Call(kernel, (), {})})
+    assert costs.unmeasured == {"failing kernel": text}
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error: an illegal memory access was encountered"), KeyError("x")]
+)
+def test_a_gpu_that_fails_and_a_defect_of_ours_end_the_plan(
+    error: Exception, tmp_path: Path, pretended_gpu: list[str]
+) -> None:
+    kernel: Any = FailingKernel(error)
+    with pytest.raises(type(error)):
+        KernelCosts(tmp_path, GPU).measure({"a": Call(kernel, (), {})})
+    assert kernel.num_calls == 1
 
 
 def test_operations_are_timed_in_rounds_of_which_the_median_counts(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -235,13 +236,16 @@ def test_precision_of_a_gpu_is_refused_on_cpu() -> None:
         ("tf32", "cpu", True, "fp32"),
         ("fp32", "cpu", True, "fp32"),
         ("fp16", "cuda", False, "fp16"),
-        ("bf16", "cuda", False, "bf16"),
+        ("bf16", "cuda", True, "bf16"),
+        ("bf16", "cuda", False, "fp16"),  # a T4: slow, or without kernels
+        ("tf32", "cuda", False, "tf32"),
+        ("fp32", "cuda", False, "fp32"),
     ],
 )
 def test_a_trained_network_runs_as_the_device_can(
     trained: str, device_type: str, has_bf16: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medseg.memory.precision.has_fast_bf16", lambda: has_bf16)
+    monkeypatch.setattr("medseg.memory.precision.has_fast_bf16", lambda _: has_bf16)
     assert inference_precision(trained, device_type) == expected
 
 
@@ -272,12 +276,10 @@ class PretendedGpu(TorchFunctionMode):
         options = dict(kwargs or {})
         if func == Tensor.is_cuda.__get__:
             return True
-        if func is torch.empty_like:
+        if func is torch.empty:
             self.copies.append(("memory", {"pin_memory": options.pop("pin_memory", False)}))
-        elif func in (Tensor.copy_, Tensor.to):
-            self.copies.append(
-                (func.__name__, {"non_blocking": options.get("non_blocking", False)})
-            )
+        elif func is Tensor.copy_:
+            self.copies.append(("copy_", {"non_blocking": options.get("non_blocking", False)}))
         return func(*args, **options)
 
 
@@ -304,8 +306,51 @@ def test_offload_copies_to_pinned_memory_and_back_without_a_wait(
         assert unpack(pack(weight)) is weight, "parameters stay where they are"
     from_host = gpu.copies[len(to_host) :]
     assert to_host == [("memory", {"pin_memory": True}), ("copy_", {"non_blocking": True})]
-    assert from_host == [("to", {"non_blocking": True})]
+    assert from_host == [("copy_", {"non_blocking": True})]
     assert torch.equal(restored, values)
+
+
+def test_offloaded_tensors_fill_the_blocks_of_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block for each tensor would be rounded up to a power of two, to up to twice its bytes."""
+    monkeypatch.setattr(switches, "HOST_BLOCK_BYTES", 64)
+    last = torch.randn(1, 3, 2, 3, 5).to(memory_format=torch.channels_last_3d)
+    tensors = [
+        torch.randn(7),
+        torch.randn(33).bfloat16(),
+        last,
+        last.permute(0, 4, 2, 3, 1),
+        torch.randn(4, 6)[:, ::2],  # with gaps
+        torch.randn(3, 1).expand(3, 4),
+        torch.tensor(2.5),
+        torch.rand(5) > 0.5,
+        torch.empty(0),
+    ]
+    copies = switches.HostCopies()
+    with PretendedGpu() as gpu:
+        packed = [copies.to_host(tensor) for tensor in tensors]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    num_blocks = sum(name == "memory" for name, _ in gpu.copies)
+    assert num_blocks == math.ceil(num_bytes / 64)
+    for tensor, copy_on_host in zip(tensors, packed, strict=True):
+        restored = copies.from_host(copy_on_host)
+        assert restored.dtype is tensor.dtype
+        assert torch.equal(restored, tensor)
+        assert restored.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    assert copies.from_host(packed[2]).stride() == last.stride()
+    assert copies.from_host(packed[3]).stride() == last.permute(0, 4, 2, 3, 1).stride()
+
+
+def test_a_block_is_free_when_its_tensors_are_gone() -> None:
+    copies = switches.HostCopies()
+    first = copies.to_host(torch.zeros(switches.HOST_BLOCK_BYTES // 4))
+    second = copies.to_host(torch.zeros(8))
+    block = weakref.ref(first.pieces[0].untyped_storage())
+    assert block() is not None
+    del first
+    assert block() is None
+    assert torch.equal(copies.from_host(second), torch.zeros(8))
 
 
 @pytest.mark.gpu

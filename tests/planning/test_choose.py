@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -46,15 +47,25 @@ def varied(config: PlanConfig, key: str) -> set[Any]:
 
 
 def test_the_same_result_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "has_fast_bf16", lambda: True)
+    monkeypatch.setattr(choose, "has_fast_bf16", lambda _: True)
     same = compose("allow=same_result", "stage.batch_size=4")
     assert varied(same, "precision") == {"fp32"}
     assert varied(same, "channels_last") == {False, True}
     assert varied(same, "accumulate") == {1, 2, 4}
     assert varied(same, "offload") == {False}
     assert varied(compose("allow=same_expectation"), "precision") == {"fp32", "bf16"}
-    monkeypatch.setattr(choose, "has_fast_bf16", lambda: False)
+    monkeypatch.setattr(choose, "has_fast_bf16", lambda _: False)
     assert varied(compose("allow=same_expectation"), "precision") == {"fp32"}
+
+
+@pytest.mark.parametrize(("capability", "half"), [((8, 0), "bf16"), ((7, 5), "fp16")])
+def test_a_gpu_without_bf16_is_planned_in_fp16(
+    capability: tuple[int, int], half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "pick_device_type", lambda _: "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert varied(compose("allow=same_expectation"), "precision") == {"fp32", half}
 
 
 def test_offloading_is_only_proposed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

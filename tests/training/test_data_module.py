@@ -26,6 +26,7 @@ from medseg.data.samples import init_worker
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.memory.options import Accelerator
 from medseg.memory.profile import private_bytes
 from medseg.preprocess.intensity import Intensity, window, zscore
 from medseg.preprocess.scale import HuScale
@@ -120,8 +121,11 @@ def test_both_loaders_pin_memory_where_a_gpu_reads_it_or_as_they_are_told(
     data.pin_memory = pin_memory
     data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    data.config.trainer.accelerator = Accelerator.auto
     assert data.train_dataloader().pin_memory is is_pinned
     assert data.val_dataloader().pin_memory is is_pinned
+    data.config.trainer.accelerator = Accelerator.cpu
+    assert data.train_dataloader().pin_memory is bool(pin_memory), "the run is not on the GPU"
 
 
 @pytest.mark.parametrize(("num_cases", "num_ranks"), [(4, 2), (3, 2), (1, 3)])

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import hydra
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -190,21 +193,74 @@ def test_clipping_by_value_bounds_each_value(fit: Callable[..., Any]) -> None:
     assert torch.equal(bounded, free.clamp(-0.001, 0.001))
 
 
-@pytest.mark.gpu
-def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(fit: Callable[..., Any]) -> None:
-    settings = [
-        *SMALL,
-        "steps=2",
-        "memory.precision=fp16",
-        "trainer.gradient_clip=0.1",
-        "trainer.accelerator=gpu",
-    ]
-    plain, fused = (
-        fit([*settings, f"optimizer.fused={on}"], [make_batch(0), make_batch(1)])
-        for on in ("false", "true")
-    )
+class ScaledLoss(pl.Callback):
+    """Counts the steps that loss scaling makes; on the CPU it scales the loss in fp16 itself.
+
+    A step whose gradients overflow is left out: the weights stay, and two runs would be equal
+    without a step.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0.0
+        self.start: list[Tensor] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.accelerator, CPUAccelerator):
+            trainer.strategy._precision_plugin = MixedPrecision("16-mixed", "cpu")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.start = [weight.detach().clone() for weight in pl_module.parameters()]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object
+    ) -> None:
+        scaler = trainer.precision_plugin.scaler
+        assert scaler is not None
+        self.num_steps = scaler._get_growth_tracker()  # steps since the last one that was left out
+
+    def distance(self, module: nn.Module) -> float:
+        """Largest change of a weight since the start."""
+        pairs = zip(self.start, module.parameters(), strict=True)
+        return max(float((before - after.detach()).abs().max()) for before, after in pairs)
+
+
+def train_scaled(fit: Callable[..., Any], *settings: str) -> tuple[nn.Module, ScaledLoss]:
+    watch = ScaledLoss()
+    batches = [make_batch(number) for number in range(8)]
+    module = fit([*SMALL, "steps=8", "trainer.gradient_clip=0.1", *settings], batches, [watch])
+    return module, watch
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        [],
+        pytest.param(
+            ["trainer.accelerator=gpu", "memory.precision=fp16"], marks=pytest.mark.gpu, id="gpu"
+        ),
+    ],
+)
+def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(
+    device: list[str], fit: Callable[..., Any]
+) -> None:
+    plain, plain_watch = train_scaled(fit, *device, "optimizer.fused=false")
+    fused, fused_watch = train_scaled(fit, *device, "optimizer.fused=true")
+    for watch, module in ((plain_watch, plain), (fused_watch, fused)):
+        assert watch.num_steps >= 4, "steps were taken"
+        assert watch.distance(module) > 1e-3, "and changed the weights"
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_loss_scaling_takes_the_steps_of_fp32(fit: Callable[..., Any]) -> None:
+    scaled, watch = train_scaled(fit, "optimizer=sgd", "schedule=constant")
+    assert watch.num_steps == 8, "none is left out"
+    batches = [make_batch(number) for number in range(8)]
+    clipped = ["steps=8", "trainer.gradient_clip=0.1", "optimizer=sgd", "schedule=constant"]
+    plain = fit([*SMALL, *clipped], batches)
+    distance = watch.distance(scaled)
+    for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert float((one - other).abs().max()) < 0.1 * distance
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cyclic"])

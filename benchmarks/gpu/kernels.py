@@ -1,0 +1,111 @@
+"""Convolutions in half precision against fp32, forward and backward, also of large inputs."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.gpu.parts import Session
+from benchmarks.gpu.report import Report
+from medseg.memory.precision import HALF, half_of_device, tf32_as
+
+# Channels and edge in voxels: levels of the networks from the finest to the deepest.
+LEVELS = ((16, 160), (32, 96), (64, 64), (256, 16))
+SMALL_LEVELS = ((4, 12), (8, 8))
+# More than 2**31 elements, beyond which indices of 32 bits end: wrong results were reported.
+LARGE = (32, (450, 400, 400))
+SMALL_LARGE = (2, (12, 16, 16))
+# Largest relative error: a few roundings of 8 (bf16) or 11 (fp16) bits.
+BOUNDS = {"bf16": 0.02, "fp16": 0.0025}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
+
+
+def measure(session: Session) -> Report:
+    """Compare each level, format and layout, and one large input."""
+    report = Report()
+    levels = SMALL_LEVELS if session.is_rehearsal else LEVELS
+    with tf32_as("fp32"):
+        for precision, dtype in HALF.items():
+            if half_of_device(precision, session.device.type) != precision:
+                report.not_run(precision, "this GPU has no arithmetic in it")
+                continue
+            for channels, edge in levels:
+                for layout, memory_format in LAYOUTS.items():
+                    name = f"{precision}, {channels} channels, {edge}³, {layout}"
+                    errors = errors_of_level(channels, edge, dtype, memory_format, session.device)
+                    for result, error in errors.items():
+                        report.at_most(f"{name}: {result}", error, BOUNDS[precision], ".5f")
+            check_large_input(report, precision, dtype, session)
+    report.texts.append("Errors are relative: the norm of the difference by the norm in fp32.\n")
+    return report
+
+
+def errors_of_level(
+    channels: int,
+    edge: int,
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
+    device: torch.device,
+) -> dict[str, float]:
+    """Relative errors of a convolution and its gradients against fp32 on the same numbers.
+
+    Args:
+        channels: Channels of input and output.
+        edge: Voxels of an edge.
+        dtype: Half precision.
+        memory_format: Layout of image and weight.
+        device: Where both are computed.
+    """
+    image, weight = made_operands(channels, (edge, edge, edge), dtype, device)
+    image = image.contiguous(memory_format=memory_format)
+    weight = weight.contiguous(memory_format=memory_format)
+    gradient = torch.randn_like(image)
+    halves = results_of(image, weight, gradient)
+    singles = results_of(image.float(), weight.float(), gradient.float())
+    names = ("output", "gradient of the image", "gradient of the weight")
+    errors = {}
+    for name, half, single in zip(names, halves, singles, strict=True):
+        errors[name] = relative_error(half, single)
+    return errors
+
+
+def made_operands(
+    channels: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Make an image (1, C, D, H, W) and a weight (C, C, 3, 3, 3) whose output has variance 1."""
+    torch.manual_seed(0)
+    image = torch.randn(1, channels, *shape, device=device, dtype=dtype)
+    weight = torch.randn(channels, channels, 3, 3, 3, device=device)
+    return image, (weight / (27 * channels) ** 0.5).to(dtype)
+
+
+def results_of(image: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Output of a convolution and the gradients of its image and weight."""
+    image = image.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
+    output = F.conv3d(image, weight, padding=1)
+    return (output.detach(), *torch.autograd.grad(output, (image, weight), gradient))
+
+
+def relative_error(half: Tensor, single: Tensor) -> float:
+    """Norm of the difference by the norm of the result in fp32."""
+    return float((half.float() - single).norm() / single.norm())
+
+
+def check_large_input(report: Report, precision: str, dtype: torch.dtype, session: Session) -> None:
+    """Compare planes of a large output, the first, the middle and the last, with fp32."""
+    channels, shape = SMALL_LARGE if session.is_rehearsal else LARGE
+    name = f"{precision}, {channels} channels, {'×'.join(map(str, shape))}: planes of the output"
+    # Image and output, and as much again for what the library needs.
+    needed_bytes = 4 * channels * shape[0] * shape[1] * shape[2] * dtype.itemsize
+    if not session.is_rehearsal and torch.cuda.mem_get_info()[0] < needed_bytes:
+        report.not_run(name, f"needs {needed_bytes / 2**30:.0f} GiB of the GPU")
+        return
+    with torch.no_grad():
+        image, weight = made_operands(channels, shape, dtype, session.device)
+        output = F.conv3d(image, weight, padding=1)
+        worst = 0.0
+        for plane in (1, shape[0] // 2, shape[0] - 2):
+            around = image[:, :, plane - 1 : plane + 2].float()
+            expected = F.conv3d(around, weight.float(), padding=(0, 1, 1))
+            worst = max(worst, relative_error(output[:, :, plane : plane + 1], expected))
+    report.at_most(name, worst, BOUNDS[precision], ".5f")

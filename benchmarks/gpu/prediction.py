@@ -1,0 +1,131 @@
+"""Prediction of a scan on the GPU against the CPU, and what happens when its memory runs out."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.parts import Session
+from benchmarks.gpu.report import Report
+from medseg import LungSegmenter, Volume
+from medseg.cascade.stage import TrainedStage
+from medseg.inference.segmentation import Segmentation
+from medseg.io.read import read_image
+from medseg.memory.precision import check_precision
+from medseg.metrics.scores import dice_per_label
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PhantomSpec
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+# Against fp32 on the CPU; and of a fallback against the same precision.
+DICE_BOUND, FALLBACK_BOUND = 0.999, 0.9995
+# Share of the memory of a prediction beyond its weights that it keeps in the test of the fallback.
+SHARE_LEFT = 0.3
+SAID = "ran out of memory on the"
+
+
+def measure(session: Session) -> Report:
+    """Predict the scan in each precision, then with too little memory."""
+    report = Report()
+    scan = scan_of(session)
+    shape = "×".join(map(str, scan.array.shape))
+    source = session.scan.name if session.scan else "a phantom (give SCAN=<file> for a real scan)"
+    report.texts.append(f"Scan: {source}, {shape} voxels.\n")
+    if session.scan is None and not session.is_rehearsal:
+        report.not_run("a real scan", "none was given: SCAN=<file>")
+    reference, cpu_s = predict(scan, "cpu", "fp32")
+    rows: list[dict[str, Any]] = [{"device": "cpu", "precision": "fp32", "s": cpu_s}]
+    for precision in PRECISIONS:
+        try:
+            check_precision(precision, session.device.type)
+        except ValueError as error:
+            report.not_run(precision, str(error))
+            continue
+        # The first one loads the libraries and chooses kernels.
+        predict(scan, session.accelerator, precision)
+        result, seconds = predict(scan, session.accelerator, precision)
+        rows.append({"device": session.device.type, "precision": precision, "s": seconds})
+        compare(report, precision, result, reference, DICE_BOUND)
+    check_fallback(report, scan, session)
+    report.table(rows, {"s": ".2f"})
+    return report
+
+
+def scan_of(session: Session) -> Volume:
+    """Read the scan of the user, or make a phantom."""
+    if session.scan is not None:
+        return read_image(session.scan)
+    spec = PhantomSpec(seed=7, index=0, spacing_mm=(2.0, 1.5, 1.5), matrix=(256, 256))
+    if session.is_rehearsal:
+        spec = PhantomSpec(seed=7, index=0, spacing_mm=(6.0, 5.0, 5.0), matrix=(72, 72))
+    phantom = make_phantom(spec)
+    return Volume(phantom.image_hu, phantom.grid)
+
+
+def predict(scan: Volume, accelerator: str, precision: str) -> tuple[Segmentation, float]:
+    """Segment the lungs with the included weights; returns the seconds without loading too."""
+    segmenter = LungSegmenter(accelerator=accelerator, precision=precision)
+    start_s = time.perf_counter()
+    result = segmenter.segment(scan)
+    return result, time.perf_counter() - start_s
+
+
+def compare(
+    report: Report, name: str, result: Segmentation, reference: Segmentation, bound: float
+) -> None:
+    """Check the Dice of each label of two results."""
+    labels, expected = (torch.from_numpy(each.labels.array) for each in (result, reference))
+    values = sorted(set(expected.unique().tolist()) - {0})
+    report.holds(f"{name}: labels", bool(values), str(values), "at least one")
+    for value, dice in dice_per_label(labels, expected, values).items():
+        report.at_least(f"{name}: Dice of label {value}", dice, bound)
+
+
+def check_fallback(report: Report, scan: Volume, session: Session) -> None:
+    """Check that a prediction without enough memory goes on in another way, and says so."""
+    expected, _ = predict(scan, session.accelerator, "fp32")
+    with too_little_memory(scan, session):
+        result, _ = predict(scan, session.accelerator, "fp32")
+    said = [finding.sentence for finding in result.findings if SAID in finding.sentence]
+    name = "out of memory"
+    report.holds(f"{name}: a warning", bool(said), "; ".join(said) or "none", "one or more")
+    compare(report, name, result, expected, FALLBACK_BOUND)
+
+
+@contextmanager
+def too_little_memory(scan: Volume, session: Session) -> Iterator[None]:
+    """Let a prediction run out of memory: really on a GPU, by an error of its own on a CPU."""
+    if session.is_rehearsal:
+        with mock.patch.object(TrainedStage, "_run", _failing_once(TrainedStage._run)):
+            yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    start_bytes = torch.cuda.memory_reserved()
+    predict(scan, "gpu", "fp32")
+    peak_bytes = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    limit_bytes = start_bytes + SHARE_LEFT * (peak_bytes - start_bytes)
+    torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _failing_once(run: Any) -> Any:
+    """Make the first call of a method run out of memory."""
+    is_first = True
+
+    def fail_or_run(*arguments: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Rehearsed.")
+        return run(*arguments)
+
+    return fail_or_run

@@ -1,0 +1,181 @@
+"""Pretended GPUs with and without bf16: in what runs, plans and predictions compute there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.config.schema import PlanConfig
+from medseg.errors import UserError
+from medseg.memory import device
+from medseg.memory.device import use_supported_half
+from medseg.memory.options import Accelerator, Precision
+from medseg.memory.precision import has_fast_bf16, lightning_precision
+from medseg.planning import plan as plan_app
+from medseg.prediction import batch, cascades
+from medseg.prediction.options import PredictConfig
+from medseg.runs.folder import open_run
+from medseg.runs.train_run import train_run
+from medseg.training import assemble
+from medseg.training.options import TrainConfig
+
+Pretend = Callable[..., None]
+A100, T4 = (8, 0), (7, 5)
+SAID = "memory.precision=bf16: a GPU has no arithmetic in bf16"
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Make torch find GPUs of some compute capabilities."""
+
+    def find(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+
+    return find
+
+
+def compose(command: str, schema: type[Any], *overrides: str) -> Any:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose(command, list(overrides)), schema)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ([], True),  # a run is planned for a GPU elsewhere
+        ([(7, 0)], False),
+        ([T4], False),
+        ([A100], True),
+        ([(9, 0)], True),
+        ([(12, 0)], True),
+        ([A100, T4], False),  # the ranks of a run must agree
+    ],
+)
+def test_bf16_is_fast_from_capability_8_on(
+    capabilities: list[tuple[int, int]], expected: bool, pretend: Pretend
+) -> None:
+    pretend(*capabilities)
+    assert has_fast_bf16("cuda") is expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "accelerator", "expected"),
+    [
+        (T4, "bf16", Accelerator.auto, "fp16"),
+        (T4, "bf16", Accelerator.gpu, "fp16"),
+        (T4, "bf16", Accelerator.cpu, "bf16"),
+        (T4, "fp32", Accelerator.gpu, "fp32"),
+        (T4, "fp16", Accelerator.gpu, "fp16"),
+        (A100, "bf16", Accelerator.gpu, "bf16"),
+    ],
+)
+def test_a_run_computes_in_what_its_device_has(
+    capability: tuple[int, int],
+    asked: str,
+    accelerator: Accelerator,
+    expected: str,
+    pretend: Pretend,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretend(capability)
+    memory = compose(
+        "plan", PlanConfig, "stage=fine", f"memory.precision={asked}", "run_dir=x"
+    ).memory
+    use_supported_half(memory, accelerator)
+    assert memory.precision is Precision(expected)
+    assert (SAID in capsys.readouterr().err) == (expected != asked)
+
+
+class ReachedError(Exception):
+    """Ends a command at the call that a test looks at."""
+
+
+def reached(*_: object, **__: object) -> None:
+    raise ReachedError
+
+
+def test_training_scales_the_loss_on_a_gpu_without_bf16(
+    tmp_path: Path, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers: list[str] = []
+
+    def make_trainer(config: TrainConfig, *_: object) -> None:
+        device_type = device.pick_device(config.trainer.accelerator).type
+        trainers.append(lightning_precision(config.memory.precision.value, device_type))
+        raise ReachedError
+
+    monkeypatch.setattr(assemble, "make_trainer", make_trainer)
+    run_dir = f"run_dir='{tmp_path}'"
+    config = compose("train", TrainConfig, "stage=fine", "memory.precision=bf16", run_dir)
+    open_run(config)
+    for capability in (T4, A100):
+        config.memory.precision = Precision.bf16
+        pretend(capability)
+        with pytest.raises(ReachedError):
+            train_run(config)
+    # Lightning's `16-mixed` on a GPU is fp16 with a gradient scaler.
+    assert trainers == ["16-mixed", "bf16-mixed"]
+
+
+def test_a_plan_counts_what_the_training_will_compute_in(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precisions: list[Precision] = []
+
+    def count_memory(config: PlanConfig, *_: object, **__: object) -> None:
+        precisions.append(config.memory.precision)
+        raise ReachedError
+
+    monkeypatch.setattr(plan_app, "count_memory", count_memory)
+    for capability in (T4, A100):
+        pretend(capability)
+        arguments = ["stage=fine", "memory.precision=bf16", "measure=false", "run_dir=x"]
+        with pytest.raises(ReachedError):
+            plan_app.plan(compose("plan", PlanConfig, *arguments))
+    assert precisions == [Precision.fp16, Precision.bf16]
+
+
+def test_a_prediction_in_bf16_runs_in_fp16_on_a_gpu_without_it(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precisions: list[str | None] = []
+
+    def load(stages: object, device: object, precision: str | None, *_: object) -> None:
+        precisions.append(precision)
+        raise ReachedError
+
+    monkeypatch.setattr(cascades, "_load_in_order", load)
+    for capability, accelerator in ((T4, "gpu"), (A100, "gpu"), (T4, "cpu")):
+        pretend(capability)
+        with pytest.raises(ReachedError):
+            cascades.load_cascade(None, None, accelerator=accelerator, precision="bf16")
+    assert precisions == ["fp16", "bf16", "bf16"]
+    with pytest.raises(UserError, match="the device is cpu: use bf16"):
+        cascades.load_cascade(None, None, accelerator="cpu", precision="fp16")
+
+
+@pytest.mark.parametrize(("accelerator", "chosen"), [("auto", [3]), ("cpu", [])])
+def test_ranks_of_a_prediction_choose_gpus_only_where_they_use_them(
+    accelerator: str, chosen: list[int], pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 3 of a prediction on the CPU cannot have the fourth GPU of a machine with one."""
+    pretend(A100)
+    numbers: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", numbers.append)
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(batch, "load_cascade", reached)
+    arguments = ["input=x", "output=y", "coarse=c", "fine=f", f"accelerator={accelerator}"]
+    with pytest.raises(ReachedError):
+        batch.load_cascades(compose("predict", PredictConfig, *arguments))
+    assert numbers == chosen
