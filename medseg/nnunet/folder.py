@@ -7,7 +7,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from medseg.errors import UserError
@@ -48,17 +48,20 @@ class ModelFolder:
     unpacked: object = field(default=None, repr=False)
 
 
-def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFolder:
+def open_model_folder(
+    path: Path, folds: Sequence[str] | None = None, key: str = "weights"
+) -> ModelFolder:
     """Find and read the plan and the checkpoints of a model folder.
 
     Args:
         path: `<trainer>__<plans>__<configuration>`, a folder above it, or a zip file of such.
         folds: Names of the folds to use; None = all that have a checkpoint.
+        key: The key that gave the path, for messages.
 
     Raises:
         UserError: If something is missing, damaged, not supported, or there is a choice.
     """
-    source = f"weights={path}"
+    source = f"{key}={path}"
     unpacked = None
     top = path
     if path.is_file():
@@ -84,6 +87,31 @@ def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFo
 def is_model_folder(path: Path) -> bool:
     """Whether a path is a model folder of nnU-Net, or is above one."""
     return bool(_folders_with(path, PLANS))
+
+
+def open_fold(path: Path, key: str) -> ModelFolder:
+    """Open a model folder with the checkpoint of one fold: the first, or the one that is named.
+
+    Args:
+        path: As for `open_model_folder`, or the folder `fold_<k>` in a model folder.
+        key: The key that gave the path, for messages.
+
+    Raises:
+        UserError: As `open_model_folder`.
+    """
+    match = FOLD.fullmatch(path.name)
+    if match and path.is_dir():
+        return open_model_folder(path.parent, [match[1]], key)
+    folder = open_model_folder(path, None, key)
+    name, file = next(iter(folder.checkpoints.items()))
+    return replace(folder, checkpoints={name: file})
+
+
+def is_start(path: Path) -> bool:
+    """Whether `open_fold` may open a path: a model folder, one of its folds, or a zip file."""
+    is_fold = FOLD.fullmatch(path.name) is not None and (path.parent / PLANS).is_file()
+    is_zip = path.is_file() and path.suffix.lower() == ".zip"
+    return is_fold or is_zip or is_model_folder(path)
 
 
 def _folders_with(top: Path, file: str) -> list[Path]:
@@ -132,7 +160,7 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
     candidates = supported or folders
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
-        cure = f"give one, such as weights={path / candidates[0].relative_to(top)}"
+        cure = f"give one, such as {path / candidates[0].relative_to(top)}"
         if path.is_file():
             cure = "unpack it, and give one of them as a folder"
         raise UserError(f"{source}: holds several models ({listed}); {cure}")

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
-from medseg.errors import UserError
+from medseg.models.plan_unet import build_unet
 from medseg.nnunet.plan import NnunetPlan, PlanError
-
-# Classes that a plan may name as part of its network, by the last part of their names.
-PARTS: Mapping[str, type[nn.Module]] = {
-    "Conv3d": nn.Conv3d,
-    "InstanceNorm3d": nn.InstanceNorm3d,
-    "BatchNorm3d": nn.BatchNorm3d,
-    "Dropout3d": nn.Dropout3d,
-    "LeakyReLU": nn.LeakyReLU,
-    "ReLU": nn.ReLU,
-    "GELU": nn.GELU,
-    "SiLU": nn.SiLU,
-}
-PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build for
-# another torch than that of this machine.
-INSTALL = "pip install --no-deps dynamic_network_architectures"
 
 
 def make_network(plan: NnunetPlan) -> nn.Module:
@@ -41,37 +24,13 @@ def make_network(plan: NnunetPlan) -> nn.Module:
         PlanError: If the plan names a part that is not known, or its arguments do not fit.
         UserError: If `dynamic_network_architectures` is missing.
     """
-    arguments = dict(plan.network["arguments"])
-    for key in PART_KEYS:
-        arguments[key] = _part(arguments.get(key), key)
-    # Without deep supervision a network returns the logits of full resolution alone.
-    arguments["deep_supervision"] = False
+    network = plan.network
     try:
-        return _network_class(plan.network["class"])(
-            input_channels=len(plan.channels), num_classes=plan.labels.num_heads, **arguments
+        return build_unet(
+            network["class"], network["arguments"], len(plan.channels), plan.labels.num_heads
         )
-    except (TypeError, ValueError, AssertionError, IndexError, KeyError) as error:
-        raise PlanError(f"its arguments do not make a network ({error})") from error
-
-
-def _part(name: Any, key: str) -> type[nn.Module] | None:
-    if name is None:
-        return None
-    part = PARTS.get(str(name).rsplit(".", 1)[-1])
-    if part is None or not str(name).startswith("torch.nn."):
-        raise PlanError(f"{key}: {str(name)[:60]} is no known part of a network")
-    return part
-
-
-def _network_class(name: str) -> type[nn.Module]:
-    try:
-        from dynamic_network_architectures.architectures import unet
-    except ImportError as error:
-        raise UserError(
-            f"weights: a model folder of nnU-Net needs dynamic_network_architectures; {INSTALL}"
-        ) from error
-    network_class: type[nn.Module] = getattr(unet, name)
-    return network_class
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
 def fits(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
