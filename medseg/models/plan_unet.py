@@ -13,9 +13,13 @@ from medseg.models.traits import outputs_of
 
 # Classes that a plan may name as part of its network, by the last part of their names.
 PARTS: Mapping[str, type[nn.Module]] = {
+    "Conv2d": nn.Conv2d,
     "Conv3d": nn.Conv3d,
+    "InstanceNorm2d": nn.InstanceNorm2d,
     "InstanceNorm3d": nn.InstanceNorm3d,
+    "BatchNorm2d": nn.BatchNorm2d,
     "BatchNorm3d": nn.BatchNorm3d,
+    "Dropout2d": nn.Dropout2d,
     "Dropout3d": nn.Dropout3d,
     "LeakyReLU": nn.LeakyReLU,
     "ReLU": nn.ReLU,

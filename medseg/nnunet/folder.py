@@ -101,10 +101,39 @@ def open_fold(path: Path, key: str) -> ModelFolder:
     """
     match = FOLD.fullmatch(path.name)
     if match and path.is_dir():
-        return open_model_folder(path.parent, [match[1]], key)
-    folder = open_model_folder(path, None, key)
+        folder = open_model_folder(path.parent, [match[1]], key)
+    else:
+        folder = open_model_folder(path, None, key)
+    plan = folder.plan
+    if plan.is_2d or plan.previous_stage is not None:
+        raise UserError(
+            f"{key}={path}: a network of {plan.configuration} does not see scans in 3D alone; give "
+            "a folder of 3d_fullres or 3d_lowres"
+        )
     name, file = next(iter(folder.checkpoints.items()))
     return replace(folder, checkpoints={name: file})
+
+
+def previous_folder(folder: ModelFolder, folds: Sequence[str] | None, key: str) -> ModelFolder:
+    """Open the folder of the first stage of a cascade, which lies beside that of the second.
+
+    Args:
+        folder: The second stage.
+        folds: As for `open_model_folder`.
+        key: The key that gave the path, for messages.
+
+    Raises:
+        UserError: As `open_model_folder`, or if there is no such folder.
+    """
+    name = folder.plan.previous_stage
+    trainer_and_plans = folder.path.name.rpartition("__")[0]
+    path = folder.path.with_name(f"{trainer_and_plans}__{name}")
+    if not path.is_dir():
+        raise UserError(
+            f"{key}={folder.path}: {folder.plan.configuration} goes on from the labels of {name}, "
+            f"but {path.name} is not beside it; copy it there"
+        )
+    return replace(open_model_folder(path, folds, key), unpacked=folder.unpacked)
 
 
 def is_start(path: Path) -> bool:
@@ -157,14 +186,25 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
         )
     # What is not supported is refused with its reason only where there is nothing else.
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
-    candidates = supported or folders
+    candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
-        cure = f"give one, such as {path / candidates[0].relative_to(top)}"
+        key = source.partition("=")[0]
+        cure = f"give one, such as {key}={path / candidates[0].relative_to(top)}"
         if path.is_file():
             cure = "unpack it, and give one of them as a folder"
         raise UserError(f"{source}: holds several models ({listed}); {cure}")
     return candidates[0]
+
+
+def _without_first_stages(folders: Sequence[Path]) -> list[Path]:
+    """Leave out the first stage of a cascade where its second stage lies beside it."""
+    left = []
+    for folder in folders:
+        second = folder.with_name(folder.name.replace("__3d_lowres", "__3d_cascade_fullres"))
+        if second == folder or second not in folders:
+            left.append(folder)
+    return left
 
 
 def _configuration_of(folder: Path) -> str:

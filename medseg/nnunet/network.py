@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medseg.models.plan_unet import build_unet
 from medseg.nnunet.plan import NnunetPlan, PlanError
@@ -18,7 +18,8 @@ def make_network(plan: NnunetPlan) -> nn.Module:
         plan: The checked plan.
 
     Returns:
-        Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
+        Maps images (N, C, d, h, w) to logits (N, K, d, h, w), a 2D one (N, C, h, w) to
+        (N, K, h, w).
 
     Raises:
         PlanError: If the plan names a part that is not known, or its arguments do not fit.
@@ -27,13 +28,37 @@ def make_network(plan: NnunetPlan) -> nn.Module:
     network = plan.network
     try:
         return build_unet(
-            network["class"], network["arguments"], len(plan.channels), plan.labels.num_heads
+            network["class"], network["arguments"], plan.num_inputs, plan.labels.num_heads
         )
     except ValueError as error:
         raise PlanError(str(error)) from error
 
 
-def fits(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
+def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
+    """Run a network on the input of its plan.
+
+    Args:
+        network: See `make_network`.
+        image: Image (1, C, d, h, w), one plane for a 2D network; the last channel of a cascade
+            holds the labels of the previous stage, which become one channel each.
+        plan: Its plan.
+
+    Returns:
+        Logits (1, K, d, h, w).
+    """
+    values = plan.previous_values
+    if values:
+        labels = image[:, -1:]
+        of_labels = [(labels == value).to(image.dtype) for value in values]
+        image = torch.cat([image[:, :-1], *of_labels], dim=1)
+    if plan.is_2d:
+        planes: Tensor = network(image[:, :, 0])
+        return planes[:, :, None]
+    logits: Tensor = network(image)
+    return logits
+
+
+def fits(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Compare names and shapes of weights with those of a network.
 
     Returns:
