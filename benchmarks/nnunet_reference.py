@@ -53,12 +53,13 @@ def labels_of(num_classes: int) -> dict[str, int]:
     return {"background": 0} | {f"organ_{value}": value for value in range(1, num_classes)}
 
 
-def described_network(base: int, *, residual: bool = False) -> dict[str, Any]:
+def described_network(base: int, *, residual: bool = False, axes: int = 3) -> dict[str, Any]:
     """Plan of a network of three levels, as nnU-Net 2.4 and newer write it.
 
     Args:
         base: Features of the first level.
         residual: Whether the encoder has residual blocks.
+        axes: 3, or 2 for a network of planes.
     """
     name = "ResidualEncoderUNet" if residual else "PlainConvUNet"
     blocks = "n_blocks_per_stage" if residual else "n_conv_per_stage"
@@ -68,13 +69,13 @@ def described_network(base: int, *, residual: bool = False) -> dict[str, Any]:
         "arch_kwargs": {
             "n_stages": 3,
             "features_per_stage": features,
-            "conv_op": "torch.nn.modules.conv.Conv3d",
-            "kernel_sizes": [[3, 3, 3]] * 3,
-            "strides": [[1, 1, 1], [2, 2, 2], [2, 2, 2]],
+            "conv_op": f"torch.nn.modules.conv.Conv{axes}d",
+            "kernel_sizes": [[3] * axes] * 3,
+            "strides": [[1] * axes, [2] * axes, [2] * axes],
             blocks: [1, 1, 1],
             "n_conv_per_stage_decoder": [1, 1],
             "conv_bias": True,
-            "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+            "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{axes}d",
             "norm_op_kwargs": {"eps": 1e-05, "affine": True},
             "dropout_op": None,
             "dropout_op_kwargs": None,
@@ -114,6 +115,7 @@ def toy(
     reader: str = "SimpleITKIO",
     regions_class_order: list[int] | None = None,
     trainer: str = TRAINER,
+    previous: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Describe a toy: plans, data set, and what its checkpoints hold.
 
@@ -131,7 +133,9 @@ def toy(
         reader: `image_reader_writer` of the plans.
         regions_class_order: Of `dataset.json`, for regions.
         trainer: Name of the trainer.
+        previous: Toy of 3d_lowres that this one goes on from, as a cascade.
     """
+    name = "2d" if len(patch_size) == 2 else "3d_fullres"
     images, labels_of_reference, logits = RESAMPLING[resampling]
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres",
@@ -151,6 +155,12 @@ def toy(
         "batch_dice": False,
         **(older_network() if network is None else {"architecture": network}),
     }
+    configurations = {"2d": {}, name: configuration}
+    if previous is not None:
+        name = "3d_cascade_fullres"
+        configuration["previous_stage"] = "3d_lowres"
+        first = previous["plans"]["configurations"]["3d_fullres"]
+        configurations = {"3d_lowres": first, name: configuration}
     plans = {
         "dataset_name": "Dataset999_Toy",
         "plans_name": PLANS,
@@ -159,7 +169,7 @@ def toy(
         "image_reader_writer": reader,
         "transpose_forward": list(transpose),
         "transpose_backward": [int(axis) for axis in np.argsort(transpose)],
-        "configurations": {"2d": {}, "3d_fullres": configuration},
+        "configurations": configurations,
         "experiment_planner_used": "ExperimentPlanner",
         "label_manager": "LabelManager",
         "foreground_intensity_properties_per_channel": {
@@ -180,6 +190,7 @@ def toy(
         "folds": folds,
         "mirror_axes": mirror_axes,
         "trainer": trainer,
+        "configuration": name,
     }
 
 
@@ -266,36 +277,112 @@ def toys() -> dict[str, dict[str, Any]]:
             reader="NibabelIOWithReorient",
             mirror_axes=None,
         ),
+        **toys_of_stages(8),
+    }
+
+
+def toys_of_stages(base: int) -> dict[str, dict[str, Any]]:
+    """Three toys of planes and three cascades.
+
+    Args:
+        base: Features of the first level of their networks.
+    """
+    planes = described_network(base, axes=2)
+    network = described_network(base)
+    regions = {"background": 0, "whole": [1, 2], "core": 2}
+    first = toy(labels_of(4), [4.0, 3.0, 3.0], [8, 16, 16], network=network)
+    return {
+        "2d": toy(
+            labels_of(5), [1.5, 1.8], [24, 16], network=planes, folds=(0, 1), mirror_axes=(0, 1)
+        ),
+        "2d_transposed": toy(
+            labels_of(4),
+            [1.2, 3.0],
+            [16, 12],
+            network=described_network(base, residual=True, axes=2),
+            transpose=(2, 0, 1),
+            mirror_axes=(1,),
+        ),
+        "2d_regions": toy(
+            regions,
+            [2.0, 2.0],
+            [16, 16],
+            network=planes,
+            schemes=("ZScoreNormalization", "NoNormalization"),
+            masked=True,
+            resampling=TORCH,
+            regions_class_order=[1, 2],
+            mirror_axes=None,
+        ),
+        "cascade": toy(labels_of(4), [2.0, 1.5, 1.5], [8, 16, 16], network=network, previous=first),
+        "cascade_regions": toy(
+            regions,
+            [2.5, 2.0, 2.0],
+            [8, 16, 16],
+            network=network,
+            schemes=("ZScoreNormalization", "NoNormalization"),
+            masked=True,
+            regions_class_order=[1, 2],
+            mirror_axes=(1, 2),
+            previous=toy(
+                regions,
+                [4.0, 3.0, 3.0],
+                [8, 16, 16],
+                network=network,
+                schemes=("ZScoreNormalization", "NoNormalization"),
+                masked=True,
+                regions_class_order=[1, 2],
+            ),
+        ),
+        "cascade_transposed": toy(
+            labels_of(6),
+            [1.4, 1.1, 5.0],
+            [16, 12, 8],
+            network=network,
+            transpose=(1, 2, 0),
+            mirror_axes=None,
+            folds=(0, 1),
+            previous=toy(labels_of(6), [3.0, 2.5, 6.0], [16, 12, 8], network=network),
+        ),
     }
 
 
 def make_models(output: Path) -> None:
-    """Write all toys below a folder, each as `<toy>/<trainer>__<plans>__3d_fullres`."""
+    """Write all toys below a folder, each as `<toy>/<trainer>__<plans>__<configuration>`."""
     for seed, (name, description) in enumerate(toys().items()):
         torch.manual_seed(seed)
-        trainer = description["trainer"]
-        make_model(output / name / f"{trainer}__{PLANS}__3d_fullres", description)
+        make_model(output / name, description)
 
 
-def make_model(folder: Path, description: dict[str, Any]) -> None:
-    """Write one toy."""
+def make_model(parent: Path, description: dict[str, Any]) -> Path:
+    """Write one toy, a cascade with its first stage; returns its folder."""
+    name = description["configuration"]
+    if name == "3d_cascade_fullres":
+        make_configuration(parent, description, "3d_lowres")
+    return make_configuration(parent, description, name)
+
+
+def make_configuration(parent: Path, description: dict[str, Any], name: str) -> Path:
+    """Write one configuration of a toy; returns its folder."""
     from nnunetv2.utilities.get_network_from_plans import get_network_from_plans
+    from nnunetv2.utilities.label_handling.label_handling import determine_num_input_channels
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     plans = description["plans"]
     dataset = description["dataset"]
+    folder = parent / f"{description['trainer']}__{PLANS}__{name}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plans.json").write_text(json.dumps(plans, indent=1))
     (folder / "dataset.json").write_text(json.dumps(dataset, indent=1))
     # A copy: the manager changes what it is given.
     manager = PlansManager(json.loads(json.dumps(plans)))
-    configuration = manager.get_configuration("3d_fullres")
+    configuration = manager.get_configuration(name)
     for fold in description["folds"]:
         network = get_network_from_plans(
             configuration.network_arch_class_name,
             configuration.network_arch_init_kwargs,
             configuration.network_arch_init_kwargs_req_import,
-            len(dataset["channel_names"]),
+            determine_num_input_channels(manager, configuration, dataset),
             manager.get_label_manager(dataset).num_segmentation_heads,
             deep_supervision=True,
         )
@@ -315,7 +402,7 @@ def make_model(folder: Path, description: dict[str, Any]) -> None:
             "current_epoch": 1000,
             "init_args": {
                 "plans": plans,
-                "configuration": "3d_fullres",
+                "configuration": name,
                 "fold": fold,
                 "dataset_json": dataset,
                 "device": torch.device("cpu"),
@@ -326,6 +413,7 @@ def make_model(folder: Path, description: dict[str, Any]) -> None:
         fold_folder = folder / f"fold_{fold}"
         fold_folder.mkdir(exist_ok=True)
         torch.save(checkpoint, fold_folder / "checkpoint_final.pth")
+    return folder
 
 
 def small_toys() -> dict[str, dict[str, Any]]:
@@ -362,6 +450,7 @@ def small_toys() -> dict[str, dict[str, Any]]:
             resampling=TORCH,
             mirror_axes=None,
         ),
+        **toys_of_stages(2),
     }
 
 
@@ -377,11 +466,10 @@ def record(output: Path) -> None:
         # Zeros around the object and in a hole, so that the crop and the mask count.
         scan[:, :2] = scan[:, :, :, :3] = scan[:, 6, 10:13, 10:13] = 0
         with tempfile.TemporaryDirectory() as folder:
-            model = Path(folder, "Dataset999_Toy", f"{TRAINER}__{PLANS}__3d_fullres")
-            make_model(model, description)
+            model = make_model(Path(folder, "Dataset999_Toy"), description)
             labels = labels_of_nnunet(model, scan, {"spacing": list(spacing_mm)})
             with zipfile.ZipFile(output / f"{name}.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-                for file in sorted(model.rglob("*.*")):
+                for file in sorted(model.parent.rglob("*.*")):
                     archive.write(file, file.relative_to(folder))
             if name == STORED_MODEL:
                 record_orientations(model, output / "orientations.npz")
@@ -435,13 +523,22 @@ def record_orientations(model: Path, output: Path) -> None:
 
 
 def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:
-    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them."""
+    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them.
+
+    A cascade gets the labels of its first stage, in the type of nnU-Net's readers.
+    """
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
+    previous = None
+    if folder.name.endswith("__3d_cascade_fullres"):
+        first = folder.with_name(f"{folder.name.rpartition('__')[0]}__3d_lowres")
+        previous = labels_of_nnunet(first, image, properties)[None].astype(np.float32)
     predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(str(folder), None)
     with contextlib.redirect_stdout(sys.stderr):
-        labels: np.ndarray = predictor.predict_single_npy_array(image, dict(properties))
+        labels: np.ndarray = predictor.predict_single_npy_array(
+            image, dict(properties), segmentation_previous_stage=previous
+        )
     return labels
 
 

@@ -32,6 +32,7 @@ from medseg.config.overrides import (
     options_first,
     quote_paths,
 )
+from medseg.config.pretrained import with_plan
 from medseg.config.schema import (
     CompareSpacingConfig,
     CrossValidateConfig,
@@ -301,7 +302,10 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
         return
     arguments = expand_options(command, sys.argv[1:])
     check_arguments(arguments)
-    arguments = targets_first(quote_paths(with_task(arguments, schema)))
+    arguments = quote_paths(with_task(arguments, schema))
+    with _explained_errors(command):
+        arguments = with_plan(arguments, schema, partial(compose, command))
+    arguments = targets_first(arguments)
     sys.argv[1:] = options_first(arguments)
     if {"--help", "-h"} & set(sys.argv):
         with _explained_errors(command):

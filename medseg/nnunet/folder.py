@@ -7,7 +7,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 from medseg.errors import UserError
@@ -48,17 +48,20 @@ class ModelFolder:
     unpacked: object = field(default=None, repr=False)
 
 
-def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFolder:
+def open_model_folder(
+    path: Path, folds: Sequence[str] | None = None, key: str = "weights"
+) -> ModelFolder:
     """Find and read the plan and the checkpoints of a model folder.
 
     Args:
         path: `<trainer>__<plans>__<configuration>`, a folder above it, or a zip file of such.
         folds: Names of the folds to use; None = all that have a checkpoint.
+        key: The key that gave the path, for messages.
 
     Raises:
         UserError: If something is missing, damaged, not supported, or there is a choice.
     """
-    source = f"weights={path}"
+    source = f"{key}={path}"
     unpacked = None
     top = path
     if path.is_file():
@@ -84,6 +87,60 @@ def open_model_folder(path: Path, folds: Sequence[str] | None = None) -> ModelFo
 def is_model_folder(path: Path) -> bool:
     """Whether a path is a model folder of nnU-Net, or is above one."""
     return bool(_folders_with(path, PLANS))
+
+
+def open_fold(path: Path, key: str) -> ModelFolder:
+    """Open a model folder with the checkpoint of one fold: the first, or the one that is named.
+
+    Args:
+        path: As for `open_model_folder`, or the folder `fold_<k>` in a model folder.
+        key: The key that gave the path, for messages.
+
+    Raises:
+        UserError: As `open_model_folder`.
+    """
+    match = FOLD.fullmatch(path.name)
+    if match and path.is_dir():
+        folder = open_model_folder(path.parent, [match[1]], key)
+    else:
+        folder = open_model_folder(path, None, key)
+    plan = folder.plan
+    if plan.is_2d or plan.previous_stage is not None:
+        raise UserError(
+            f"{key}={path}: a network of {plan.configuration} does not see scans in 3D alone; give "
+            "a folder of 3d_fullres or 3d_lowres"
+        )
+    name, file = next(iter(folder.checkpoints.items()))
+    return replace(folder, checkpoints={name: file})
+
+
+def previous_folder(folder: ModelFolder, folds: Sequence[str] | None, key: str) -> ModelFolder:
+    """Open the folder of the first stage of a cascade, which lies beside that of the second.
+
+    Args:
+        folder: The second stage.
+        folds: As for `open_model_folder`.
+        key: The key that gave the path, for messages.
+
+    Raises:
+        UserError: As `open_model_folder`, or if there is no such folder.
+    """
+    name = folder.plan.previous_stage
+    trainer_and_plans = folder.path.name.rpartition("__")[0]
+    path = folder.path.with_name(f"{trainer_and_plans}__{name}")
+    if not path.is_dir():
+        raise UserError(
+            f"{key}={folder.path}: {folder.plan.configuration} goes on from the labels of {name}, "
+            f"but {path.name} is not beside it; copy it there"
+        )
+    return replace(open_model_folder(path, folds, key), unpacked=folder.unpacked)
+
+
+def is_start(path: Path) -> bool:
+    """Whether `open_fold` may open a path: a model folder, one of its folds, or a zip file."""
+    is_fold = FOLD.fullmatch(path.name) is not None and (path.parent / PLANS).is_file()
+    is_zip = path.is_file() and path.suffix.lower() == ".zip"
+    return is_fold or is_zip or is_model_folder(path)
 
 
 def _folders_with(top: Path, file: str) -> list[Path]:
@@ -129,14 +186,25 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
         )
     # What is not supported is refused with its reason only where there is nothing else.
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
-    candidates = supported or folders
+    candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
-        cure = f"give one, such as weights={path / candidates[0].relative_to(top)}"
+        key = source.partition("=")[0]
+        cure = f"give one, such as {key}={path / candidates[0].relative_to(top)}"
         if path.is_file():
             cure = "unpack it, and give one of them as a folder"
         raise UserError(f"{source}: holds several models ({listed}); {cure}")
     return candidates[0]
+
+
+def _without_first_stages(folders: Sequence[Path]) -> list[Path]:
+    """Leave out the first stage of a cascade where its second stage lies beside it."""
+    left = []
+    for folder in folders:
+        second = folder.with_name(folder.name.replace("__3d_lowres", "__3d_cascade_fullres"))
+        if second == folder or second not in folders:
+            left.append(folder)
+    return left
 
 
 def _configuration_of(folder: Path) -> str:

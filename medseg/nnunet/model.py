@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +30,20 @@ from medseg.memory.precision import tf32_as
 from medseg.memory.profile import release_free_memory
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
-from medseg.nnunet.folder import ModelFolder, open_model_folder
+from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
 from medseg.nnunet.labels import mean_planes, reduce_planes
-from medseg.nnunet.network import fits, make_network
+from medseg.nnunet.network import call_network, fits, make_network
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
-from medseg.nnunet.tiles import finished_planes, tile_starts
+from medseg.nnunet.tiles import all_starts, finished_planes
 from medseg.preprocess.orient import Orientation, orientation_of, ras_orientation_of
 from medseg.task import Channel, Task
 from medseg.weights.files import checksum
 
 STEPS = ("prepare", "segment")
+# Step of a cascade before them.
+PREVIOUS = "previous"
 # Networks run one at a time: their weights are replaced from fold to fold.
 _NETWORK_LOCK = threading.Lock()
 # Options of `inference` that change a pass of our own networks and have no meaning here.
@@ -76,6 +78,7 @@ class NnunetModel:
         device: Device of the network.
         bytes_per_voxel: Memory of the network per voxel of a tile.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
+        previous: First stage of a cascade; None for others.
     """
 
     folder: ModelFolder
@@ -86,6 +89,7 @@ class NnunetModel:
     device: torch.device
     bytes_per_voxel: float
     checkpoints: dict[str, dict[str, str]]
+    previous: NnunetModel | None = None
 
     # Values of voxels are what the networks were trained on: nothing is replaced before.
     keeps_values = True
@@ -101,7 +105,7 @@ class NnunetModel:
     @property
     def steps(self) -> list[str]:
         """Steps of `segment`."""
-        return list(STEPS)
+        return [*([PREVIOUS] if self.previous else []), *STEPS]
 
     @property
     def orientation(self) -> str:
@@ -112,7 +116,8 @@ class NnunetModel:
     @property
     def tile_bytes(self) -> float:
         """Memory of a pass of the network."""
-        return self.bytes_per_voxel * math.prod(self.plan.patch_size)
+        of_network = self.bytes_per_voxel * math.prod(self.plan.patch_size)
+        return max(of_network, self.previous.tile_bytes if self.previous else 0.0)
 
     def within(self, budget_gib: float) -> NnunetModel:
         """Return the same model if a pass fits into a budget.
@@ -140,31 +145,34 @@ class NnunetModel:
         Returns:
             Bytes of each array by step, without the scan; and the voxels that go through networks.
         """
-        plan = self.plan
+        memory: dict[str, list[int]] = {}
+        num_voxels = 0
+        if self.previous is not None:
+            of_first, num_voxels = self.previous.expected(grid)
+            memory[PREVIOUS] = of_first[STEPS[-1]]
         grid = self._orientation_of(grid).reoriented(grid)
-        shape = [grid.shape[axis] for axis in plan.transpose]
-        spacing_mm = [grid.spacing_mm[axis] for axis in plan.transpose]
-        target = resampled_shape(
-            (shape[0], shape[1], shape[2]), (spacing_mm[0], spacing_mm[1], spacing_mm[2]), plan
-        )
+        z, y, x = self.plan.transpose
+        shape = grid.shape[z], grid.shape[y], grid.shape[x]
+        spacing_mm = grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x]
+        plan = self.plan.for_scan(spacing_mm)
+        target = resampled_shape(shape, spacing_mm, plan)
         depth, height, width = (
             max(size, tile) for size, tile in zip(target, plan.patch_size, strict=True)
         )
         itemsize = self._dtype.itemsize
-        image = 4 * len(plan.channels) * depth * height * width
+        num_channels = len(plan.channels) + (self.previous is not None)
+        image = 4 * num_channels * depth * height * width
         window = itemsize * plan.patch_size[0] * (plan.labels.num_heads + 1) * height * width
         held = 2 * itemsize * plan.labels.num_heads * height * width
         labels = math.prod(shape)
-        num_tiles = math.prod(
-            len(tile_starts(size, tile, self.options.overlap))
-            for size, tile in zip((depth, height, width), plan.patch_size, strict=True)
+        starts = all_starts(
+            (depth, height, width), plan.patch_size, self.options.overlap, is_2d=plan.is_2d
         )
+        num_tiles = math.prod(map(len, starts))
         passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
-        memory = {
-            "prepare": [image],
-            "segment": [image, window, held, labels, round(self.tile_bytes)],
-        }
-        return memory, num_tiles * passes * math.prod(plan.patch_size)
+        memory["prepare"] = [image]
+        memory["segment"] = [image, window, held, labels, round(self.tile_bytes)]
+        return memory, num_voxels + num_tiles * passes * math.prod(plan.patch_size)
 
     def segment(
         self,
@@ -190,8 +198,14 @@ class NnunetModel:
         orientation = self._orientation_of(volume.grid)
         grid = orientation.reoriented(volume.grid)
         images = [orientation.turned(image) for image in (volume.array, *more_channels)]
+        previous: np.ndarray | None = None
+        if self.previous is not None:
+            with _timed(result, PREVIOUS, on_step):
+                first = self.previous.segment(volume, more_channels)
+            previous = orientation.turned(first.labels)
+            result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
         with _timed(result, "prepare", on_step), self._of_the_plan():
-            prepared = prepare(images, grid.spacing_mm, self.plan)
+            prepared = prepare(images, grid.spacing_mm, self.plan, previous)
         with _timed(result, "segment", on_step), self._of_the_plan():
             stored = new_array(volume.array.shape, np.uint8)
             # A view of the stored labels in the order of the network, into which the crop goes.
@@ -209,7 +223,7 @@ class NnunetModel:
     @torch.inference_mode()
     def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
         """Set the labels of the crop of a prepared scan, transposed."""
-        plan = self.plan
+        plan = self.plan.for_scan(prepared.spacing_mm)
         planes = make_planes(
             plan.logits_resampling,
             prepared.shape,
@@ -250,6 +264,7 @@ class NnunetModel:
             self._mirror_axes(fold),
             self._dtype,
             self.options.overlap,
+            is_2d=self.plan.is_2d,
         )
         z, y, x = prepared.padding
         depth, height, width = prepared.shape
@@ -261,11 +276,15 @@ class NnunetModel:
         """Logits of a tile, on the CPU; on a GPU nnU-Net lets torch choose half precision."""
         is_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, enabled=is_gpu):
-            logits: Tensor = self.network(image.to(self.device))
+            logits = call_network(self.network, image.to(self.device), self.plan)
         return logits.cpu()
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
-        return () if self.options.tta is False else fold.mirror_axes
+        """Axes of the transposed scan along which tiles are mirrored."""
+        if self.options.tta is False:
+            return ()
+        # A 2D network counts the axes of its planes.
+        return tuple(axis + self.plan.is_2d for axis in fold.mirror_axes)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -338,7 +357,28 @@ def load_nnunet(
     """
     _refuse_options(options, precision)
     folder = open_model_folder(path, folds)
-    given = f"weights={path}"
+    previous = None
+    if folder.plan.previous_stage is not None:
+        first = previous_folder(folder, folds, "weights")
+        previous = _load_folder(first, f"weights={first.path}", device, options)
+    loaded = _load_folder(folder, f"weights={path}", device, options)
+    if previous is None:
+        return loaded
+    checkpoints = previous.checkpoints | loaded.checkpoints
+    return replace(loaded, previous=previous, checkpoints=checkpoints)
+
+
+def _load_folder(
+    folder: ModelFolder, given: str, device: torch.device, options: InferenceOptions
+) -> NnunetModel:
+    """Load the networks of one configuration.
+
+    Args:
+        folder: Its files.
+        given: Key and value of the user, for messages.
+        device: See `load_nnunet`.
+        options: See `load_nnunet`.
+    """
     try:
         # A network may be larger than the memory: on the meta device it only has shapes, which
         # must be those of the weights.
@@ -381,8 +421,11 @@ def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device)
         min(size, 2 * step)
         for size, step in zip(plan.patch_size, plan.network["divisor"], strict=True)
     )
-    shape = (1, len(plan.channels), depth, height, width)
-    return forward_bytes_per_voxel(network, network, shape, device)
+    num_channels = len(plan.channels) + (plan.previous_stage is not None)
+    shape = (1, num_channels, depth, height, width)
+    return forward_bytes_per_voxel(
+        network, lambda image: call_network(network, image, plan), shape, device
+    )
 
 
 def task_of(plan: NnunetPlan) -> Task:

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from medseg.errors import UserError
+from medseg.models.plan_unet import build_unet
 from medseg.nnunet.plan import NnunetPlan, PlanError
-
-# Classes that a plan may name as part of its network, by the last part of their names.
-PARTS: Mapping[str, type[nn.Module]] = {
-    "Conv3d": nn.Conv3d,
-    "InstanceNorm3d": nn.InstanceNorm3d,
-    "BatchNorm3d": nn.BatchNorm3d,
-    "Dropout3d": nn.Dropout3d,
-    "LeakyReLU": nn.LeakyReLU,
-    "ReLU": nn.ReLU,
-    "GELU": nn.GELU,
-    "SiLU": nn.SiLU,
-}
-PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build for
-# another torch than that of this machine.
-INSTALL = "pip install --no-deps dynamic_network_architectures"
 
 
 def make_network(plan: NnunetPlan) -> nn.Module:
@@ -35,46 +18,47 @@ def make_network(plan: NnunetPlan) -> nn.Module:
         plan: The checked plan.
 
     Returns:
-        Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
+        Maps images (N, C, d, h, w) to logits (N, K, d, h, w), a 2D one (N, C, h, w) to
+        (N, K, h, w).
 
     Raises:
         PlanError: If the plan names a part that is not known, or its arguments do not fit.
         UserError: If `dynamic_network_architectures` is missing.
     """
-    arguments = dict(plan.network["arguments"])
-    for key in PART_KEYS:
-        arguments[key] = _part(arguments.get(key), key)
-    # Without deep supervision a network returns the logits of full resolution alone.
-    arguments["deep_supervision"] = False
+    network = plan.network
     try:
-        return _network_class(plan.network["class"])(
-            input_channels=len(plan.channels), num_classes=plan.labels.num_heads, **arguments
+        return build_unet(
+            network["class"], network["arguments"], plan.num_inputs, plan.labels.num_heads
         )
-    except (TypeError, ValueError, AssertionError, IndexError, KeyError) as error:
-        raise PlanError(f"its arguments do not make a network ({error})") from error
+    except ValueError as error:
+        raise PlanError(str(error)) from error
 
 
-def _part(name: Any, key: str) -> type[nn.Module] | None:
-    if name is None:
-        return None
-    part = PARTS.get(str(name).rsplit(".", 1)[-1])
-    if part is None or not str(name).startswith("torch.nn."):
-        raise PlanError(f"{key}: {str(name)[:60]} is no known part of a network")
-    return part
+def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
+    """Run a network on the input of its plan.
+
+    Args:
+        network: See `make_network`.
+        image: Image (1, C, d, h, w), one plane for a 2D network; the last channel of a cascade
+            holds the labels of the previous stage, which become one channel each.
+        plan: Its plan.
+
+    Returns:
+        Logits (1, K, d, h, w).
+    """
+    values = plan.previous_values
+    if values:
+        labels = image[:, -1:]
+        of_labels = [(labels == value).to(image.dtype) for value in values]
+        image = torch.cat([image[:, :-1], *of_labels], dim=1)
+    if plan.is_2d:
+        planes: Tensor = network(image[:, :, 0])
+        return planes[:, :, None]
+    logits: Tensor = network(image)
+    return logits
 
 
-def _network_class(name: str) -> type[nn.Module]:
-    try:
-        from dynamic_network_architectures.architectures import unet
-    except ImportError as error:
-        raise UserError(
-            f"weights: a model folder of nnU-Net needs dynamic_network_architectures; {INSTALL}"
-        ) from error
-    network_class: type[nn.Module] = getattr(unet, name)
-    return network_class
-
-
-def fits(network: nn.Module, weights: Mapping[str, torch.Tensor]) -> str:
+def fits(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Compare names and shapes of weights with those of a network.
 
     Returns:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medseg.geometry.sizes import Shape
 from medseg.io.volume import MIN_SPACING_MM
 
-SUPPORTED = ("3d_fullres", "3d_lowres")
-"""Names of the configurations of nnU-Net that see a scan once and in 3D."""
+SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
+"""Names of the configurations of nnU-Net."""
 
 # Limits that no plan of nnU-Net comes near: a hostile one must not keep the program busy.
 MAX_SPACING_MM = 100.0
@@ -91,11 +91,13 @@ class LabelPlan:
         region_values: Value of each head of a network for regions, painted in this order; None for
             a network whose heads are classes.
         num_heads: Heads of the network.
+        values: Values of a label map, without the background, in rising order.
     """
 
     names: dict[str, int]
     region_values: tuple[int, ...] | None
     num_heads: int
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,9 @@ class NnunetPlan:
 
     Attributes:
         configuration: Its name.
-        spacing_mm: Spacing of the network's input, transposed.
-        patch_size: Tile in voxels, transposed.
+        spacing_mm: Spacing of the network's input, transposed; the first of a 2D network is that of
+            the scan, see `for_scan`.
+        patch_size: Tile in voxels, transposed; one plane of a 2D network.
         transpose: Stored axis of each axis of the transposed array.
         channels: Normalisation of each channel.
         image_resampling: Of the images.
@@ -114,6 +117,9 @@ class NnunetPlan:
         network: `class`, `arguments` and `divisor` of the input size of the network.
         orientation: `stored` or `RAS`, by the reader of the plan.
         dataset_name: Name of the data set.
+        is_2d: Whether the network sees planes of the first axis one by one.
+        previous_stage: Configuration whose labels are further channels; None without a cascade.
+        labels_resampling: Of these labels.
     """
 
     configuration: str
@@ -127,6 +133,25 @@ class NnunetPlan:
     network: Mapping[str, Any]
     orientation: str
     dataset_name: str
+    is_2d: bool = False
+    previous_stage: str | None = None
+    labels_resampling: ResamplingPlan | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Channels of the network's input: those of the scan, and one for each previous label."""
+        return len(self.channels) + len(self.previous_values)
+
+    @property
+    def previous_values(self) -> tuple[int, ...]:
+        """Values of the labels of the previous stage, in the order of their channels."""
+        return () if self.previous_stage is None else self.labels.values
+
+    def for_scan(self, spacing_mm: tuple[float, float, float]) -> NnunetPlan:
+        """Return the plan for a scan of a spacing, transposed: a 2D network keeps its planes."""
+        if not self.is_2d:
+            return self
+        return replace(self, spacing_mm=(spacing_mm[0], *self.spacing_mm[1:]))
 
 
 def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
@@ -175,12 +200,27 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
             f"has no configuration {name}, but {', '.join(configurations) or 'none at all'}"
         )
     configuration = configurations[name]
-    _refuse_unsupported(configuration, name)
+    _refuse_unsupported(configuration)
     transpose = tuple(_integers(plans, "transpose_forward", 3, 0, 2))
     if sorted(transpose) != [0, 1, 2]:
         raise PlanError(f"transpose_forward: expected an order of three axes, got {transpose}")
-    spacing_mm = _numbers(configuration, "spacing", 3, MIN_SPACING_MM, MAX_SPACING_MM)
-    patch_size = _integers(configuration, "patch_size", 3, 1, MAX_PATCH)
+    is_2d = _is_2d(configuration)
+    num_axes = 2 if is_2d else 3
+    spacing_mm = _numbers(configuration, "spacing", num_axes, MIN_SPACING_MM, MAX_SPACING_MM)
+    patch_size = _integers(configuration, "patch_size", num_axes, 1, MAX_PATCH)
+    network = _read_network(configuration, patch_size)
+    if is_2d:
+        spacing_mm.insert(0, 1.0)
+        patch_size.insert(0, 1)
+    previous_stage = _read_previous_stage(configuration, configurations)
+    labels_resampling = None
+    if previous_stage is not None:
+        labels_resampling = _read_resampling(configuration, "resampling_fn_seg")
+        if labels_resampling.function == TORCH:
+            raise PlanError(
+                f"resampling_fn_seg: {TORCH} of the labels of a previous stage is not supported, "
+                f"but {SPLINE} and {NONE}"
+            )
     reader = plans.get("image_reader_writer")
     if not isinstance(reader, str) or reader not in READERS:
         raise PlanError(
@@ -195,35 +235,51 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
         image_resampling=_read_resampling(configuration, "resampling_fn_data"),
         logits_resampling=_read_resampling(configuration, "resampling_fn_probabilities"),
         labels=read_labels(dataset),
-        network=_read_network(configuration, patch_size),
+        network=network,
         orientation=_read_orientation(dataset, READERS[str(reader)]),
         dataset_name=str(plans.get("dataset_name", "nnU-Net"))[:200],
+        is_2d=is_2d,
+        previous_stage=previous_stage,
+        labels_resampling=labels_resampling,
     )
 
 
-def _refuse_unsupported(configuration: Mapping[str, Any], name: str) -> None:
-    """Refuse what medseg does not run yet.
+def _refuse_unsupported(configuration: Mapping[str, Any]) -> None:
+    """Refuse what medseg does not run.
 
     Raises:
         PlanError: With the reason.
     """
-    if configuration.get("previous_stage") is not None:
-        raise PlanError(
-            f"{name} takes the labels of a first network as channels, which is not supported yet; "
-            f"give a folder of {' or '.join(SUPPORTED)}"
-        )
-    patch = configuration.get("patch_size")
-    if isinstance(patch, list) and len(patch) == 2:
-        raise PlanError(
-            f"{name} is a 2D network, which is not supported yet; give a folder of "
-            f"{' or '.join(SUPPORTED)}"
-        )
     preprocessor = configuration.get("preprocessor_name", "DefaultPreprocessor")
     if preprocessor != "DefaultPreprocessor":
         raise PlanError(
             f"preprocessor_name: expected DefaultPreprocessor, got {str(preprocessor)[:60]}, whose "
             "steps are not known"
         )
+
+
+def _is_2d(configuration: Mapping[str, Any]) -> bool:
+    """Whether a configuration has tiles of two axes."""
+    patch = configuration.get("patch_size")
+    return isinstance(patch, list) and len(patch) == 2
+
+
+def _read_previous_stage(
+    configuration: Mapping[str, Any], configurations: Mapping[str, Any]
+) -> str | None:
+    """Name of the configuration that a cascade goes on from.
+
+    Raises:
+        PlanError: If there is none of the name, or it is the second stage of a cascade itself.
+    """
+    name = configuration.get("previous_stage")
+    if name is None:
+        return None
+    if name not in configurations or configurations[name].get("previous_stage") is not None:
+        raise PlanError(
+            f"previous_stage: expected a configuration that needs no other, got {str(name)[:60]}"
+        )
+    return str(name)
 
 
 def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
@@ -250,8 +306,9 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
         painted = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
         if len(set(painted)) != len(painted):
             raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
-        return LabelPlan(dict(zip(values, painted, strict=True)), painted, len(painted))
-    names: dict[str, int] = {}
+        names = dict(zip(values, painted, strict=True))
+        return LabelPlan(names, painted, len(painted), _map_values(values))
+    names = {}
     for name, value in values.items():
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
         names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
@@ -260,7 +317,16 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
             f"labels in dataset.json: expected the values 1, 2, … without a gap, got "
             f"{sorted(names.values())}"
         )
-    return LabelPlan(names, None, 1 + len(names))
+    return LabelPlan(names, None, 1 + len(names), tuple(sorted(names.values())))
+
+
+def _map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
+    """Values of the label maps that regions are made of, without the background."""
+    values: set[int] = set()
+    for name, members in regions.items():
+        for value in _flat(members):
+            values.add(_integer(value, f"labels.{name} in dataset.json", 0, MAX_HEADS))
+    return tuple(sorted(values - {0}))
 
 
 def _read_channels(
@@ -341,8 +407,9 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
         raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
-    # A cubic spline filters the whole volume first, but logits come plane by plane.
-    orders = (0, 1, 3) if key == "resampling_fn_data" else (0, 1)
+    # A cubic spline filters the whole volume first, but logits come plane by plane; labels are
+    # interpolated one by one.
+    orders = {"resampling_fn_data": (0, 1, 3), "resampling_fn_seg": (1,)}.get(key, (0, 1))
     if order not in orders or order_z != 0:
         raise PlanError(
             f"{key}_kwargs: order={order} and order_z={order_z} are not supported, but "
@@ -376,7 +443,10 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     strides = arguments.get("strides")
     if not isinstance(strides, list) or len(strides) != levels:
         raise PlanError(f"strides: expected a list of {levels}, one for each level")
-    divisor = [math.prod(_stride(stride, axis) for stride in strides) for axis in range(3)]
+    num_axes = len(patch_size)
+    divisor = [
+        math.prod(_stride(stride, axis, num_axes) for stride in strides) for axis in range(num_axes)
+    ]
     if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
@@ -393,7 +463,8 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
         _integer(number, "features_per_stage", 1, MAX_COUNT)
     for number in _flat(arguments.get("kernel_sizes")):
         _integer(number, "kernel_sizes", 1, 31)
-    return {"class": name, "arguments": arguments, "divisor": divisor}
+    # A plane of a 2D network is a volume of one plane.
+    return {"class": name, "arguments": arguments, "divisor": [1] * (3 - num_axes) + divisor}
 
 
 def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -410,16 +481,17 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
         configuration.get("unet_max_num_features"), "unet_max_num_features", 1, MAX_COUNT
     )
     levels = _integer(len(encoder), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
+    axes = "2d" if _is_2d(configuration) else "3d"
     return name, {
         "n_stages": levels,
         "features_per_stage": [min(base * 2**level, most) for level in range(levels)],
-        "conv_op": "torch.nn.modules.conv.Conv3d",
+        "conv_op": f"torch.nn.modules.conv.Conv{axes}",
         "kernel_sizes": configuration.get("conv_kernel_sizes"),
         "strides": configuration.get("pool_op_kernel_sizes"),
         NETWORKS.get(name, "n_conv_per_stage"): encoder,
         "n_conv_per_stage_decoder": configuration.get("n_conv_per_stage_decoder"),
         "conv_bias": True,
-        "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+        "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{axes}",
         "norm_op_kwargs": {"eps": 1e-05, "affine": True},
         "dropout_op": None,
         "dropout_op_kwargs": None,
@@ -428,9 +500,9 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
     }
 
 
-def _stride(stride: Any, axis: int) -> int:
+def _stride(stride: Any, axis: int, num_axes: int) -> int:
     """Stride of a level along an axis; a single number is that of all axes."""
-    if isinstance(stride, list) and len(stride) == 3:
+    if isinstance(stride, list) and len(stride) == num_axes:
         stride = stride[axis]
     return _integer(stride, "strides", 1, 16)
 

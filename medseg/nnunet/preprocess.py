@@ -15,6 +15,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_array, new_tensor
 from medseg.nnunet.plan import NONE, TORCH, ChannelPlan, NnunetPlan
 from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_of
+from medseg.nnunet.previous import BEYOND, resample_previous
 from medseg.nnunet.spline import axis_taps, filtered
 
 # Smallest divisor of a normalisation.
@@ -27,7 +28,8 @@ class Prepared:
     """Input of the network, and what leads its result back to the scan.
 
     Attributes:
-        image: Normalised image (C, D', H', W'), float32, padded to a tile at least.
+        image: Normalised image (C, D', H', W'), float32, padded to a tile at least; in a cascade
+            one more channel has the labels of the previous stage.
         padding: Voxels that were added before each axis.
         shape: Its shape without padding.
         box: Crop of the transposed scan.
@@ -41,13 +43,19 @@ class Prepared:
     spacing_mm: SpacingMm
 
 
-def prepare(images: Sequence[np.ndarray], spacing_mm: SpacingMm, plan: NnunetPlan) -> Prepared:
+def prepare(
+    images: Sequence[np.ndarray],
+    spacing_mm: SpacingMm,
+    plan: NnunetPlan,
+    previous: np.ndarray | None = None,
+) -> Prepared:
     """Bring a scan to the input of a network.
 
     Args:
         images: Channels (D, H, W) in the orientation that the network expects.
         spacing_mm: Their spacing.
         plan: The plan of the network.
+        previous: Labels (D, H, W) of the previous stage; None without a cascade.
 
     Raises:
         PlanError: If the plan cannot resample this scan.
@@ -55,6 +63,7 @@ def prepare(images: Sequence[np.ndarray], spacing_mm: SpacingMm, plan: NnunetPla
     transposed = [image.transpose(plan.transpose) for image in images]
     z, y, x = plan.transpose
     spacing = spacing_mm[z], spacing_mm[y], spacing_mm[x]
+    plan = plan.for_scan(spacing)
     box = nonzero_box(transposed)
     shape = resampled_shape(box.shape, spacing, plan)
     padded = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
@@ -62,13 +71,23 @@ def prepare(images: Sequence[np.ndarray], spacing_mm: SpacingMm, plan: NnunetPla
     depth, height, width = (
         slice(start, start + size) for start, size in zip(padding, shape, strict=True)
     )
-    image = new_tensor((len(images), padded[0], padded[1], padded[2]), torch.float32)
+    num_channels = len(images) + (previous is not None)
+    image = new_tensor((num_channels, padded[0], padded[1], padded[2]), torch.float32)
     if tuple(padded) != shape:
         image.zero_()
-    mask = _nonzero_mask(transposed, box) if _needs_mask(plan.channels) else None
+    mask = None
+    if previous is not None or _needs_mask(plan.channels):
+        mask = _nonzero_mask(transposed, box)
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
         _resample(normalised, image[number, depth, height, width], box.shape, spacing, plan)
+    if previous is not None:
+        assert mask is not None, "it was made above"
+        assert plan.labels_resampling is not None, "the plan of a cascade has one"
+        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
+        labels[(labels == 0) & ~mask] = BEYOND
+        target = image[-1, depth, height, width]
+        resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
     return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
 
 

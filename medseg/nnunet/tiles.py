@@ -45,15 +45,34 @@ def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
     return [int(np.round(step * number)) for number in range(num_steps + 1)]
 
 
+def all_starts(
+    shape: Shape, tile: Shape, overlap: float, *, is_2d: bool = False
+) -> tuple[list[int], list[int], list[int]]:
+    """Spread tiles along all axes; those of a 2D network lie in each plane.
+
+    Args:
+        shape: Voxels of the image.
+        tile: Shape of a tile.
+        overlap: See `tile_starts`.
+        is_2d: Whether a tile is a part of one plane.
+    """
+    z_starts, y_starts, x_starts = (
+        tile_starts(size, length, overlap) for size, length in zip(shape, tile, strict=True)
+    )
+    if is_2d:
+        z_starts = list(range(shape[0]))
+    return z_starts, y_starts, x_starts
+
+
 @functools.lru_cache(maxsize=2)
-def tile_weights(tile: Shape) -> Tensor:
+def tile_weights(tile: tuple[int, ...]) -> Tensor:
     """Gaussian weights of the voxels of a tile, in half precision; none is zero.
 
     Args:
-        tile: Shape of a tile.
+        tile: Shape of a tile, of any number of axes.
 
     Returns:
-        Weights (d, h, w), 10 in the middle.
+        Weights of this shape, 10 in the middle.
     """
     peak = np.zeros(tile)
     peak[tuple(size // 2 for size in tile)] = 1
@@ -96,6 +115,8 @@ def finished_planes(
     axes: Sequence[int],
     dtype: torch.dtype,
     overlap: float = 0.5,
+    *,
+    is_2d: bool = False,
 ) -> Iterator[Tensor]:
     """Run a network on all tiles; yield the logits of each plane as soon as they are final.
 
@@ -107,6 +128,7 @@ def finished_planes(
         axes: Axes along which tiles are mirrored.
         dtype: Precision of the sums: half, as nnU-Net, or float32.
         overlap: See `tile_starts`.
+        is_2d: Whether a tile is a part of one plane.
 
     Yields:
         Logits (K, H, W) of the planes from 0 on; a view that the next plane may overwrite.
@@ -119,12 +141,10 @@ def finished_planes(
     # Plane z lies at z modulo the window: nothing is moved when planes leave.
     sums = new_tensor((window, num_heads, height, width), dtype).zero_()
     weight_sums = torch.zeros((window, height, width), dtype=dtype)
-    weights = tile_weights(tile).to(dtype)
+    # A plane has the weights of a picture.
+    weights = tile_weights(tile[1:] if is_2d else tile).reshape(tile).to(dtype)
     first_unfinished = 0
-    z_starts, y_starts, x_starts = (
-        tile_starts(size, length, overlap)
-        for size, length in zip((depth, height, width), tile, strict=True)
-    )
+    z_starts, y_starts, x_starts = all_starts((depth, height, width), tile, overlap, is_2d=is_2d)
     for z in [*z_starts, depth]:
         for plane in range(first_unfinished, z):
             slot = plane % window

@@ -5,6 +5,7 @@ Those within a group stand beside its keys.
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from medseg.data.options import StageName, missing_file
@@ -35,7 +36,7 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
 
     Later checks rely on what the earlier ones refuse.
     """
-    yield from missing_file("init_from", config.init_from)
+    yield from _start_clashes(config.init_from)
     yield from model_clashes(config.model)
     yield from loss_clashes(config.loss)
     yield from _size_clashes(config)
@@ -45,6 +46,17 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
     yield from _optimiser_clashes(config)
     yield from _side_clashes(config)
     yield from _region_clashes(config)
+
+
+def _start_clashes(init_from: str | None) -> Iterator[str]:
+    """Yield a sentence if initial weights are neither a file nor a model folder of nnU-Net."""
+    if init_from is not None and Path(init_from).is_dir():
+        # Loads torch, which other checks do without.
+        from medseg.nnunet.folder import is_start
+
+        if is_start(Path(init_from)):
+            return
+    yield from missing_file("init_from", init_from)
 
 
 def _size_clashes(config: TrainConfig) -> Iterator[str]:

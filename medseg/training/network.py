@@ -15,11 +15,13 @@ from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
+from medseg.nnunet.folder import is_start
 from medseg.preprocess.options import SpacingOptions
 from medseg.targets import TARGET
 from medseg.task_options import make_task
 from medseg.training.input_sizes import choose_strides, stated_divisor
 from medseg.training.options import TrainConfig
+from medseg.training.plan_weights import load_plan_weights
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
@@ -94,6 +96,9 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         UserError: If the file cannot be used, or holds another network than the configured one.
     """
     if config.init_from is None:
+        return
+    if is_start(Path(config.init_from)):
+        load_plan_weights(network, config)
         return
     key = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")

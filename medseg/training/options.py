@@ -147,7 +147,11 @@ class TrainConfig:
         bool, Knob("A resumed multirun repeats the jobs that failed.", neutral=True)
     ]
     init_from: Annotated[
-        Text, Knob("Checkpoint or .safetensors file with the initial weights (fine-tuning).")
+        Text,
+        Knob(
+            "Initial weights (fine-tuning): checkpoint, .safetensors, or model folder of nnU-Net, "
+            "see docs/nnunet.md."
+        ),
     ]
     ema_decay: Annotated[
         float | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,12 @@ from medseg.nnunet.preprocess import prepare
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
-NAMES = ("folds", "regions", "anisotropic", "torch")
+CASCADES = ("cascade", "cascade_regions", "cascade_transposed")
+NAMES = (
+    *("folds", "regions", "anisotropic", "torch"),
+    *("2d", "2d_regions", "2d_transposed"),
+    *CASCADES,
+)
 CPU = torch.device("cpu")
 # Kernels of another processor may round the last bit of a logit otherwise.
 MAX_SHARE = 0.001
@@ -78,9 +84,11 @@ def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
     volume, others, _ = scan_of(name)
     first, *more = (np.where(array == 0, 1, array) for array in (volume.array, *others))
     num_voxels: list[int] = []
-    model.network.register_forward_hook(
-        lambda _, inputs, __: num_voxels.append(inputs[0][0, 0].numel())
-    )
+    for stage in (model, model.previous):
+        if stage is not None:
+            stage.network.register_forward_hook(
+                lambda _, inputs, __: num_voxels.append(inputs[0][0, 0].numel())
+            )
     model.segment(replace(volume, array=first), more)
     _, expected = model.expected(volume.grid)
     assert expected == sum(num_voxels)
@@ -103,6 +111,36 @@ def test_temporary_files_change_nothing(name: str) -> None:
     with scratch_above(1000):
         in_files = model.segment(volume, others).labels
     assert np.array_equal(in_memory, in_files)
+
+
+@pytest.mark.parametrize("name", CASCADES)
+def test_a_cascade_goes_on_from_the_labels_of_its_first_stage(name: str) -> None:
+    volume, others, expected = scan_of(name)
+    model = load(name)
+    assert model.previous is not None
+    assert model.plan.configuration == "3d_cascade_fullres"
+    steps: list[str] = []
+    result = model.segment(volume, others, on_step=steps.append)
+    assert steps == model.steps == ["previous", "prepare", "segment"]
+    first = model.previous.segment(volume, others).labels
+    assert (first != result.labels).any()
+    assert result.tiling_plans.keys() == {"previous", "segment"}
+    assert len(model.checkpoints) == 2
+    # Other labels of the first stage change those of the second.
+    turned = replace(model.previous, options=InferenceOptions(overlap=0.1, tta=False))
+    assert (turned.segment(volume, others).labels != first).any()
+    changed = replace(model, previous=turned).segment(volume, others).labels
+    assert (changed != expected).any()
+
+
+def test_a_cascade_without_its_first_stage_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(RECORDED / "cascade.zip") as archive:
+        archive.extractall(tmp_path)
+    (second,) = tmp_path.rglob("*__3d_cascade_fullres")
+    (first,) = tmp_path.rglob("*__3d_lowres")
+    first.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"goes on from the labels of 3d_lowres, but .* copy it"):
+        load_nnunet(second, None, CPU, InferenceOptions())
 
 
 def test_float_sums_differ_in_few_voxels() -> None:

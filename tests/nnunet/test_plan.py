@@ -44,6 +44,43 @@ def test_a_configuration_inherits(toy: Toy) -> None:
     assert plan.patch_size == (16, 32, 32)
 
 
+def test_a_2d_plan_keeps_the_planes_of_the_scan() -> None:
+    toy = toys()["2d"]
+    plan = read_plan(toy["plans"], toy["dataset"], "2d")
+    assert plan.is_2d
+    assert (plan.patch_size, plan.network["divisor"]) == ((1, 24, 16), [1, 4, 4])
+    assert plan.for_scan((7.0, 1.0, 1.0)).spacing_mm == (7.0, 1.5, 1.8)
+
+
+def test_an_older_2d_plan_has_layers_of_planes(toy: Toy) -> None:
+    configuration = toy["plans"]["configurations"]["3d_fullres"]
+    for key in ("spacing", "patch_size"):
+        configuration[key] = configuration[key][1:]
+    for key in ("pool_op_kernel_sizes", "conv_kernel_sizes"):
+        configuration[key] = [sizes[1:] for sizes in configuration[key]]
+    plan = read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+    assert plan.network["arguments"]["conv_op"].endswith("Conv2d")
+    assert plan.network["arguments"]["norm_op"].endswith("InstanceNorm2d")
+    assert plan.network["divisor"] == [1, 4, 4]
+
+
+def test_a_cascade_has_a_channel_for_each_value_of_a_label_map() -> None:
+    toy = toys()["cascade_regions"]
+    plan = read_plan(toy["plans"], toy["dataset"], "3d_cascade_fullres")
+    assert (plan.previous_stage, plan.previous_values) == ("3d_lowres", (1, 2))
+    assert plan.num_inputs == len(plan.channels) + 2 == 4
+    assert read_plan(toy["plans"], toy["dataset"], "3d_lowres").num_inputs == 2
+
+
+def test_labels_of_a_previous_stage_that_torch_resamples_are_refused() -> None:
+    toy = toys()["cascade"]
+    cascade = toy["plans"]["configurations"]["3d_cascade_fullres"]
+    cascade["resampling_fn_seg"] = "resample_torch_fornnunet"
+    cascade["resampling_fn_seg_kwargs"] = {"force_separate_z": None}
+    with pytest.raises(PlanError, match="of the labels of a previous stage is not supported"):
+        read_plan(toy["plans"], toy["dataset"], "3d_cascade_fullres")
+
+
 def test_older_and_newer_plans_describe_one_network(toy: Toy) -> None:
     older = read_plan(toy["plans"], toy["dataset"], "3d_fullres").network
     assert older["class"] == "PlainConvUNet"
@@ -65,8 +102,8 @@ CONFIGURATION = ("plans", "configurations", "3d_fullres")
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        ((*CONFIGURATION, "patch_size"), [32, 32], "a 2D network"),
-        ((*CONFIGURATION, "previous_stage"), "3d_lowres", "labels of a first network"),
+        ((*CONFIGURATION, "patch_size"), [32, 32], "spacing: expected 2 numbers"),
+        ((*CONFIGURATION, "previous_stage"), "3d_lowres", "a configuration that needs no other"),
         ((*CONFIGURATION, "inherits_from"), "3d_fullres", "inherits from itself"),
         ((*CONFIGURATION, "spacing"), [0.0, 1.0, 1.0], "spacing: expected a number from"),
         ((*CONFIGURATION, "spacing"), [1.0, float("nan"), 1.0], "spacing: expected a number from"),

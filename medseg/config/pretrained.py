@@ -1,0 +1,260 @@
+"""Keys of a training that starts from a model folder of nnU-Net: its network and preprocessing.
+
+They are arguments before those of the user, who may replace each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from medseg.config.overrides import text_of
+from medseg.console import say
+from medseg.errors import UserError
+
+if TYPE_CHECKING:
+    from medseg.nnunet.plan import ChannelPlan, NnunetPlan
+
+KEY = "init_from"
+NETWORK = "medseg.models.plan_unet.PlanUNet"
+# Groups whose arguments decide what a plan leaves to the user.
+GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
+# Keys that a plan sets unless the command line or its experiment states them.
+PLANNED = ("spacing", "stage.patch_size", "inference", "task.channels", "task.window_hu")
+# Normalisation of a plan to ours, and to the scale and shift that are left after it. Percentiles
+# stand for the least and largest value of an image, which a single voxel would decide.
+BY_CASE = {
+    "ZScoreNormalization": ("zscore", 1.0, 0.0),
+    "RescaleTo01Normalization": ("percentile", 0.5, 0.5),
+}
+CT = "CTNormalization"
+# Axes z, y and x of a scan in LPS that a network sees backwards, by the orientation of its plan.
+FLIPS = {
+    "stored": [False, False, False],
+    "LPS": [False, False, False],
+    "RAS": [False, True, True],
+}
+Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
+
+
+def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[str]:
+    """Add the keys of the plan of a model folder that `init_from` names, and tell them.
+
+    Args:
+        arguments: Command line, with quoted paths.
+        schema: Root of the configuration; one without `init_from` changes nothing.
+        compose: Composes arguments, see `medseg.commands.entry.compose`.
+
+    Raises:
+        UserError: If the folder cannot be used, or a channel has no normalisation of ours.
+    """
+    values = dict(argument.partition("=")[::2] for argument in arguments)
+    path = Path(values.get(KEY, "").strip("'\""))
+    is_resumed = values.get("resume", "null") not in ("null", "auto")
+    if KEY not in {field.name for field in fields(schema)} or is_resumed:
+        return list(arguments)
+    # A name that ends in a suffix of weights is a file, for which nothing has to be loaded.
+    if not path.is_dir() and path.suffix.lower() != ".zip":
+        return list(arguments)
+    # Loads torch.
+    from medseg.nnunet.folder import is_start, open_fold
+
+    if not is_start(path):
+        return list(arguments)
+    plan = open_fold(path, KEY).plan
+    if "model" in values:
+        raise UserError(
+            f"{KEY}={path}: the network is that of its plan, but model={values['model']} chooses "
+            "another one; leave one of them out"
+        )
+    stage = [] if {"stage", "experiment"} & values.keys() else ["stage=single"]
+    chosen = [*stage, *_arguments_of(GROUPS, arguments)]
+    composed = compose(chosen)[0]
+    stated = _stated(chosen, composed, compose)
+    channels, scales = _channels_of(plan, composed, stated)
+    planned = [
+        *stage,
+        *_network_arguments(plan, scales),
+        *_grid_arguments(plan, stated),
+        *_channel_arguments(channels, stated),
+    ]
+    _tell(path, plan, composed, channels, stated)
+    return [*planned, *arguments]
+
+
+def _arguments_of(keys: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Arguments that set one of some keys, or a part of one."""
+    chosen = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if any(name == key or name.startswith(f"{key}.") for key in keys):
+            chosen.append(argument)
+    return chosen
+
+
+def _stated(arguments: Sequence[str], composed: DictConfig, compose: Compose) -> set[str]:
+    """Find the keys among `PLANNED` that the command line or its experiment states."""
+    stated = {key for key in PLANNED if _arguments_of([key], arguments)}
+    others = [argument for argument in arguments if not argument.startswith("experiment=")]
+    if len(others) < len(arguments):
+        without = compose(others)[0]
+        for key in PLANNED:
+            if OmegaConf.select(composed, key) != OmegaConf.select(without, key):
+                stated.add(key)
+    return stated
+
+
+def _channels_of(
+    plan: NnunetPlan, composed: DictConfig, stated: set[str]
+) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
+    """Normalisation of each channel, and the scale and shift from its result to the plan's.
+
+    A task with another number of channels keeps its own: the first layer is new.
+
+    Raises:
+        UserError: If a channel has no normalisation of ours.
+    """
+    task = OmegaConf.to_container(composed.task)
+    assert isinstance(task, dict)
+    channels = task["channels"] or [{"modality": "ct", "window_hu": task["window_hu"]}]
+    if len(channels) != len(plan.channels):
+        return channels, []
+    if not stated & {"task.channels", "task.window_hu"}:
+        channels = [_normalisation(channel) for channel in plan.channels]
+    scales = [
+        _scale_and_shift(ours, theirs) for ours, theirs in zip(channels, plan.channels, strict=True)
+    ]
+    return channels, scales
+
+
+def _normalisation(channel: ChannelPlan) -> dict[str, Any]:
+    """Our normalisation that comes next to that of a plan."""
+    if channel.scheme == CT:
+        known = channel.intensities
+        window_hu = [known["percentile_00_5"], known["percentile_99_5"]]
+        return {"modality": "ct", "window_hu": window_hu}
+    if channel.scheme not in BY_CASE:
+        raise UserError(
+            f"{KEY}: the channel {channel.name} is not normalised ({channel.scheme}), for which "
+            "medseg has no counterpart; give task.channels=[{modality: mr, normalise: zscore}] or "
+            "another normalisation"
+        )
+    return {"modality": "mr", "normalise": BY_CASE[channel.scheme][0]}
+
+
+def _scale_and_shift(ours: Mapping[str, Any], theirs: ChannelPlan) -> tuple[float, float]:
+    """Scale and shift from our values of a channel to those that the network was trained with.
+
+    A window [low, high] is mapped to [-1, 1] here; there HU minus mean is divided by the standard
+    deviation. So another window than that of the plan keeps the meaning of HU.
+    """
+    window_hu = ours.get("window_hu")
+    if theirs.scheme == CT and window_hu:
+        low_hu, high_hu = window_hu
+        mean, std = theirs.intensities["mean"], theirs.intensities["std"]
+        return (high_hu - low_hu) / 2 / std, ((low_hu + high_hu) / 2 - mean) / std
+    normalise, scale, shift = BY_CASE.get(theirs.scheme, ("", 1.0, 0.0))
+    if ours.get("normalise") == normalise:
+        return scale, shift
+    return 1.0, 0.0
+
+
+def _network_arguments(plan: NnunetPlan, scales: Sequence[tuple[float, float]]) -> list[str]:
+    """Arguments of the network."""
+    arguments = {
+        "_target_": NETWORK,
+        "unet": plan.network["class"],
+        "arguments": dict(plan.network["arguments"]),
+        "transpose": list(plan.transpose),
+        "flips": FLIPS[plan.orientation],
+        "scale": [scale for scale, _ in scales],
+        "shift": [shift for _, shift in scales],
+    }
+    return [f"model.{name}={text_of(value)}" for name, value in arguments.items()]
+
+
+def _grid_arguments(plan: NnunetPlan, stated: set[str]) -> list[str]:
+    """Arguments of spacing, patches and tiles."""
+    arguments = []
+    if "spacing" not in stated:
+        resampling = _resampling_of(plan)
+        if resampling is None:
+            arguments.append("spacing=native")
+        else:
+            spacing_mm = text_of(_in_stored_order(plan.spacing_mm, plan))
+            arguments += [
+                "spacing=anisotropic",
+                f"spacing.target_spacing_mm={spacing_mm}",
+                f"spacing.resampling={resampling}",
+            ]
+    if "stage.patch_size" not in stated:
+        patch_size = text_of(_in_stored_order(plan.patch_size, plan))
+        arguments.append(f"stage.patch_size={patch_size}")
+    if "inference" not in stated:
+        arguments.append("inference=tiles")
+    return arguments
+
+
+def _resampling_of(plan: NnunetPlan) -> str | None:
+    """Our filter that comes next to that of the images; None where nothing is resampled."""
+    from medseg.nnunet.plan import NONE, SPLINE
+
+    if plan.image_resampling.function == NONE:
+        return None
+    is_cubic = plan.image_resampling.function == SPLINE and plan.image_resampling.order > 1
+    return "cubic" if is_cubic else "linear"
+
+
+def _in_stored_order(values: Sequence[Any], plan: NnunetPlan) -> list[Any]:
+    """Numbers of the axes of a plan in the order z, y, x of a scan."""
+    return [values[plan.transpose.index(axis)] for axis in range(3)]
+
+
+def _channel_arguments(channels: Sequence[dict[str, Any]], stated: set[str]) -> list[str]:
+    if stated & {"task.channels", "task.window_hu"}:
+        return []
+    return [f"task.channels={text_of(list(channels))}", "task.window_hu=null"]
+
+
+def _tell(
+    path: Path,
+    plan: NnunetPlan,
+    composed: DictConfig,
+    channels: Sequence[dict[str, Any]],
+    stated: set[str],
+) -> None:
+    """Tell what the plan decides, and what it leaves to the user."""
+    parts = [f"the network ({plan.network['class']})"]
+    if "spacing" not in stated:
+        spacing_mm = "×".join(f"{mm:g}" for mm in _in_stored_order(plan.spacing_mm, plan))
+        parts.append(f"spacing {spacing_mm} mm ({_resampling_of(plan) or 'not resampled'})")
+    if "stage.patch_size" not in stated:
+        parts.append(f"patch {'×'.join(map(str, _in_stored_order(plan.patch_size, plan)))}")
+    has_own_channels = bool(stated & {"task.channels", "task.window_hu"})
+    if not has_own_channels and len(channels) == len(plan.channels):
+        normalisations = [
+            str(channel.get("window_hu") or channel["normalise"]) for channel in channels
+        ]
+        parts.append(f"normalisation {', '.join(normalisations)}")
+    say(
+        f"{KEY}={path}: by its plan {plan.configuration} of {plan.dataset_name}: {', '.join(parts)}"
+    )
+    if plan.orientation == "stored":
+        say(
+            f"{KEY}: nnU-Net saw its scans as they were stored, which medseg takes for the usual "
+            "storage of CT (LPS)"
+        )
+    if len(channels) != len(plan.channels):
+        say(
+            f"{KEY}: the task {composed.task.name} has {len(channels)} channels and the plan "
+            f"{len(plan.channels)}: they are normalised as the task says"
+        )
+    if any(channel.is_masked for channel in plan.channels) and not has_own_channels:
+        say(
+            f"{KEY}: the plan computes z-scores inside the non-zero voxels and leaves zeros at 0, "
+            "medseg shifts them with the others"
+        )

@@ -1,0 +1,170 @@
+"""U-Net of an nnU-Net plan, built by `dynamic_network_architectures`, for scans in LPS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medseg.errors import UserError
+from medseg.models.traits import outputs_of
+
+# Classes that a plan may name as part of its network, by the last part of their names.
+PARTS: Mapping[str, type[nn.Module]] = {
+    "Conv2d": nn.Conv2d,
+    "Conv3d": nn.Conv3d,
+    "InstanceNorm2d": nn.InstanceNorm2d,
+    "InstanceNorm3d": nn.InstanceNorm3d,
+    "BatchNorm2d": nn.BatchNorm2d,
+    "BatchNorm3d": nn.BatchNorm3d,
+    "Dropout2d": nn.Dropout2d,
+    "Dropout3d": nn.Dropout3d,
+    "LeakyReLU": nn.LeakyReLU,
+    "ReLU": nn.ReLU,
+    "GELU": nn.GELU,
+    "SiLU": nn.SiLU,
+}
+PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
+# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build for
+# another torch than that of this machine.
+INSTALL = "pip install --no-deps dynamic_network_architectures"
+# Layers that a unit holds a second time beside the chain `all_modules`, which calls them.
+NAMED_TWICE = ("conv", "norm", "dropout", "nonlin")
+
+
+def build_unet(
+    class_name: str,
+    arguments: Mapping[str, Any],
+    channels: int,
+    num_heads: int,
+    *,
+    deep_supervision: bool = False,
+) -> nn.Module:
+    """Build a U-Net with the layers and the names of weights that nnU-Net has.
+
+    Args:
+        class_name: `PlainConvUNet` or `ResidualEncoderUNet`.
+        arguments: Those of a plan; its parts are names, such as `torch.nn.LeakyReLU`.
+        channels: Channels of the image.
+        num_heads: Channels of the logits.
+        deep_supervision: Whether the logits of all levels are returned, the finest first.
+
+    Returns:
+        Maps images (N, C, d, h, w) to logits (N, K, d, h, w), or to a list of such.
+
+    Raises:
+        ValueError: If a part is not known, or the arguments do not fit.
+        UserError: If `dynamic_network_architectures` is missing.
+    """
+    bound = dict(arguments)
+    for key in PART_KEYS:
+        bound[key] = _part(bound.get(key), key)
+    bound["deep_supervision"] = deep_supervision
+    try:
+        return _network_class(class_name)(input_channels=channels, num_classes=num_heads, **bound)
+    except (TypeError, ValueError, AssertionError, IndexError, KeyError) as error:
+        raise ValueError(f"its arguments do not make a network ({error})") from error
+
+
+def _part(name: Any, key: str) -> type[nn.Module] | None:
+    if name is None:
+        return None
+    part = PARTS.get(str(name).rsplit(".", 1)[-1])
+    if part is None or not str(name).startswith("torch.nn."):
+        raise ValueError(f"{key}: {str(name)[:60]} is no known part of a network")
+    return part
+
+
+def _network_class(name: str) -> type[nn.Module]:
+    try:
+        from dynamic_network_architectures.architectures import unet
+    except ImportError as error:
+        raise UserError(
+            f"weights: a model folder of nnU-Net needs dynamic_network_architectures; {INSTALL}"
+        ) from error
+    network_class: type[nn.Module] = getattr(unet, name)
+    return network_class
+
+
+class PlanUNet(nn.Module):
+    """Network of an nnU-Net plan that takes our images: in LPS, a window mapped to [-1, 1].
+
+    Its input is turned and scaled to what nnU-Net's preprocessing gives, and its logits are turned
+    back. Without deep supervision, or in evaluation, it returns the logits of full resolution.
+
+    Args:
+        in_channels: Channels of the image, C.
+        num_classes: Classes with the background, K.
+        unet: `PlainConvUNet` or `ResidualEncoderUNet`.
+        arguments: Its arguments in the plan.
+        transpose: Axis of the image that is axis a of the network.
+        flips: Axes of the image, z, y and x, that the network sees backwards.
+        scale: Factor of each channel; channels beyond its end stay as they are.
+        shift: Added to each channel after that.
+        deep_supervision: Whether the logits of all levels are returned in training, as nnU-Net
+            trains.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        unet: str = "PlainConvUNet",
+        arguments: dict[str, Any] | None = None,
+        transpose: Sequence[int] = (0, 1, 2),
+        flips: Sequence[bool] = (False, False, False),
+        scale: Sequence[float] = (),
+        shift: Sequence[float] = (),
+        deep_supervision: bool = True,
+    ) -> None:
+        super().__init__()
+        if sorted(transpose) != [0, 1, 2] or len(flips) != 3:
+            raise ValueError(f"transpose={transpose}, flips={flips}: expected three axes each")
+        if len(scale) != len(shift) or len(scale) > in_channels:
+            raise ValueError(f"scale={scale}, shift={shift}: expected a number for each channel")
+        network = build_unet(
+            unet, arguments or {}, in_channels, num_classes, deep_supervision=deep_supervision
+        )
+        network.apply(network.initialize)  # type: ignore[arg-type]
+        _name_once(network)
+        self.network = network
+        # Axes of (N, C, D, H, W).
+        self._order = [0, 1, *(2 + axis for axis in transpose)]
+        self._back = [self._order.index(axis) for axis in range(5)]
+        self._flipped = [2 + axis for axis, is_flipped in enumerate(flips) if is_flipped]
+        num_plain = in_channels - len(scale)
+        shape = (1, in_channels, 1, 1, 1)
+        # Constants of the plan, and no weights.
+        scales = torch.tensor([*scale, *[1.0] * num_plain]).reshape(shape)
+        shifts = torch.tensor([*shift, *[0.0] * num_plain]).reshape(shape)
+        self.register_buffer("scale", scales, persistent=False)
+        self.register_buffer("shift", shifts, persistent=False)
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Predict logits (N, K, D, H, W), in training with deep supervision a list of them."""
+        scaled = image * self.scale + self.shift
+        turned = scaled.flip(self._flipped).permute(self._order)
+        outputs = outputs_of(self.network(turned), self.training)
+        if isinstance(outputs, list):
+            return [self._turned_back(output) for output in outputs]
+        return self._turned_back(outputs)
+
+    def _turned_back(self, logits: Tensor) -> Tensor:
+        return logits.permute(self._back).flip(self._flipped)
+
+
+def _name_once(network: nn.Module) -> None:
+    """Leave one name to each layer: nnU-Net lists those of its encoder four times.
+
+    A file of weights would hold each of them.
+    """
+    del network.decoder.encoder  # type: ignore[union-attr]
+    for module in network.modules():
+        if hasattr(module, "all_modules"):
+            for name in NAMED_TWICE:
+                module._modules.pop(name, None)
