@@ -131,6 +131,13 @@ class Task:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
         return [region.name for region in self.regions] or list(self.labels)
 
+    def part_values(self, name: str) -> tuple[int, ...]:
+        """Label values of one of `parts`."""
+        for region in self.regions:
+            if region.name == name:
+                return self.region_values(region)
+        return (self.labels[name],)
+
     @property
     def has_sides(self) -> bool:
         """Whether left and right differ.

@@ -16,6 +16,7 @@ from medseg.cascade.stage import TrainedStage
 from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.grid_rule import GridRule
+from medseg.inference.clean_up import CleanUp, check_clean_up
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.text import read_text
@@ -46,6 +47,7 @@ SAME_SETTINGS = (
     "region_margin_mm",
     "add_parts_mm",
     "has_coarse_channel",
+    "clean_up",
     "precision",
 )
 
@@ -219,6 +221,9 @@ def _build_stage(
         trained.add_parts_mm = float(metadata["add_parts_mm"])
     if metadata.get("dice_bound"):
         trained.dice_bound = DiceBound(**metadata["dice_bound"])
+    trained.clean_up = tuple(CleanUp(**rule) for rule in metadata.get("clean_up", ()))
+    for clean_up in trained.clean_up:
+        check_clean_up(clean_up, task)
     return trained
 
 

@@ -23,6 +23,7 @@ from medseg.errors import UserError, is_out_of_memory
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.sizes import network_size
+from medseg.inference.clean_up import CleanUp
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
@@ -95,6 +96,7 @@ class TrainedStage:
         warnings: Sentences about how its use differs from its training, for every result.
         dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other
             stage; None without calibration.
+        clean_up: What is done to its labels at the end, where it is the last stage.
     """
 
     network: nn.Module
@@ -115,6 +117,7 @@ class TrainedStage:
     resampling: str = ANTIALIASED
     warnings: tuple[str, ...] = ()
     dice_bound: DiceBound | None = None
+    clean_up: tuple[CleanUp, ...] = ()
     add_parts_mm: float | None = None
     has_coarse_channel: bool = False
 

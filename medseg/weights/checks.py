@@ -30,6 +30,7 @@ RANGES = {
     "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
     "add_parts_mm": (0.0, 50.0),
+    "min_ml": (0.0, 1e6),
     "tile_size": (1, 4096),
     "patch_size": (1, 4096),
     "size": (1, 4096),
