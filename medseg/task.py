@@ -222,6 +222,41 @@ class Task:
         )
 
 
+@dataclass(frozen=True)
+class CleanUp:
+    """What is done to one region or label.
+
+    Attributes:
+        part: Name of the region; of the label in a task without regions.
+        min_ml: Components that are smaller are removed, but never the largest.
+        only_largest: Whether the largest component alone stays.
+        fill_holes: Whether enclosed cavities are filled; for parts of a single label.
+    """
+
+    part: str
+    min_ml: float = 0.0
+    only_largest: bool = False
+    fill_holes: bool = False
+
+    def __str__(self) -> str:
+        """Say what is done.
+
+        Example:
+            >>> print(CleanUp("liver", min_ml=2.5, fill_holes=True))
+            components of less than 2.5 ml go, holes are filled
+            >>> print(CleanUp("liver"))
+            nothing
+        """
+        steps = []
+        if self.only_largest:
+            steps.append("the largest component stays")
+        elif self.min_ml > 0:
+            steps.append(f"components of less than {self.min_ml:g} ml go")
+        if self.fill_holes:
+            steps.append("holes are filled")
+        return ", ".join(steps) or "nothing"
+
+
 def _pair(values: Any) -> Any:
     """Convert a list of two numbers to a tuple; None stays."""
     if values is None:

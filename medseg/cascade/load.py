@@ -16,7 +16,7 @@ from medseg.cascade.stage import TrainedStage
 from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.grid_rule import GridRule
-from medseg.inference.clean_up import CleanUp, check_clean_up
+from medseg.inference.clean_up import check_clean_up
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.text import read_text
@@ -31,7 +31,7 @@ from medseg.models.traits import build_on_meta
 from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target
-from medseg.task import Task
+from medseg.task import CleanUp, Task
 from medseg.task_options import code_texts
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights

@@ -23,7 +23,6 @@ from medseg.errors import UserError, is_out_of_memory
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.sizes import network_size
-from medseg.inference.clean_up import CleanUp
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import TileWorkers
@@ -34,7 +33,7 @@ from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
-from medseg.task import Task
+from medseg.task import CleanUp, Task
 
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)

@@ -4,48 +4,12 @@ A cross-validation chooses it, see `medseg.studies.clean_up`; the files of a mod
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from medseg.geometry.grid import VoxelGrid, voxel_ml
 from medseg.inference.postprocess import fill_holes, remove_components
-from medseg.task import Task
-
-
-@dataclass(frozen=True)
-class CleanUp:
-    """What is done to one region or label.
-
-    Attributes:
-        part: Name of the region; of the label in a task without regions.
-        min_ml: Components that are smaller are removed, but never the largest.
-        only_largest: Whether the largest component alone stays.
-        fill_holes: Whether enclosed cavities are filled; for parts of a single label.
-    """
-
-    part: str
-    min_ml: float = 0.0
-    only_largest: bool = False
-    fill_holes: bool = False
-
-    def __str__(self) -> str:
-        """Say what is done.
-
-        Example:
-            >>> print(CleanUp("liver", min_ml=2.5, fill_holes=True))
-            components of less than 2.5 ml go, holes are filled
-            >>> print(CleanUp("liver"))
-            nothing
-        """
-        steps = []
-        if self.only_largest:
-            steps.append("the largest component stays")
-        elif self.min_ml > 0:
-            steps.append(f"components of less than {self.min_ml:g} ml go")
-        if self.fill_holes:
-            steps.append("holes are filled")
-        return ", ".join(steps) or "nothing"
+from medseg.task import CleanUp, Task
 
 
 def check_clean_up(clean_up: CleanUp, task: Task) -> None:

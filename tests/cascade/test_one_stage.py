@@ -14,11 +14,11 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.clean_up import CleanUp, clean
+from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
-from medseg.task import Region, Task
+from medseg.task import CleanUp, Region, Task
 
 WHOLE = replace(TASK, regions=())
 STORED = Orientation((2, 0, 1), (False, True, False))

@@ -7,8 +7,8 @@ import pytest
 from scipy import ndimage
 
 from medseg.geometry.grid import VoxelGrid
-from medseg.inference.clean_up import CleanUp, check_clean_up, clean
-from medseg.task import Channel, Region, Task
+from medseg.inference.clean_up import check_clean_up, clean
+from medseg.task import Channel, CleanUp, Region, Task
 
 GRID = VoxelGrid((20, 30, 40), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0))  # 0.01 ml a voxel
 TASK = Task("t", {"liver": 1, "spleen": 2}, (), (Channel(window_hu=(-1000.0, 0.0)),))
