@@ -114,6 +114,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "overlap": InferenceOptions.overlap,
         "add_parts_mm": stage.add_parts_mm,
         "coarse_channel": stage.has_coarse_channel,
+        "clean_up": [asdict(clean_up) for clean_up in stage.clean_up],
     }
 
 

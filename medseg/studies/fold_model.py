@@ -1,7 +1,7 @@
 """Model folder of a cross-validation: networks of all folds, clean-up, plausible volumes, card."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from medseg.studies.reference_volumes import (
     measure_references,
     plausible_ranges,
 )
-from medseg.task import Task
+from medseg.task import LabelValues, Task
 from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
@@ -30,7 +30,7 @@ MODEL = "model"
 def write_model(
     config: CrossValidateConfig,
     task: Task,
-    label_values: dict[int, str],
+    label_values: Mapping[int, str],
     folds: Folds,
     rows: Sequence[Row],
     stages: Sequence[str],
@@ -54,7 +54,9 @@ def write_model(
     model_task = task if is_cascade else task.as_one_stage()
     scored = {row["case"] for row in rows}
     cases = [case for case in folds.cases.values() if case.name in scored]
-    held_out = HeldOut(cases, output / "predictions", model_task, label_values)
+    # Other references have names of structures in place of values.
+    values: LabelValues = dict(label_values.items())
+    held_out = HeldOut(cases, output / "predictions", model_task, values)
     volumes = measure_references(held_out)
     choice = choose_clean_up(held_out, volumes)
     if is_cascade:
