@@ -4,6 +4,7 @@
     <task>_<stage>.safetensors               network of a stage, trained on all cases
     <task>_<stage>_fold_<k>.safetensors      or networks of folds, whose outputs are averaged
     README.md                                model card
+    clean_up.csv, clean_up.md                how a cross-validation chose the clean-up
 
 Each file of weights holds everything else as its metadata: configuration, clean-up, label names,
 plausible volumes, bound on Dice and versions. The included weights lie in such a folder.
