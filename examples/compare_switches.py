@@ -6,49 +6,33 @@
 # The cells take a few minutes on two processor cores.
 
 # %%
-import csv
-import json
 import subprocess
-from pathlib import Path
+
+import medseg
 
 MEMORY = ["plain", "amp", "amp_checkpoint"]  # files of conf/memory/
 STEPS = 200
-EXPERIMENT = [
-    "stage=coarse",
-    "spacing=isotropic_4mm",
-    "data.cases=scans/table.csv",
-    "data.cache=cache",
-    "logger=none",
-]
-
-
-def medseg(*arguments: str) -> None:
-    """Run a command of medseg."""
-    subprocess.run(["medseg", *arguments], check=True)
-
-
-medseg("phantom", "output=scans", "num_train=8", "num_val=2", "num_test=0")
+KEYS = {
+    "stage": "coarse",
+    "spacing": "isotropic_4mm",
+    "data.cases": "scans/table.csv",
+    "data.cache": "cache",
+    "logger": "none",
+}
+phantoms = "medseg phantom output=scans num_train=8 num_val=2 num_test=0"
+subprocess.run(phantoms.split(), check=True)
 
 # %% [markdown]
 # ## Plan
 #
-# `plan` takes the arguments of `train`. It counts the bytes of a training step without data and
-# without computing. `measure=false` leaves out the seconds, which it would measure on this machine.
+# `plan` takes the keys of `train`. It counts the bytes of a training step without data and without
+# computing. `measure=false` leaves out the seconds, which it would measure on this machine.
 
 # %%
 planned_mib = {}
 for memory in MEMORY:
-    medseg(
-        "plan",
-        *EXPERIMENT,
-        f"memory={memory}",
-        "shape=[80,96,96]",
-        "measure=false",
-        f"output=plan_{memory}.json",
-    )
-    planned_mib[memory] = json.loads(Path(f"plan_{memory}.json").read_text(encoding="utf-8"))[
-        "peak_live_mib"
-    ]
+    planned = medseg.plan({**KEYS, "memory": memory, "shape": [80, 96, 96], "measure": False})
+    planned_mib[memory] = planned["peak_live_mib"]
 print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
@@ -57,29 +41,24 @@ assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 #
 # ## Train
 #
-# `-m` trains each value in a process and a run folder of its own. The same command again resumes
-# what was interrupted and repeats nothing.
+# Each run has a folder of its own. The same cell again resumes what was interrupted and repeats
+# nothing.
 
 # %%
-medseg(
-    "train",
-    "-m",
-    *EXPERIMENT,
-    f"memory={','.join(MEMORY)}",
-    f"steps={STEPS}",
-    "hydra.sweep.dir=sweep",
-)
+runs = {}
+for memory in MEMORY:
+    runs[memory] = medseg.train(f"sweep/{memory}", {**KEYS, "memory": memory, "steps": STEPS})
 
 # %% [markdown]
 # ## Compare
 #
-# `comparison.csv` has a line for each run, `report.html` the curves, the pictures of the validation
+# `summary` has the figures of a run. `report.html` has the curves, the pictures of the validation
 # cases and the differences between the runs.
 
 # %%
-medseg("report", "runs=sweep")
-with open("sweep/comparison.csv", encoding="utf-8") as file:
-    for run in csv.DictReader(file):
-        print(
-            f"{run['memory']:15s} Dice {float(run['val_dice_best']):.3f}  {run['seconds_per_step']} s per step  {run['peak_gib']} GiB"
-        )
+for memory, run in runs.items():
+    figures = run.summary
+    print(
+        f"{memory:15s} Dice {figures['val_dice_best']:.3f}  {figures['seconds_per_step']} s per step  {figures['peak_gib']} GiB"
+    )
+subprocess.run(["medseg", "report", "runs=sweep"], check=True)

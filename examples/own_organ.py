@@ -11,8 +11,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import nibabel
+import numpy as np
 
 import medseg
+from medseg.io.read import read_image
 
 STEPS = 200
 phantoms = "medseg phantom scene=organs task=heart num_train=5 num_val=1 num_test=0 output=scans"
@@ -69,7 +71,8 @@ figure.savefig("heart.png")
 #
 # Each scan is segmented by a network that has not seen its patient. `folds/model` is a model of all
 # folds, for `medseg.Segmenter(weights="folds/model")` and
-# `medseg predict -i <scan> -o labels.nii.gz weights=folds/model`; `folds/pooled.md` has the scores.
+# `medseg predict -i <scan> -o labels.nii.gz weights=folds/model`: with the clean-up that helped, if
+# one did, and a card. `folds/pooled.md` has the scores.
 
 # %%
 del keys["data.cases"]
@@ -81,3 +84,16 @@ study = medseg.cross_validate(
 )
 for region in study.pooled:
     print(region["region"], region["dice"], region["dice_sd"])
+print((study.model / "clean_up.md").read_text(encoding="utf-8"))
+
+# %% [markdown]
+# The model of all folds, on a scan in memory: a `medseg.Volume` has voxels in the order (z, y, x)
+# and the grid that says where they are. Labels come back as one.
+
+# %%
+model = medseg.Segmenter(weights=study.model)
+volume = read_image(held_out / "image.nii.gz")
+labels = model.segment(volume).labels
+assert isinstance(labels, medseg.Volume)
+assert labels.grid == volume.grid
+print(labels.array.shape, np.unique(labels.array))

@@ -149,6 +149,13 @@ class Task:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
         return [region.name for region in self.regions] or list(self.labels)
 
+    def part_values(self, name: str) -> tuple[int, ...]:
+        """Label values of one of `parts`."""
+        for region in self.regions:
+            if region.name == name:
+                return self.region_values(region)
+        return (self.labels[name],)
+
     @property
     def has_sides(self) -> bool:
         """Whether left and right differ.
@@ -246,6 +253,41 @@ class Task:
             colours=dict(data.get("colours", {})),
             is_sided=bool(data.get("is_sided", False)),
         )
+
+
+@dataclass(frozen=True)
+class CleanUp:
+    """What is done to one region or label.
+
+    Attributes:
+        part: Name of the region; of the label in a task without regions.
+        min_ml: Components that are smaller are removed, but never the largest.
+        only_largest: Whether the largest component alone stays.
+        fill_holes: Whether enclosed cavities are filled; for parts of a single label.
+    """
+
+    part: str
+    min_ml: float = 0.0
+    only_largest: bool = False
+    fill_holes: bool = False
+
+    def __str__(self) -> str:
+        """Say what is done.
+
+        Example:
+            >>> print(CleanUp("liver", min_ml=2.5, fill_holes=True))
+            components of less than 2.5 ml go, holes are filled
+            >>> print(CleanUp("liver"))
+            nothing
+        """
+        steps = []
+        if self.only_largest:
+            steps.append("the largest component stays")
+        elif self.min_ml > 0:
+            steps.append(f"components of less than {self.min_ml:g} ml go")
+        if self.fill_holes:
+            steps.append("holes are filled")
+        return ", ".join(steps) or "nothing"
 
 
 def _pair(values: Any) -> Any:

@@ -175,7 +175,7 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         volume_ml = sum(volumes_ml[label] for label in members[name])
         values = [task.labels[label] for label in members[name]]
         # A missing organ has no volume to judge.
-        is_small = 0 < volume_ml < low_ml and not _touches_border(labels, values)
+        is_small = 0 < volume_ml < low_ml and not touches_border(labels, values)
         if is_small or volume_ml > high_ml:
             warnings.append(
                 f"{name} has {volume_ml:.0f} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
@@ -184,7 +184,7 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
     return warnings
 
 
-def _touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
+def touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
     """Whether label values lie in a face of a map (D, H, W)."""
     for axis in range(3):
         for end in (0, -1):

@@ -19,9 +19,10 @@ from medseg.cascade.join import RegionResult, join, paste_percent
 from medseg.cascade.localise import Localisation, localise, predict_body, stacked
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import UserError
-from medseg.findings import Finding, warnings_of
+from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
+from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import RegionBox, Segmentation, StatedBound
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
@@ -196,7 +197,7 @@ class Cascade:
             if localisation is not None:
                 values = {region.name: task.region_values(region) for region, _, _ in parts}
                 _compare_stages(localisation, labels, grid, values, result)
-        self._judge(labels, first, result)
+        self._judge(labels, first, grid, result)
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             # A label that two regions share has a crop in each of them.
@@ -242,12 +243,15 @@ class Cascade:
         )
         return localisation
 
-    def _judge(self, labels: np.ndarray, image: np.ndarray, result: Segmentation) -> None:
-        """Remove what the stages contradict each other about, and say what is doubtful.
+    def _judge(
+        self, labels: np.ndarray, image: np.ndarray, grid: VoxelGrid, result: Segmentation
+    ) -> None:
+        """Remove what the stages contradict each other about, clean up, and say what is doubtful.
 
         Args:
-            labels: Joined label map (D, H, W) in LPS order; regions are removed in place.
+            labels: Joined label map (D, H, W) in LPS order; changed in place.
             image: The first channel of the scan, (D, H, W).
+            grid: Its grid.
             result: With volumes and the agreement of the stages; receives findings and bounds.
         """
         task = self.task
@@ -257,6 +261,7 @@ class Cascade:
         result.findings += warnings_of("little_agreement", contradictions)
         for name in absent:
             del result.boxes[name]
+        self._clean_up(labels, grid, result)
         result.dice_at_least = self._stated_bounds(result)
         # With regions, the localisation has already told that there are none.
         if not task.regions and not any(result.volumes_ml.values()):
@@ -267,6 +272,23 @@ class Cascade:
             result.findings += warnings_of("empty_result", [sentence])
         implausible = volume_warnings(result.volumes_ml, labels, task)
         result.findings += warnings_of("implausible_volume", implausible)
+
+    def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
+        """Apply the clean-up of the model, in place, and say what it changed.
+
+        The last step that changes labels: the clean-up was chosen on results without it.
+        """
+        clean_ups = self.last.clean_up
+        if not clean_ups:
+            return
+        clean(labels, grid, self.task, clean_ups)
+        before_ml = result.volumes_ml
+        result.volumes_ml = _label_volumes_ml(labels, grid, self.task)
+        for name, volume_ml in result.volumes_ml.items():
+            change_ml = volume_ml - before_ml[name]
+            if change_ml:
+                sentence = f"{name}: the clean-up of the model changed it by {change_ml:+.2f} ml"
+                result.findings += information_of("clean_up", [sentence])
 
     def _stated_bounds(self, result: Segmentation) -> dict[str, StatedBound]:
         """State the bound of each region that was found.

@@ -16,6 +16,7 @@ from medseg.cascade.stage import TrainedStage
 from medseg.conf_folder import conf_dir
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.grid_rule import GridRule
+from medseg.inference.clean_up import check_clean_up
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.text import read_text
@@ -30,7 +31,7 @@ from medseg.models.traits import build_on_meta
 from medseg.preprocess.options import Resampling
 from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target
-from medseg.task import Task
+from medseg.task import CleanUp, Task
 from medseg.task_options import code_texts
 from medseg.weights.checks import check_ranges
 from medseg.weights.files import NATIVE, checksum, read_weights
@@ -45,6 +46,7 @@ SAME_SETTINGS = (
     "least_size",
     "region_margin_mm",
     "has_coarse_channel",
+    "clean_up",
     "precision",
 )
 
@@ -218,6 +220,9 @@ def _build_stage(
     trained.expects_additions = bool(metadata.get("add_parts_mm"))
     if metadata.get("dice_bound"):
         trained.dice_bound = DiceBound(**metadata["dice_bound"])
+    trained.clean_up = tuple(CleanUp(**rule) for rule in metadata.get("clean_up", ()))
+    for clean_up in trained.clean_up:
+        check_clean_up(clean_up, task)
     return trained
 
 

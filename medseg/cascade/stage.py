@@ -33,7 +33,7 @@ from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 from medseg.preprocess.intensity import HU_LIMITS, Intensity, intensity_of
 from medseg.preprocess.resample import ANTIALIASED
-from medseg.task import Task
+from medseg.task import CleanUp, Task
 
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)
@@ -95,6 +95,7 @@ class TrainedStage:
         warnings: Sentences about how its use differs from its training, for every result.
         dice_bound: Lower bound on the Dice coefficient of its results, calibrated with one other
             stage; None without calibration.
+        clean_up: What is done to its labels at the end, where it is the last stage.
     """
 
     network: nn.Module
@@ -115,6 +116,7 @@ class TrainedStage:
     resampling: str = ANTIALIASED
     warnings: tuple[str, ...] = ()
     dice_bound: DiceBound | None = None
+    clean_up: tuple[CleanUp, ...] = ()
     has_coarse_channel: bool = False
     expects_additions: bool = False
 

@@ -1,6 +1,7 @@
 """The `export` command: writes the network of a checkpoint as ONNX or OpenVINO IR."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -9,24 +10,37 @@ from medseg.cascade.load import load_stage
 from medseg.config.schema import ExportConfig
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.prediction.export_stage import export_stage
+from medseg.weights.model_folder import find_stages, is_weights_folder
 
 
 def export(config: ExportConfig) -> int:
-    """Write the network, and print what its input must be.
+    """Write the network of a checkpoint, or all networks of a model folder.
 
     Raises:
         UserError: If the checkpoint or the output is not usable, or the network cannot be
             converted.
     """
+    checkpoint, output = Path(config.checkpoint), Path(config.output)
+    if not is_weights_folder(checkpoint):
+        _export_file(checkpoint, output, config.trusted_targets)
+    else:
+        for path in chain(*find_stages(checkpoint).values()):
+            target = output.with_name(f"{output.stem}_{path.stem}{output.suffix}")
+            _export_file(path, target, config.trusted_targets)
+    print("the preprocessing is in its metadata, see docs/export.md")
+    return 0
+
+
+def _export_file(checkpoint: Path, output: Path, trusted: Sequence[str]) -> None:
+    """Write one network, and print what its input must be."""
     stage = load_stage(
-        Path(config.checkpoint),
+        checkpoint,
         None,
         torch.device("cpu"),
         "fp32",
-        config.trusted_targets,
+        trusted,
         options=InferenceOptions(backend=Backend.torch),
     )
-    output = Path(config.output)
     exported = export_stage(stage, output)
     if exported.fixed_size is None:
         input_size = f"any size in multiples of {_size_text(stage.divisor)} voxels (z, y, x)"
@@ -36,8 +50,6 @@ def export(config: ExportConfig) -> int:
         f"{output}: {exported.form}; input of {input_size}; "
         f"logits within {exported.difference:.1e} of torch"
     )
-    print("the preprocessing is in its metadata, see docs/export.md")
-    return 0
 
 
 def _size_text(size: Iterable[int]) -> str:

@@ -257,8 +257,14 @@ class ListConfig:
 class ExportConfig:
     """Keys of `export`."""
 
-    checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage.")]
-    output: Annotated[str, Knob("model.onnx, or model.xml (OpenVINO).")]
+    checkpoint: Annotated[str, Knob("Checkpoint or .safetensors of one stage, or a model folder.")]
+    output: Annotated[
+        str,
+        Knob(
+            "model.onnx, or model.xml (OpenVINO); of a model folder each network gets a file, "
+            "model_<name>.onnx."
+        ),
+    ]
     trusted_targets: Annotated[
         list[str],
         Knob(

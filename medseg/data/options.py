@@ -16,6 +16,8 @@ Scene = StrEnum("Scene", ["chest", "organs"])
 
 # Keys that the fine stage needs and the coarse one does not have.
 FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
+# Keys with which the fine stage uses the coarse one; a run of one stage does not record them.
+CASCADE_KEYS = ("coarse", "coarse_channel", "coarse_folds")
 # Keys that the coarse stage alone has, and what to do instead.
 COARSE_KEYS = {
     "max_voxels": "bound crops with stage.patch_size",
@@ -138,11 +140,12 @@ class StageOptions:
 
     def _unused_keys(self) -> Iterator[str]:
         """Yield a sentence for each key of the fine stage that another stage sets."""
-        keys = [*FINE_KEYS, "elsewhere_share", "coarse", "coarse_folds"]
-        unused = [key for key in keys if getattr(self, key) is not None]
-        if self.coarse_channel:
-            unused.append("coarse_channel")
-        for key in unused:
+        keys = [*FINE_KEYS, "elsewhere_share", *CASCADE_KEYS]
+        for key in keys:
+            value = getattr(self, key)
+            # A share or margin of 0 is set.
+            if value is None or value is False:
+                continue
             yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
 
     def _coarse_clashes(self) -> Iterator[str]:

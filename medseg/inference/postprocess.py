@@ -6,6 +6,7 @@ mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -115,7 +116,11 @@ class Components:
 
 
 def remove_components(
-    labels: np.ndarray, value: int, rejections: Sequence[Rejection] = (), min_fraction: float = 0.0
+    labels: np.ndarray,
+    value: int | Sequence[int],
+    rejections: Sequence[Rejection] = (),
+    min_fraction: float = 0.0,
+    min_voxels: float = 0.0,
 ) -> list[int]:
     """Remove a label's rejected components, then those that are small beside its largest.
 
@@ -124,9 +129,10 @@ def remove_components(
 
     Args:
         labels: Label map (D, H, W).
-        value: The label.
+        value: The label, or those of a region, whose components may hold several of them.
         rejections: Each removes components.
         min_fraction: Least size of a kept component, as a share of the largest, in [0, 1].
+        min_voxels: Least size of a kept component in voxels; the largest is kept in any case.
 
     Returns:
         Number of voxels that each rejection speaks against, whichever removed them.
@@ -142,7 +148,8 @@ def remove_components(
         return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
 
     counted = [planes_of(rejection.where) for rejection in rejections]
-    components = Components(inner.shape, lambda planes: inner[planes] == value, [None, *counted])
+    mask = partial(_mask_of, inner, value)
+    components = Components(inner.shape, mask, [None, *counted])
     sizes, *counts = components.counts
     left_sizes = sizes.copy()
     num_rejected = []
@@ -151,7 +158,8 @@ def remove_components(
         num_rejected.append(int(sizes[is_rejected].sum()))
         left_sizes[is_rejected] = 0
     # Rejected ones do not count as the largest. At least one voxel, so that they are removed.
-    is_removed = left_sizes < max(1.0, min_fraction * left_sizes.max())
+    largest = left_sizes.max()
+    is_removed = left_sizes < max(1.0, min_fraction * largest, min(min_voxels, largest))
     is_removed[0] = False
     for planes, is_in in components.where(is_removed):
         inner[planes][is_in] = 0
@@ -178,13 +186,13 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
         inner[planes][is_cavity & (inner[planes] == 0)] = value
 
 
-def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
-    """Find the smallest box around a label; None if it is absent."""
+def label_box(labels: np.ndarray, value: int | Sequence[int]) -> VoxelBox | None:
+    """Find the smallest box around a label, or around several; None if they are absent."""
     # Plane by plane: a mask of all voxels would be a second volume.
     footprint = np.zeros(labels.shape[1:], dtype=bool)
     filled = []
-    for z, plane in enumerate(labels):
-        is_in = plane == value
+    for z in range(len(labels)):
+        is_in = _mask_of(labels, value, z)
         if is_in.any():
             filled.append(z)
             footprint |= is_in
@@ -192,6 +200,14 @@ def label_box(labels: np.ndarray, value: int) -> VoxelBox | None:
     if box is None:
         return None
     return VoxelBox((filled[0], *box.start[1:]), (filled[-1] + 1, *box.stop[1:]))
+
+
+def _mask_of(labels: np.ndarray, value: int | Sequence[int], planes: slice | int) -> np.ndarray:
+    """Voxels of a label, or of several, in a range of planes."""
+    values = [value] if isinstance(value, int) else value
+    if len(values) == 1:
+        return np.asarray(labels[planes] == values[0])
+    return np.isin(labels[planes], values)
 
 
 def _shift(numbers: np.ndarray, offset: int) -> np.ndarray:

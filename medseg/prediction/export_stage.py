@@ -117,6 +117,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "least_size": least_size,
         "overlap": InferenceOptions.overlap,
         "coarse_channel": stage.has_coarse_channel,
+        "clean_up": [asdict(clean_up) for clean_up in stage.clean_up],
     }
 
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from medseg import __version__
 from medseg.config.check import to_config, to_typed
 from medseg.console import say
+from medseg.data.options import CASCADE_KEYS, StageName
 from medseg.data.spacing import find_spacing
 from medseg.errors import UserError, first_line
 from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
@@ -143,8 +144,15 @@ def numbered(folder: Path) -> Iterator[Path]:
 
 
 def _text(config: TrainConfig) -> str:
-    """Write a configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(plain(config)))
+    """Write a configuration as YAML.
+
+    Without the keys of a cascade where the run has one stage: they are unset.
+    """
+    values = plain(config)
+    if config.stage.name is StageName.single:
+        for key in CASCADE_KEYS:
+            del values["stage"][key]
+    return OmegaConf.to_yaml(OmegaConf.create(values))
 
 
 def changed_config(

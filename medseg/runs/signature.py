@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from medseg.config.schema import POINT_SCHEMAS
+from medseg.data.options import CASCADE_KEYS, StageName
 from medseg.training.options import TrainConfig
 
 
@@ -86,6 +87,10 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
         values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
     )
     decisive_values = {key: value for key, value in values.items() if not is_neutral(key)}
+    if values["stage.name"] == StageName.single:
+        # They are unset, and a run folder does not have them.
+        for key in CASCADE_KEYS:
+            decisive_values.pop(f"stage.{key}", None)
     # Samples over which synchronised batch normalisation takes its statistics.
     if values.get("trainer.sync_batchnorm"):
         norm_batch = values["stage.batch_size"] / values["memory.accumulate"]

@@ -319,7 +319,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         plain_config: Content of `config.yaml` of the run folder, kept as a record; never executed.
     """
     task, stage = make_task(config.task), config.stage
-    return {
+    metadata = {
         "format": METADATA_FORMAT,
         "stage": stage.name.value,
         "task": task.to_dict(),
@@ -330,12 +330,14 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         "patch_size": _as_list(stage.patch_size),
         "tile_size": _as_list(config.inference.tile_size),
         "region_margin_mm": stage.region_margin_mm or 0.0,
-        "coarse_channel": stage.coarse_channel,
         "precision": config.memory.precision.value,
         "model": network_node(config.model, config.spacing),
         "config": plain_config,
         "versions": collect_versions(),
     }
+    if stage.name is not StageName.single:
+        metadata["coarse_channel"] = stage.coarse_channel
+    return metadata
 
 
 def _as_list(sizes: Sequence[Number] | None) -> list[Number] | None:

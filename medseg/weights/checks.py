@@ -29,6 +29,7 @@ DTYPES = frozenset({
 RANGES = {
     "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
+    "min_ml": (0.0, 1e6),
     "tile_size": (1, 4096),
     "patch_size": (1, 4096),
     "size": (1, 4096),

@@ -4,6 +4,7 @@
     <task>_<stage>.safetensors               network of a stage, trained on all cases
     <task>_<stage>_fold_<k>.safetensors      or networks of folds, whose outputs are averaged
     README.md                                model card
+    clean_up.csv, clean_up.md                how a cross-validation chose the clean-up
 
 Each file of weights holds everything else as its metadata: configuration, clean-up, label names,
 plausible volumes, bound on Dice and versions. The included weights lie in such a folder.
@@ -22,6 +23,7 @@ from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.text import read_text
+from medseg.task import CleanUp
 from medseg.weights.files import (
     CHECKSUMS,
     STAGES,
@@ -120,7 +122,7 @@ def _choose_folds(
 
 
 def write_model_folder(
-    folder: Path, networks: Sequence[StageWeights], scores: str = ""
+    folder: Path, networks: Sequence[StageWeights], sections: Mapping[str, str] | None = None
 ) -> list[Path]:
     """Write the networks of all stages and folds with their checksums, and a model card.
 
@@ -129,7 +131,7 @@ def write_model_folder(
     Args:
         folder: The folder, which is there.
         networks: Networks of one task.
-        scores: Scores of held-out cases in Markdown, for the card.
+        sections: Heading to text in Markdown, which the card has beside what the files hold.
 
     Returns:
         The files of weights.
@@ -142,21 +144,23 @@ def write_model_folder(
     replace_text(folder / CHECKSUMS, "".join(lines))
     card = folder / CARD
     if not card.is_file():
-        replace_text(card, model_card(networks, checksums, scores))
+        replace_text(card, model_card(networks, checksums, sections or {}))
     elif not all(value in read_text(card) for value in checksums.values()):
         say(f"{card}: kept, but it names other files; correct it, or remove it for a new one")
     return [folder / name for name in checksums]
 
 
 def model_card(
-    networks: Sequence[StageWeights], checksums: Mapping[str, str], scores: str = ""
+    networks: Sequence[StageWeights],
+    checksums: Mapping[str, str],
+    sections: Mapping[str, str],
 ) -> str:
     """Describe a model folder in Markdown by the metadata of its networks.
 
     Args:
         networks: All of them.
         checksums: SHA-256 by file name.
-        scores: Scores of held-out cases in Markdown; empty where there are none.
+        sections: Heading to further text in Markdown.
     """
     last = networks[-1].metadata
     task, ranges_ml = last["task"], last["task"].get("volume_ml", {})
@@ -186,13 +190,11 @@ def model_card(
     lines += ["", "| file | spacing, mm | weights | SHA-256 |", "|---|---|--:|---|"]
     for network in networks:
         lines.append(_network_row(network, checksums[network.file_name]))
-    least_hu = task.get("least_hu")
-    clean_up = "none" if least_hu is None else f"parts with a median below {least_hu:g} HU go"
     versions = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
-    lines += ["", f"Clean-up: {clean_up}.", "", _bound_sentence(last.get("dice_bound"))]
+    lines += ["", f"Clean-up: {_clean_up_text(last)}.", "", _bound_sentence(networks)]
     lines += ["", f"Trained with {versions or 'unknown versions'}.", ""]
-    if scores:
-        lines += ["## Scores", "", scores]
+    for heading, text in sections.items():
+        lines += [f"## {heading}", "", text]
     lines.append("Training cases and known failures: to be added by whoever trained it.")
     return "\n".join(lines) + "\n"
 
@@ -209,10 +211,31 @@ def _network_row(network: StageWeights, sha256: str) -> str:
     return f"| {network.file_name} | {spacing_mm} | {num_weights} | `{sha256}` |"
 
 
-def _bound_sentence(bound: Mapping[str, Any] | None) -> str:
+def _clean_up_text(metadata: Mapping[str, Any]) -> str:
+    """Say what is removed from the labels, and filled."""
+    steps = []
+    least_hu = metadata["task"].get("least_hu")
+    if least_hu is not None:
+        steps.append(f"components with a median below {least_hu:g} HU go")
+    for values in metadata.get("clean_up", ()):
+        clean_up = CleanUp(**values)
+        steps.append(f"{clean_up.part}: {clean_up}")
+    return "; ".join(steps) or "none"
+
+
+def _bound_sentence(networks: Sequence[StageWeights]) -> str:
+    """Say for whom a bound on Dice is stated, or why there is none."""
+    last = networks[-1].metadata
+    bound = last.get("dice_bound")
+    if last["stage"] == "single":
+        return "Bound on Dice: none; it rests on the agreement of two stages."
     if bound is None:
-        return "Bound on Dice: none was calibrated."
-    return (
+        return "Bound on Dice: none was calibrated; that takes a cross-validation of 9 patients."
+    sentence = (
         f"Bound on Dice: calibrated on {bound['num_patients']} patients for a share of "
         f"{bound['level']:g}; reports state it as `dice_at_least`."
     )
+    num_folds = sum(network.metadata["stage"] == last["stage"] for network in networks)
+    if num_folds > 1:
+        sentence += " It holds for the networks of one fold (`folds=[0]`), not for their average."
+    return sentence

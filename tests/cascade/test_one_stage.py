@@ -7,17 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import TASK, CoarseOracle, FineOracle, dice, scan, stage
+from oracle import AS_ORIENTED, LEFT, RIGHT, TASK, CoarseOracle, FineOracle, dice, scan, stage
 from torch import Tensor, nn
 
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import Orientation
-from medseg.task import Region, Task
+from medseg.task import CleanUp, Region, Task
 
 WHOLE = replace(TASK, regions=())
 STORED = Orientation((2, 0, 1), (False, True, False))
@@ -75,6 +76,25 @@ def test_small_parts_and_enclosed_ones_stay() -> None:
     trained = stage(Lesions(), "coarse", task, spacing_mm=(1.0, 1.0, 1.0))
     labels = Cascade(trained).segment(Volume(image_hu, grid)).labels
     np.testing.assert_array_equal(labels[:, 2:-2] == 1, target[:, 2:-2])
+
+
+@pytest.mark.parametrize("stored", [AS_ORIENTED, STORED])
+def test_the_clean_up_of_a_model_is_the_last_step(stored: Orientation) -> None:
+    """It does to the labels of the scan what it would do to those without it."""
+    speck = (slice(20, 23), slice(70, 75), slice(20, 26))
+    volume, _ = scan(stored, ((LEFT, 1), (RIGHT, 2), (speck, 2)))
+    trained = stage(CoarseOracle(), "single", WHOLE, spacing_mm=(1.0, 1.0, 1.0))
+    plain = Cascade(trained).segment(volume)
+    clean_up = CleanUp("right_lung", only_largest=True)
+    cleaned = Cascade(replace(trained, clean_up=(clean_up,))).segment(volume)
+    expected = plain.labels.copy()
+    clean(expected, volume.grid, WHOLE, [clean_up])
+    np.testing.assert_array_equal(cleaned.labels, expected)
+    lost_ml = plain.volumes_ml["right_lung"] - cleaned.volumes_ml["right_lung"]
+    assert lost_ml > 0
+    (finding,) = [finding for finding in cleaned.findings if finding.code == "clean_up"]
+    assert f"right_lung: the clean-up of the model changed it by -{lost_ml:.2f} ml" in str(finding)
+    assert cleaned.warnings == plain.warnings
 
 
 def test_several_checkpoints_and_flips_give_a_disagreement() -> None:

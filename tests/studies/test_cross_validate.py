@@ -21,7 +21,9 @@ from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import cross_validate as study
 from medseg.studies import recipes
-from medseg.studies.cross_validate import check_folds, share_in_crop, write_bound, write_rows
+from medseg.studies.fold_bound import write_bound
+from medseg.studies.fold_tables import share_in_crop, write_rows
+from medseg.studies.folds import check_folds
 from medseg.studies.make_weights import read_bound
 from medseg.studies.recipes import BOUND
 
@@ -193,6 +195,8 @@ def without_runs(
     commands: list[recipes.Step] = []
     (folder / "scores").mkdir(parents=True)
     (folder / "scores" / "metrics.csv").write_text("case,dice\n")
+    (folder / "model").mkdir()
+    (folder / "model" / "clean_up.md").write_text("none")
     replaced: dict[str, Any] = {
         "HydraConfig": SimpleNamespace(
             get=lambda: SimpleNamespace(overrides=SimpleNamespace(task=arguments))
@@ -206,21 +210,11 @@ def without_runs(
         "fold_rows": lambda *_: rows,
         "write_rows": lambda *_: (folder / "folds.md").write_text("table"),
         "write_pooled": lambda *_: (folder / "pooled.md").write_text("table"),
-        "_networks": lambda *_: [],
-        "write_model_folder": lambda *_: [],
+        "write_model": lambda *_: folder / "model",
     }
     for name, value in replaced.items():
         monkeypatch.setattr(study, name, value)
     return commands
-
-
-def test_pieces_do_not_calibrate_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"case": case} for case in ("c0", "c1", "c2_lower")]
-    without_runs(monkeypatch, tmp_path, [], rows)
-    calibrated: list[dict[str, Any]] = []
-    monkeypatch.setattr(study, "write_bound", lambda bound_rows, *_: calibrated.extend(bound_rows))
-    assert study.cross_validate(make_config(tmp_path, StageName.coarse)) == 0
-    assert calibrated == rows[:2]
 
 
 def test_one_stage_is_trained_by_the_arguments_of_train(
@@ -280,7 +274,6 @@ def test_both_stages_of_a_cascade_get_the_arguments_of_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = without_runs(monkeypatch, tmp_path, ["trainer.threads=1"], [])
-    monkeypatch.setattr(study, "write_bound", lambda *_: None)
     assert study.cross_validate(make_config(tmp_path, StageName.coarse)) == 0
     trainings = [command for command in commands if command[0] == "train"]
     assert [command[1] for command in trainings] == ["experiment=a"] * 3 + ["experiment=b"] * 3

@@ -1,0 +1,49 @@
+"""Clean-up of a model: small components and holes of a region or label.
+
+A cross-validation chooses it, see `medseg.studies.clean_up`; the files of a model hold it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.inference.postprocess import fill_holes, remove_components
+from medseg.task import CleanUp, Task
+
+
+def check_clean_up(clean_up: CleanUp, task: Task) -> None:
+    """Refuse a clean-up that a task has no use for.
+
+    Raises:
+        KeyError: If the task has no such part.
+        ValueError: If holes of a region of several labels shall be filled: with which of them?
+    """
+    num_labels = len(task.part_values(clean_up.part))
+    if clean_up.fill_holes and num_labels > 1:
+        raise ValueError(f"fill_holes: {clean_up.part} has {num_labels} labels, expected one")
+
+
+def clean(labels: np.ndarray, grid: VoxelGrid, task: Task, clean_ups: Sequence[CleanUp]) -> None:
+    """Remove components and fill holes, in place.
+
+    Args:
+        labels: Label map (D, H, W) in the values of the task.
+        grid: Its grid.
+        task: Has the parts that `clean_ups` name.
+        clean_ups: One for each part at most.
+    """
+    for clean_up in clean_ups:
+        if not clean_up.only_largest and clean_up.min_ml == 0:
+            continue
+        remove_components(
+            labels,
+            task.part_values(clean_up.part),
+            min_fraction=float(clean_up.only_largest),
+            min_voxels=clean_up.min_ml / voxel_ml(grid),
+        )
+    # After all removals: a removed component of one label may lie in a hole of another.
+    for clean_up in clean_ups:
+        if clean_up.fill_holes:
+            (value,) = task.part_values(clean_up.part)
+            fill_holes(labels, value)

@@ -1,0 +1,304 @@
+"""Choice of a clean-up on held-out predictions, by a paired test over patients.
+
+A step is taken where it raises the mean Dice coefficient of its region or label over the patients,
+and Wilcoxon's signed-rank test establishes the rise. No network runs: the predictions are there.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.clean_up import clean
+from medseg.inference.postprocess import label_box
+from medseg.io.atomic import replace_text
+from medseg.io.tables import Formats, markdown_table, write_csv
+from medseg.metrics.scores import dice
+from medseg.report.differences import paired_difference
+from medseg.studies.held_out import HeldOut
+from medseg.studies.reference_volumes import ReferenceVolume
+from medseg.task import CleanUp, Task
+
+LEVEL = 0.05
+"""Level of the test, divided by the number of candidates (Bonferroni)."""
+SHARES = (0.01, 0.1)
+"""Candidates for the least volume of a component, as shares of the median reference volume."""
+CLEAN_UP_CSV = "clean_up.csv"
+CLEAN_UP_MD = "clean_up.md"
+COLUMNS = {
+    "part": "part",
+    "clean_up": "clean-up",
+    "compared_with": "compared with",
+    "patients": "patients",
+    "better": "better",
+    "worse": "worse",
+    "dice_before": "Dice before",
+    "dice": "Dice",
+    "p": "p",
+    "taken": "taken",
+}
+FORMATS: Formats = {"dice_before": ".4f", "dice": ".4f", "p": ".2g"}
+
+Scores = dict[str, float]
+"""Case to the Dice coefficient of one part."""
+Dices = dict[tuple[str, str], float]
+"""Case and part to the Dice coefficient."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Clean-up that was chosen, and what it was chosen by.
+
+    Attributes:
+        clean_ups: What is done to each part; parts that stay as they are have none.
+        rows: One for each candidate that was tested, with the keys of `COLUMNS`.
+        num_candidates: Candidates of all parts.
+        num_patients: Patients of the scans.
+        dices: Dice coefficients with all that was chosen; empty where nothing was.
+        lowered: Parts of which the chosen steps together lower a mean, so that none was taken.
+    """
+
+    clean_ups: tuple[CleanUp, ...]
+    rows: Sequence[dict[str, Any]]
+    num_candidates: int
+    num_patients: int
+    dices: Dices
+    lowered: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """Say what was chosen, and how, with the table of candidates."""
+        if not self.rows:
+            return "No clean-up: no trusted reference shows anything.\n"
+        chosen = [f"{clean_up.part}: {clean_up}" for clean_up in self.clean_ups]
+        level = LEVEL / self.num_candidates
+        least = least_patients(level)
+        lines = [
+            f"Clean-up of the model: {'; '.join(chosen) or 'none'}.",
+            "",
+            f"A step is taken where the mean Dice over patients rises and Wilcoxon's signed-rank "
+            f"test over them gives p ≤ {level:.2g} ({LEVEL:.0%} divided by {self.num_candidates} "
+            f"candidates). That takes at least {least} patients whose Dice changes; there are "
+            f"{self.num_patients}.",
+        ]
+        if self.num_patients < least:
+            lines.append("With so few nothing can be taken, whatever it does.")
+        if self.lowered:
+            names = ", ".join(self.lowered)
+            lines.append(f"All chosen steps together lower the Dice of {names}: none was taken.")
+        lines.append("The scores of what was taken are a little too kind: they chose it.")
+        lines += ["", markdown_table(self.rows, COLUMNS, FORMATS)]
+        return "\n".join(lines)
+
+
+def write_choice(choice: Choice, folder: Path) -> None:
+    """Write the choice with its table as `clean_up.csv` and `clean_up.md`."""
+    write_csv(folder / CLEAN_UP_CSV, choice.rows, tuple(COLUMNS))
+    replace_text(folder / CLEAN_UP_MD, choice.markdown())
+
+
+def least_patients(level: float) -> int:
+    """Fewest patients, all of them better, with which the two-sided test can reach a level.
+
+    Example:
+        >>> [least_patients(level) for level in (0.05, 0.0125)]
+        [6, 8]
+    """
+    # Of n signs all are equal with a probability of 2 ** (1 - n).
+    return 1 + math.ceil(math.log2(1 / level))
+
+
+def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Choice:
+    """Choose the clean-up of a model on its held-out predictions.
+
+    Args:
+        held_out: The predictions.
+        volumes: From `measure_references`.
+    """
+    candidates = {part: candidates_of(part, held_out.task, volumes) for part in _parts_in(volumes)}
+    scores = score_candidates(held_out, candidates)
+    num_candidates = sum(_count_tests(clean_ups) for clean_ups in candidates.values())
+    clean_ups: list[CleanUp] = []
+    rows: list[dict[str, Any]] = []
+    for part, scores_by_clean_up in scores.items():
+        chosen, part_rows = _choose_for_part(
+            part, scores_by_clean_up, held_out.patients, LEVEL / num_candidates
+        )
+        rows += part_rows
+        if chosen != CleanUp(part):
+            clean_ups.append(chosen)
+    num_patients = len(set(held_out.patients.values()))
+    dices: Dices = {}
+    lowered: list[str] = []
+    if clean_ups:
+        dices, lowered = _check_together(held_out, clean_ups)
+    if lowered:
+        rows = [{**row, "taken": ""} for row in rows]
+        return Choice((), rows, num_candidates, num_patients, {}, tuple(lowered))
+    return Choice(tuple(clean_ups), rows, num_candidates, num_patients, dices)
+
+
+def _parts_in(volumes: Sequence[ReferenceVolume]) -> list[str]:
+    """Parts that a trusted reference shows, in the order of their first scan."""
+    return list(dict.fromkeys(volume.part for volume in volumes))
+
+
+def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
+    """List what may be done to a part, from nothing on, gentle before strong.
+
+    Args:
+        part: Region or label.
+        task: Its task; holes are filled in parts of a single label alone.
+        volumes: Of all parts; small is what is small beside the median of the part.
+    """
+    median_ml = median(volume.volume_ml for volume in volumes if volume.part == part)
+    removals = [CleanUp(part)]
+    removals += [CleanUp(part, min_ml=float(f"{share * median_ml:.2g}")) for share in SHARES]
+    removals.append(CleanUp(part, only_largest=True))
+    if len(task.part_values(part)) > 1:
+        return removals
+    return [*removals, *(replace(removal, fill_holes=True) for removal in removals)]
+
+
+def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
+    """Count the tests of a part: each removal against nothing, and filling once."""
+    num_removals = sum(not clean_up.fill_holes for clean_up in clean_ups) - 1
+    return num_removals + any(clean_up.fill_holes for clean_up in clean_ups)
+
+
+def score_candidates(
+    held_out: HeldOut, candidates: Mapping[str, Sequence[CleanUp]]
+) -> dict[str, dict[CleanUp, Scores]]:
+    """Score each candidate by itself where a trusted reference shows its part.
+
+    Args:
+        held_out: The predictions.
+        candidates: Part to its candidates.
+
+    Returns:
+        Part and candidate to its scores.
+    """
+    scores: dict[str, dict[CleanUp, Scores]] = {}
+    for part, clean_ups in candidates.items():
+        scores[part] = {clean_up: {} for clean_up in clean_ups}
+    for case, pred, target, grid in held_out.pairs():
+        for part in held_out.trusted_parts(case):
+            if part not in candidates:
+                continue
+            target_mask = np.isin(target, held_out.task.part_values(part))
+            if not target_mask.any():
+                continue
+            for clean_up, scores_of_cases in scores[part].items():
+                cleaned = _mask_after(clean_up, pred, grid, held_out.task)
+                scores_of_cases[case.name] = dice(cleaned, target_mask)
+    return scores
+
+
+def _mask_after(clean_up: CleanUp, pred: np.ndarray, grid: VoxelGrid, task: Task) -> np.ndarray:
+    """Mask of a part after its clean-up alone, (D, H, W)."""
+    values = task.part_values(clean_up.part)
+    mask = np.zeros(pred.shape, dtype=bool)
+    box = label_box(pred, values)
+    if box is not None:
+        # The clean-up changes nothing outside of the box.
+        inner = pred[box.slices()].copy()
+        clean(inner, grid, task, [clean_up])
+        mask[box.slices()] = np.isin(inner, values)
+    return mask
+
+
+def _choose_for_part(
+    part: str,
+    scores: Mapping[CleanUp, Scores],
+    patients: Mapping[str, str],
+    level: float,
+) -> tuple[CleanUp, list[dict[str, Any]]]:
+    """Choose the removal of components, then whether holes are filled after it.
+
+    Args:
+        part: Region or label.
+        scores: Of its candidates.
+        patients: Case to its patient.
+        level: Largest p of a step that is taken.
+
+    Returns:
+        What was chosen, and the rows of the table.
+    """
+    chosen = CleanUp(part)
+    rows: list[dict[str, Any]] = []
+    best_dice = -math.inf
+    for removal in scores:
+        if removal == CleanUp(part) or removal.fill_holes:
+            continue
+        row = _compare(removal, CleanUp(part), scores, patients)
+        rows.append(row)
+        # Of equal ones the first, which removes least.
+        if row["p"] <= level and row["dice"] > max(row["dice_before"], best_dice):
+            chosen, best_dice = removal, row["dice"]
+    for row in rows:
+        row["taken"] = "yes" if row["clean_up"] == str(chosen) else ""
+    filled = replace(chosen, fill_holes=True)
+    if filled not in scores:
+        return chosen, rows
+    row = _compare(filled, chosen, scores, patients)
+    is_taken = row["p"] <= level and row["dice"] > row["dice_before"]
+    row["taken"] = "yes" if is_taken else ""
+    return (filled if is_taken else chosen), [*rows, row]
+
+
+def _compare(
+    clean_up: CleanUp,
+    baseline: CleanUp,
+    scores: Mapping[CleanUp, Scores],
+    patients: Mapping[str, str],
+) -> dict[str, Any]:
+    """Compare two candidates of a part, patient by patient, as a row of the table."""
+    difference = paired_difference(scores[clean_up], scores[baseline], patients=patients)
+    assert difference is not None, "a reference shows the part"
+    return {
+        "part": clean_up.part,
+        "clean_up": str(clean_up),
+        "compared_with": str(baseline),
+        "patients": difference.patients,
+        "better": difference.better,
+        "worse": difference.worse,
+        "dice_before": difference.baseline_mean,
+        "dice": difference.mean,
+        "p": difference.wilcoxon_p,
+    }
+
+
+def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Dices, list[str]]:
+    """Score all chosen steps together, as the model applies them.
+
+    Returns:
+        The Dice coefficients, and the parts whose mean over the patients falls with any trust in
+        the reference: steps may act on each other, as where a label fills a hole in another one.
+    """
+    before: dict[tuple[str, str], Scores] = {}
+    after: dict[tuple[str, str], Scores] = {}
+    dices: Dices = {}
+    for case, pred, target, grid in held_out.pairs():
+        cleaned = pred.copy()
+        clean(cleaned, grid, held_out.task, clean_ups)
+        for part in held_out.task.parts:
+            values = held_out.task.part_values(part)
+            target_mask = np.isin(target, values)
+            if not target_mask.any():
+                continue
+            group = part, case.trust.get(part, "")
+            score = dice(np.isin(cleaned, values), target_mask)
+            before.setdefault(group, {})[case.name] = dice(np.isin(pred, values), target_mask)
+            after.setdefault(group, {})[case.name] = score
+            dices[case.name, part] = score
+    lowered = []
+    for group in before:
+        difference = paired_difference(after[group], before[group], patients=held_out.patients)
+        # Means of equal numbers may differ in their last digit.
+        if difference is not None and difference.difference < -1e-9:
+            lowered.append(group[0])
+    return dices, list(dict.fromkeys(lowered))

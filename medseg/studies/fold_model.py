@@ -1,0 +1,139 @@
+"""Model folder of a cross-validation: networks of all folds, clean-up, plausible volumes, card."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from medseg.config.schema import CrossValidateConfig
+from medseg.studies.clean_up import Choice, choose_clean_up, write_choice
+from medseg.studies.fold_bound import write_bound
+from medseg.studies.fold_tables import Row
+from medseg.studies.folds import Folds
+from medseg.studies.held_out import HeldOut
+from medseg.studies.pooled import POOLED_MD
+from medseg.studies.recipes import BOUND, last_checkpoint, without_folders
+from medseg.studies.reference_volumes import (
+    LEAST_PATIENTS,
+    SHARE,
+    measure_references,
+    plausible_ranges,
+)
+from medseg.task import LabelValues, Task
+from medseg.weights.files import read_weights
+from medseg.weights.model_folder import StageWeights, write_model_folder
+
+MODEL = "model"
+
+
+def write_model(
+    config: CrossValidateConfig,
+    task: Task,
+    label_values: Mapping[int, str],
+    folds: Folds,
+    rows: Sequence[Row],
+    stages: Sequence[str],
+) -> Path:
+    """Choose the clean-up, calibrate the bound and write the model folder.
+
+    Args:
+        config: Names the folder of the study, and the experiments of a cascade.
+        task: The task of the study.
+        label_values: Value in the reference files to its label.
+        folds: The folds, with finished runs.
+        rows: From `fold_rows`, of whole scans.
+        stages: Stages of the model.
+
+    Returns:
+        The folder.
+    """
+    output = Path(config.output)
+    is_cascade = len(stages) > 1
+    # The model of one stage does not know the regions of its task.
+    model_task = task if is_cascade else task.as_one_stage()
+    scored = {row["case"] for row in rows}
+    cases = [case for case in folds.cases.values() if case.name in scored]
+    # Other references have names of structures in place of values.
+    values: LabelValues = dict(label_values.items())
+    held_out = HeldOut(cases, output / "predictions", model_task, values)
+    volumes = measure_references(held_out)
+    choice = choose_clean_up(held_out, volumes)
+    if is_cascade:
+        write_bound(_bound_rows(rows, choice), folds.cases, config)
+    metadata = {
+        "dice_bound": _read_bound(output / BOUND),
+        "clean_up": [asdict(clean_up) for clean_up in choice.clean_ups],
+    }
+    ranges_ml = plausible_ranges(volumes)
+    networks = _networks(folds.folders, stages, metadata, ranges_ml)
+    write_choice(choice, output / MODEL)
+    sections = {
+        "Data": _describe_data(held_out, len(folds.folders), ranges_ml),
+        "Scores": (output / POOLED_MD).read_text(encoding="utf-8"),
+        "Clean-up": choice.markdown(),
+    }
+    write_model_folder(output / MODEL, networks, sections)
+    return output / MODEL
+
+
+def _bound_rows(rows: Sequence[Row], choice: Choice) -> list[Row]:
+    """Rows that calibrate the bound, with the Dice that the clean-up leaves."""
+    bound_rows = []
+    for row in rows:
+        dice = choice.dices.get((row["case"], row["region"]), row["dice"])
+        bound_rows.append({**row, "dice": dice})
+    return bound_rows
+
+
+def _read_bound(path: Path) -> dict[str, Any] | None:
+    """Read what `write_bound` wrote; None where there were too few patients, or one stage."""
+    if not path.is_file():
+        return None
+    bound: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["bound"]
+    return bound
+
+
+def _networks(
+    folders: Sequence[Path],
+    stages: Sequence[str],
+    study_metadata: dict[str, Any],
+    ranges_ml: dict[str, tuple[float, float]],
+) -> list[StageWeights]:
+    """Read the trained networks of all folds.
+
+    Args:
+        folders: Folder of each fold.
+        stages: Stages of the model.
+        study_metadata: What the study adds to the metadata of each.
+        ranges_ml: Plausible volumes; those that the task states itself come first.
+    """
+    networks = []
+    for fold, folder in enumerate(folders):
+        for stage in stages:
+            metadata, weights = read_weights(last_checkpoint(folder / stage), stage, stage)
+            task = metadata["task"]
+            task = {**task, "volume_ml": {**ranges_ml, **task.get("volume_ml", {})}}
+            metadata = without_folders({**metadata, **study_metadata, "task": task})
+            networks.append(StageWeights(metadata, weights, str(fold)))
+    return networks
+
+
+def _describe_data(
+    held_out: HeldOut, num_folds: int, ranges_ml: dict[str, tuple[float, float]]
+) -> str:
+    """Say in Markdown how many scans and patients the networks come from."""
+    num_patients = len(set(held_out.patients.values()))
+    volumes = (
+        f"There are none: that takes {LEAST_PATIENTS} patients whose scans show all of a part."
+    )
+    if ranges_ml:
+        volumes = (
+            f"They hold {SHARE:.0%} of patients like these, by the logarithms of the volumes in "
+            f"the references: {', '.join(ranges_ml)}."
+        )
+    return (
+        f"{len(held_out.cases)} scans of {num_patients} patients in {num_folds} folds. The network "
+        f"of a fold was trained without the scans of the fold, and scored on them.\n\n"
+        f"Plausible volumes that the task does not state come from the scans. {volumes}\n"
+    )

@@ -1,0 +1,158 @@
+"""Scores of the held-out scans of all folds, one row for each scan and region."""
+
+import json
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medseg.data.case_table import Case
+from medseg.evaluation.scoring import METRICS
+from medseg.io.atomic import replace_text
+from medseg.io.tables import Formats, markdown_table, read_csv, write_csv
+from medseg.report.spacings import distance_text
+from medseg.studies.folds import Folds
+from medseg.studies.pieces import oriented_labels
+
+Row = dict[str, Any]
+# Column of folds.md to its heading.
+COLUMNS = {
+    "case": "case",
+    "fold": "fold",
+    "region": "region",
+    "trust": "reference",
+    "dice": "Dice",
+    "nsd_1mm": "NSD 1 mm",
+    "hd95_mm": "HD95 mm",
+    "volume_pred_ml": "predicted ml",
+    "volume_ref_ml": "reference ml",
+    "share_in_crop": "in the crop",
+}
+METRICS_FILE = "metrics.csv"
+
+
+def fold_rows(
+    folds: Folds,
+    output: Path,
+    organs: Mapping[str, Sequence[int]],
+    is_cascade: bool,
+) -> list[Row]:
+    """Make one row per scored case and region, with its fold and scores.
+
+    Args:
+        folds: Folds with the scored cases.
+        output: Folder of the study.
+        organs: Name of each region to its values in the label files.
+        is_cascade: Whether two stages made the predictions. Their rows have the agreement of the
+            stages and the share in the crop too.
+    """
+    rows = []
+    for score in read_csv(output / "scores" / METRICS_FILE):
+        name, region = score["case"], score["region"]
+        report = json.loads((output / "predictions" / f"{name}.json").read_text(encoding="utf-8"))
+        row = {
+            "case": name,
+            "fold": folds.fold_of[name],
+            "region": region,
+            "trust": score["trust"],
+            **{metric: float(score[metric]) for metric in METRICS},
+            "total_s": round(report["durations_s"]["total"], 1),
+        }
+        if is_cascade:
+            box = report["boxes"].get(region)
+            # Two stages that agree on an empty region say nothing about its Dice.
+            row["agreement"] = None if box is None else report["agreements"].get(region)
+            row["share_in_crop"] = share_in_crop(folds.cases[name], organs[region], box)
+        rows.append(row)
+    return rows
+
+
+def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None) -> float:
+    """Measure the share of a region's reference voxels that lies in the crop of the fine stage.
+
+    Args:
+        case: Case with labels.
+        values: Values of the region in the reference file.
+        box: The region's entry under `boxes` in the report of the prediction; None if the coarse
+            stage did not find the region.
+
+    Returns:
+        Share in [0, 1]; 1 if the reference has no such voxel.
+    """
+    labels, grid = oriented_labels(case)
+    indices = np.argwhere(np.isin(labels, values))
+    if len(indices) == 0:
+        return 1.0
+    if box is None:
+        return 0.0
+    corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
+    low, high = corners.min(axis=0), corners.max(axis=0)
+    sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
+    # The corners are centres of voxels: the crop extends half a crop voxel beyond them.
+    half = (high - low) / np.maximum(sizes - 1, 1) / 2
+    return float(np.all((indices >= low - half) & (indices <= high + half), axis=1).mean())
+
+
+def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]) -> None:
+    """Write `folds.csv` and `folds.md`.
+
+    Args:
+        rows: From `fold_rows`.
+        output: Folder.
+        groups: Line above each table to the names of its scans.
+    """
+    write_csv(output / "folds.csv", rows)
+    sections = []
+    for heading, names in groups.items():
+        group_rows = [row for row in rows if row["case"] in names]
+        if not group_rows:
+            continue
+        section = _section(group_rows)
+        if heading:
+            section = f"{heading}\n\n{section}"
+        sections.append(section)
+    replace_text(output / "folds.md", "\n".join(sections))
+
+
+def _section(rows: Sequence[Row]) -> str:
+    """Format a table with its summary.
+
+    The summary states mean and worst Dice by trust where the reference has the region, and the
+    largest predicted volume where it does not.
+    """
+    formats: Formats = {
+        "dice": ".4f",
+        "nsd_1mm": ".3f",
+        "volume_pred_ml": ".0f",
+        "volume_ref_ml": ".0f",
+        "hd95_mm": distance_text,
+        "share_in_crop": _percent,
+    }
+    columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
+    lines = [markdown_table(rows, columns, formats)]
+    present = [row for row in rows if row["volume_ref_ml"] > 0]
+    absent = [row for row in rows if row["volume_ref_ml"] == 0]
+    for trust in dict.fromkeys(row["trust"] for row in present):
+        scores = [row for row in present if row["trust"] == trust]
+        worst = min(scores, key=lambda row: row["dice"])
+        mean = sum(row["dice"] for row in scores) / len(scores)
+        lines.append(
+            f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, "
+            f"worst {worst['dice']:.4f}: {_where(worst)}\n"
+        )
+    if absent:
+        largest = max(absent, key=lambda row: row["volume_pred_ml"])
+        lines.append(
+            f"Largest false-positive volume where the region is absent ({len(absent)}): "
+            f"{largest['volume_pred_ml']:.1f} ml: {_where(largest)}\n"
+        )
+    return "\n".join(lines)
+
+
+def _where(row: Row) -> str:
+    return f"{row['case']} {row['region']} (scores/overlays/{row['case']}.png)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"

@@ -1,0 +1,155 @@
+"""Folds of a cross-validation: their folders, their held-out scans, and what is refused."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from medseg.config.schema import CrossValidateConfig
+from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
+from medseg.errors import UserError
+from medseg.studies.pieces import cut_partial_scans, paint_scan
+from medseg.task import Task
+
+# Headings of the tables in folds.md; the table of the whole scans has none.
+WHOLE = ""
+PIECES = "Partial scans cut from these scans:"
+DISEASED = "These scans with disease painted into their regions:"
+
+
+@dataclass
+class Folds:
+    """Folds of a study.
+
+    Attributes:
+        folders: Folder of the runs of each fold.
+        tables: Case table of the scans that each fold holds out.
+        fold_of: Name of each held-out scan to its fold.
+        cases: Name of each held-out scan to its case.
+        names_by_heading: Heading in `folds.md` to the names of the scans of its table.
+    """
+
+    folders: list[Path]
+    tables: list[Path] = field(default_factory=list)
+    fold_of: dict[str, int] = field(default_factory=dict)
+    cases: dict[str, Case] = field(default_factory=dict)
+    names_by_heading: dict[str, set[str]] = field(default_factory=dict)
+
+
+def make_folds(
+    cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
+) -> Folds:
+    """Divide the cases into folds, and write the table of each fold's held-out scans.
+
+    Args:
+        cases: All cases of the table, see `check_folds`.
+        organs: From `organ_values`.
+        config: Names the folder and the number of folds.
+    """
+    folds = Folds([Path(config.output) / f"fold_{fold}" for fold in range(config.num_folds)])
+    folds.names_by_heading = {WHOLE: set(), PIECES: set(), DISEASED: set()}
+    for fold, folder in enumerate(folds.folders):
+        split = split_cases(
+            cases,
+            fold=fold,
+            num_folds=config.num_folds,
+            test_patients=config.data.test_patients,
+        )
+        scans_by_heading = held_out_scans(split.val, organs, config)
+        for heading, scans in scans_by_heading.items():
+            folds.names_by_heading[heading].update(case.name for case in scans)
+        all_scans = list(chain(*scans_by_heading.values()))
+        folds.cases.update({case.name: case for case in all_scans})
+        folds.fold_of.update(dict.fromkeys((case.name for case in all_scans), fold))
+        folds.tables.append(write_case_table(folder / "held_out.csv", all_scans))
+    return folds
+
+
+def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Map each region of the task, or each label if it has no regions, to its values in files."""
+    if task.regions:
+        labels_of_organ = {region.name: region.labels for region in task.regions}
+    else:
+        labels_of_organ = {name: (name,) for name in task.labels}
+    return {
+        organ: [value for value, label in label_values.items() if label in labels]
+        for organ, labels in labels_of_organ.items()
+    }
+
+
+def held_out_scans(
+    cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
+) -> dict[str, list[Case]]:
+    """Make the scans that a fold scores: its held-out cases, and the harder scans made of them.
+
+    Args:
+        cases: Held-out cases of the fold; those without labels are predicted, but not cut.
+        organs: Name of each organ to its values in the label files.
+        config: Names the folder, and says whether partial and diseased scans are made.
+
+    Returns:
+        Heading in `folds.md` to the scans of its table.
+    """
+    output = Path(config.output)
+    partial: list[Case] = []
+    diseased: list[Case] = []
+    labelled = [case for case in cases if case.labels]
+    if config.pieces:
+        for case in labelled:
+            partial += cut_partial_scans(case, organs, output / "pieces")
+    if config.diseased:
+        for case in labelled:
+            diseased += paint_scan(case, list(organs.values()), output / "diseased")
+    return {WHOLE: list(cases), PIECES: partial, DISEASED: diseased}
+
+
+def check_folds(cases: Sequence[Case], num_folds: int) -> None:
+    """Refuse folds of a case table that a cross-validation would leave out or score twice.
+
+    Raises:
+        UserError: If the table has another number of folds, a fold that validates no case, or
+            validates a case in two.
+    """
+    count = count_folds(cases)
+    if count == 1:
+        raise UserError(
+            "the case table has one fold, which is no cross-validation; "
+            "train on it with medseg train"
+        )
+    if count not in (None, num_folds):
+        raise UserError(
+            f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}"
+        )
+    if count is not None:
+        _check_validation(cases, count)
+    for case in cases:
+        if case.fold_sides.count("val") > 1:
+            raise UserError(
+                f"the case table validates {case.name!r} in several folds, but a cross-validation "
+                "scores each case once; keep one val in its columns fold_0, fold_1, …"
+            )
+
+
+def _check_validation(cases: Sequence[Case], num_folds: int) -> None:
+    """Refuse a fold that validates no case, as if a part of LUNA16 was not downloaded.
+
+    Raises:
+        UserError: With the number of the fold, and the column to correct.
+    """
+    # A table has either one column fold_N per fold, or the column fold with a number per case.
+    cases_with_sides = [case for case in cases if case.fold_sides]
+    for number in range(num_folds):
+        if cases_with_sides:
+            is_validated = any(case.fold_sides[number] == "val" for case in cases_with_sides)
+            cure = (
+                f"mark some as val in its column fold_{number}, "
+                "or remove the column and number those after it again"
+            )
+        else:
+            is_validated = any(case.fold == number for case in cases)
+            cure = "number the folds in its column fold from 0 without a gap"
+        if not is_validated:
+            raise UserError(
+                f"fold {number} of the case table validates no case, "
+                f"so there is nothing to score; {cure}"
+            )

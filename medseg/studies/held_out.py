@@ -1,0 +1,48 @@
+"""Held-out predictions of a study beside their references."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from medseg.data.case_table import Case
+from medseg.evaluation.matching import Reference, read_pair
+from medseg.geometry.grid import VoxelGrid
+from medseg.task import LabelValues, Task
+
+TRUSTED = ("", "reference")
+"""Trust in a reference that may decide something; the others are known to be doubtful."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out predictions and their references, which are read anew for each pass.
+
+    Attributes:
+        cases: Scans that have both.
+        predictions: Folder of the label maps `<case>.nii.gz`.
+        task: Task of the model that made them.
+        label_values: Value in the reference files to its label.
+    """
+
+    cases: Sequence[Case]
+    predictions: Path
+    task: Task
+    label_values: LabelValues
+
+    @property
+    def patients(self) -> dict[str, str]:
+        """Name of each scan to its patient; a scan without one is a patient of its own."""
+        return {case.name: case.patient or case.name for case in self.cases}
+
+    def trusted_parts(self, case: Case) -> list[str]:
+        """Regions, or labels in a task without regions, whose reference is not doubtful."""
+        return [part for part in self.task.parts if case.trust.get(part, "") in TRUSTED]
+
+    def pairs(self) -> Iterator[tuple[Case, np.ndarray, np.ndarray, VoxelGrid]]:
+        """Yield each case with its prediction, its reference, (D, H, W) each, and their grid."""
+        for case in self.cases:
+            prediction = self.predictions / f"{case.name}.nii.gz"
+            reference = Reference(case.name, case.labels, case)
+            yield case, *read_pair([prediction], reference, self.task, self.label_values)
