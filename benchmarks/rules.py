@@ -4,13 +4,12 @@
         [together=<rule>+<rule>,…]
 
 Each scan is segmented as `predict` does, once with all rules and once with each rule of `RULES`
-switched off; `together` names sets of rules that are switched off together too. The networks see
-each input once: their outputs are kept while a scan is measured. Writes `rules.csv` with a row for
-each scan, rule and region, and `rules.md` with a row for each rule. References have the label
-values of the task.
+switched off; `together` names sets of rules that are switched off together too. Each crop goes
+through the networks once: their outputs are kept while a scan is measured. Writes `rules.csv` with
+a row for each scan, rule and region, and `rules.md` with a row for each rule. References have the
+label values of the task.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,19 +20,19 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from torch import Tensor
 
 from benchmarks.instruments import given_arguments
 from medseg.anatomy import contradictions, impossible, sides
+from medseg.cascade import cascade as cascade_module
 from medseg.cascade import join, localise
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.stage import Prediction, TrainedStage
+from medseg.cascade.stage import Prediction
 from medseg.data.audit.image import check_channels
 from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
 from medseg.errors import UserError
-from medseg.geometry.grid import voxel_ml
-from medseg.inference.options import InferenceOptions
+from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid_rule import Crop
 from medseg.io.atomic import replace_text
 from medseg.io.read import read_labels
 from medseg.io.tables import markdown_table, write_csv
@@ -42,7 +41,7 @@ from medseg.metrics.scores import dice
 from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import read_scan
 from medseg.preprocess.orient import orient
-from medseg.task import Task
+from medseg.task import Region, Task
 
 Row = dict[str, Any]
 ALL = "all"
@@ -215,21 +214,32 @@ def switched_off(names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def kept_outputs() -> Iterator[None]:
-    """Keep the outputs of the networks, so that each input runs once.
+    """Keep the outputs of the networks of one scan, so that each crop runs once.
 
-    Without a rule a crop may have another place, and is another input.
+    No rule changes what the coarse network sees. Without a rule a region may have another crop,
+    which runs then.
     """
-    predict_probs = TrainedStage.predict_probs
-    outputs: dict[tuple[str, tuple[int, ...], str], Prediction] = {}
+    predict_body, refine = localise.predict_body, cascade_module.refine
+    bodies: list[Any] = []
+    refined: dict[tuple[str, Crop], Prediction] = {}
 
-    def predict_once(stage: TrainedStage, image: Tensor, options: InferenceOptions) -> Prediction:
-        voxels = np.ascontiguousarray(image.numpy())
-        key = (stage.name, voxels.shape, hashlib.sha256(voxels).hexdigest())
-        if key not in outputs:
-            outputs[key] = predict_probs(stage, image, options)
-        return outputs[key]
+    def predict_body_once(*arguments: Any) -> Any:
+        if not bodies:
+            bodies.append(predict_body(*arguments))
+        return bodies[0]
 
-    with mock.patch.object(TrainedStage, "predict_probs", predict_once):
+    def refine_once(
+        images: Sequence[np.ndarray], grid: VoxelGrid, crop: Crop, region: Region, *more: Any
+    ) -> Prediction:
+        key = (region.name, crop)
+        if key not in refined:
+            refined[key] = refine(images, grid, crop, region, *more)
+        return refined[key]
+
+    with (
+        mock.patch.object(localise, "predict_body", predict_body_once),
+        mock.patch.object(cascade_module, "refine", refine_once),
+    ):
         yield
 
 

@@ -36,8 +36,8 @@ from medseg.task import Region, Task
 
 NO_ADDITIONS = (
     "the coarse weights are of an older version, which added parts that they alone find to the "
-    "result: without them, consolidated lung may be missing; take the included weights, or train a "
-    "fine stage with stage.coarse_channel=true"
+    "result: diseased parts may be missing now; take newer weights, or train a fine stage with "
+    "stage.coarse_channel=true"
 )
 """Sentence of the finding `older_weights`."""
 Timed = Callable[[str], AbstractContextManager[None]]
