@@ -264,12 +264,21 @@ class CleanUp:
         min_ml: Components that are smaller are removed, but never the largest.
         only_largest: Whether the largest component alone stays.
         fill_holes: Whether enclosed cavities are filled; for parts of a single label.
+
+    Raises:
+        TypeError: If a value is of another type.
     """
 
     part: str
     min_ml: float = 0.0
     only_largest: bool = False
     fill_holes: bool = False
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.min_ml, (int, float))
+        flags = (self.only_largest, self.fill_holes)
+        if not isinstance(self.part, str) or not is_number or not set(flags) <= {True, False}:
+            raise TypeError(f"expected a name, a volume in ml and two flags, got {self!r}")
 
     def __str__(self) -> str:
         """Say what is done.

@@ -81,7 +81,7 @@ class Choice:
             f"Clean-up of the model: {'; '.join(chosen) or 'none'}.",
             "",
             f"A step is taken where the mean Dice over patients rises and Wilcoxon's signed-rank "
-            f"test over them gives p ≤ {level:.2g} ({LEVEL:.0%} divided by {self.num_candidates} "
+            f"test over them gives p ≤ {level:.3g} ({LEVEL:.0%} divided by {self.num_candidates} "
             f"candidates). That takes at least {least} patients whose Dice changes; there are "
             f"{self.num_patients}.",
         ]
@@ -90,7 +90,8 @@ class Choice:
         if self.lowered:
             names = ", ".join(self.lowered)
             lines.append(f"All chosen steps together lower the Dice of {names}: none was taken.")
-        lines.append("The scores of what was taken are a little too kind: they chose it.")
+        if chosen:
+            lines.append("The scores of what was taken are a little too kind: they chose it.")
         lines += ["", markdown_table(self.rows, COLUMNS, FORMATS)]
         return "\n".join(lines)
 

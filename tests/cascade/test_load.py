@@ -24,6 +24,7 @@ from medseg.inference.options import Backend, InferenceOptions
 from medseg.models.stage_network import StageNetwork
 from medseg.prediction.export_stage import describe_stage
 from medseg.runs.signature import plain
+from medseg.task import CleanUp
 from medseg.task_options import make_task
 from medseg.training.assemble import make_metadata
 from medseg.training.network import load_initial_weights, make_network
@@ -298,6 +299,23 @@ def test_a_file_whose_parts_an_older_version_added_loads_and_is_told(
     older = tmp_path / "older.safetensors"
     write(older, compose(stage="coarse"), add_parts_mm=add_parts_mm)
     assert load_stage(older, "coarse", CPU).expects_additions == is_told
+
+
+def test_the_clean_up_of_a_file_belongs_to_its_stage(tmp_path: Path) -> None:
+    rule = {"part": "left_lung", "min_ml": 2.5, "only_largest": False, "fill_holes": True}
+    path, other = tmp_path / "w.safetensors", tmp_path / "other.safetensors"
+    write(path, compose(), clean_up=[rule])
+    write(other, compose())
+    loaded = load_stage(path, "fine", CPU)
+    assert loaded.clean_up == (CleanUp("left_lung", 2.5, fill_holes=True),)
+    assert describe_stage(loaded, None)["clean_up"] == [rule]
+    assert load_stage(other, "fine", CPU).clean_up == ()
+    with pytest.raises(UserError, match="cannot be averaged: clean_up is"):
+        load_stages([path, other], "fine", CPU)
+    for change in ({"part": "liver"}, {"min_ml": -1.0}, {"min_ml": "2"}, {"unknown": 1}):
+        write(path, compose(), clean_up=[{**rule, **change}])
+        with pytest.raises(UserError, match="its metadata are damaged or of another version"):
+            load_stage(path, "fine", CPU)
 
 
 FOREIGN = {

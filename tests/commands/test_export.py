@@ -8,16 +8,19 @@ from pathlib import Path
 import hydra
 import pytest
 
+from medseg.cascade.stage import TrainedStage
 from medseg.commands.export import export
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ExportConfig
 from medseg.errors import UserError
+from medseg.inference.export import Exported
 from medseg.runs.signature import plain
 from medseg.training.assemble import make_metadata
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
-from medseg.weights.files import write_weights
+from medseg.weights.files import read_weights, write_weights
+from medseg.weights.model_folder import StageWeights, write_model_folder
 
 
 def run(*overrides: str) -> int:
@@ -26,11 +29,14 @@ def run(*overrides: str) -> int:
 
 
 def write(
-    path: Path, target: str | None = None, overrides: Sequence[str] = ("model.width=4",)
+    path: Path,
+    target: str | None = None,
+    overrides: Sequence[str] = ("model.width=4",),
+    stage: str = "fine",
 ) -> Path:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(
-            hydra.compose("train", ["stage=fine", *overrides, "run_dir=x"]), TrainConfig
+            hydra.compose("train", [f"stage={stage}", *overrides, "run_dir=x"]), TrainConfig
         )
     metadata = make_metadata(config, plain(config))
     if target is not None:
@@ -87,6 +93,28 @@ def test_a_hostile_class_of_a_checkpoint_is_never_imported(
         run(f"checkpoint='{checkpoint}'", f"output='{tmp_path / 'model.onnx'}'")
     assert not (tmp_path / "imported").exists()
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_each_network_of_a_model_folder_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = write(tmp_path / "w.safetensors", stage="single")
+    metadata, weights = read_weights(checkpoint, None, "checkpoint")
+    folder = tmp_path / "model"
+    write_model_folder(folder, [StageWeights(metadata, weights, fold) for fold in ("0", "1")])
+    exported = []
+
+    def export_stage(stage: TrainedStage, output: Path) -> Exported:
+        exported.append((Path(*stage.checkpoints).name, output))
+        return Exported({}, None, 0.0, "ONNX")
+
+    monkeypatch.setattr("medseg.commands.export.export_stage", export_stage)
+    assert run(f"checkpoint='{folder}'", f"output='{tmp_path / 'out' / 'm.onnx'}'") == 0
+    stems = ["lungs_single_fold_0", "lungs_single_fold_1"]
+    assert exported == [
+        (f"{stem}.safetensors", tmp_path / "out" / f"m_{stem}.onnx") for stem in stems
+    ]
+    assert capsys.readouterr().out.count("input of any size") == 2
 
 
 def test_a_missing_checkpoint_is_one_sentence(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A script: start a study again and again, and kill all its processes at random moments.
 
-`python killed_study.py <kills> <seed> <arguments of medseg>`: each start is killed with its
-processes after a few lines of its output, the last one ends by itself. Prints what the starts
-printed, and how each of them ended.
+`python killed_study.py <seed> <arguments of medseg>`: each start is killed with its processes after
+some lines of its output, the last one ends by itself. Prints what the starts printed, and how each
+of them ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import sys
 import time
 from contextlib import suppress
 
-# A start prints some forty lines where nothing is finished.
-MOST_LINES = 12
+# Fewest and most lines before each kill. A training prints about twelve, a prediction five: the
+# kills hit the first training, what follows it, and the same of the second fold.
+LINES = ((1, 8), (13, 18), (5, 10), (1, 5), (10, 14), (15, 19))
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
@@ -33,12 +34,12 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    num_kills, rng = int(sys.argv[1]), random.Random(int(sys.argv[2]))
-    command = [sys.executable, "-m", "medseg.commands.cli", *sys.argv[3:]]
-    for _ in range(num_kills):
+    rng = random.Random(int(sys.argv[1]))
+    command = [sys.executable, "-m", "medseg.commands.cli", *sys.argv[2:]]
+    for fewest, most in LINES:
         process = start(command)
         assert process.stdout is not None
-        for _ in range(rng.randint(1, MOST_LINES)):
+        for _ in range(rng.randint(fewest, most)):
             print(process.stdout.readline(), end="")
         time.sleep(rng.uniform(0, 0.5))
         with suppress(ProcessLookupError):

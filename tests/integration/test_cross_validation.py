@@ -108,7 +108,7 @@ def test_a_study_killed_six_times_ends_as_if_it_had_run_through(tmp_path: Path) 
     write_inputs(tmp_path)
     run_medseg(tmp_path, STUDY + " output=whole")
     script = Path(__file__).with_name("killed_study.py")
-    line = [sys.executable, str(script), "6", "1", *STUDY.split()]
+    line = [sys.executable, str(script), "1", *STUDY.split()]
     done = subprocess.run(
         [*line, "output=killed"], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
@@ -117,6 +117,7 @@ def test_a_study_killed_six_times_ends_as_if_it_had_run_through(tmp_path: Path) 
     for table in ("pooled.csv", "metrics.csv", "model/clean_up.csv"):
         killed = (tmp_path / "killed" / table).read_bytes()
         assert killed == (tmp_path / "whole" / table).read_bytes(), table
+    assert "resume=killed/fold_0/single" in done.stdout
     # A training that has told its checkpoint is finished: no later start names its folder.
     for fold in ("fold_0", "fold_1"):
         _, _, later = done.stdout.partition(f"checkpoint: {tmp_path}/killed/{fold}/single/")

@@ -84,6 +84,18 @@ def test_alone_it_leaves_the_run_as_it_is(run_dir: Path) -> None:
     assert (run_dir / CONFIG_FILE).read_bytes() == before
 
 
+def test_a_run_of_one_stage_records_no_key_of_a_cascade(run_dir: Path, tmp_path: Path) -> None:
+    single_dir = tmp_path / "single"
+    given = ["stage=single", "task=heart", "seed=7"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose(*given, f"run_dir='{single_dir}'")
+    open_run(config)
+    assert "coarse" not in (single_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    assert load_config(single_dir) == config
+    resume(single_dir)
+    assert "coarse" in (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+
+
 def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
     config = resume(
         run_dir, "data.num_workers=0", "trainer=ddp", "memory.accumulate=1", "logger=csv"

@@ -101,3 +101,12 @@ def test_every_neutral_key_exists() -> None:
         for key in neutral_keys(TrainConfig)
         if not any(known.startswith(f"{key}.") for known in keys)
     ]
+
+
+def test_a_run_of_one_stage_has_the_signature_of_its_folder() -> None:
+    """Its `config.yaml` has no keys of a cascade."""
+    config = composed("stage=single", "task=heart")
+    recorded = {**config, "stage": dict(config["stage"])}  # type: ignore[call-overload]
+    for key in ("coarse", "coarse_channel", "coarse_folds"):
+        del recorded["stage"][key]
+    assert signature(recorded) == signature(config)
