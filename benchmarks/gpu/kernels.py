@@ -15,7 +15,7 @@ SMALL_LEVELS = ((4, 12), (8, 8))
 LARGE = (32, (450, 400, 400))
 SMALL_LARGE = (2, (12, 16, 16))
 # Largest relative error: a few roundings of 8 (bf16) or 11 (fp16) bits.
-BOUNDS = {"bf16": 0.02, "fp16": 0.0025}
+BOUNDS = {"bf16": 0.01, "fp16": 0.0025}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
 
 

@@ -36,7 +36,7 @@ def measure(session: Session) -> Report:
     report.texts.append(f"Scan: {source}, {shape} voxels.\n")
     if session.scan is None and not session.is_rehearsal:
         report.not_run("a real scan", "none was given: SCAN=<file>")
-    reference, cpu_s = predict(scan, "cpu", "fp32")
+    reference, cpu_s = timed(LungSegmenter(accelerator="cpu", precision="fp32"), scan)
     rows: list[dict[str, Any]] = [{"device": "cpu", "precision": "fp32", "s": cpu_s}]
     for precision in PRECISIONS:
         try:
@@ -44,9 +44,10 @@ def measure(session: Session) -> Report:
         except ValueError as error:
             report.not_run(precision, str(error))
             continue
+        segmenter = LungSegmenter(accelerator=session.accelerator, precision=precision)
         # The first one loads the libraries and chooses kernels.
-        predict(scan, session.accelerator, precision)
-        result, seconds = predict(scan, session.accelerator, precision)
+        timed(segmenter, scan)
+        result, seconds = timed(segmenter, scan)
         rows.append({"device": session.device.type, "precision": precision, "s": seconds})
         compare(report, precision, result, reference, DICE_BOUND)
     check_fallback(report, scan, session)
@@ -65,9 +66,8 @@ def scan_of(session: Session) -> Volume:
     return Volume(phantom.image_hu, phantom.grid)
 
 
-def predict(scan: Volume, accelerator: str, precision: str) -> tuple[Segmentation, float]:
-    """Segment the lungs with the included weights; returns the seconds without loading too."""
-    segmenter = LungSegmenter(accelerator=accelerator, precision=precision)
+def timed(segmenter: LungSegmenter, scan: Volume) -> tuple[Segmentation, float]:
+    """Segment the lungs with the included weights, and measure the seconds."""
     start_s = time.perf_counter()
     result = segmenter.segment(scan)
     return result, time.perf_counter() - start_s
@@ -86,17 +86,18 @@ def compare(
 
 def check_fallback(report: Report, scan: Volume, session: Session) -> None:
     """Check that a prediction without enough memory goes on in another way, and says so."""
-    expected, _ = predict(scan, session.accelerator, "fp32")
-    with too_little_memory(scan, session):
-        result, _ = predict(scan, session.accelerator, "fp32")
-    said = [finding.sentence for finding in result.findings if SAID in finding.sentence]
+    segmenter = LungSegmenter(accelerator=session.accelerator, precision="fp32")
+    expected, _ = timed(segmenter, scan)
+    with too_little_memory(segmenter, scan, session):
+        result, _ = timed(segmenter, scan)
+    said = [str(finding) for finding in result.findings if SAID in str(finding)]
     name = "out of memory"
     report.holds(f"{name}: a warning", bool(said), "; ".join(said) or "none", "one or more")
     compare(report, name, result, expected, FALLBACK_BOUND)
 
 
 @contextmanager
-def too_little_memory(scan: Volume, session: Session) -> Iterator[None]:
+def too_little_memory(segmenter: LungSegmenter, scan: Volume, session: Session) -> Iterator[None]:
     """Let a prediction run out of memory: really on a GPU, by an error of its own on a CPU."""
     if session.is_rehearsal:
         with mock.patch.object(TrainedStage, "_run", _failing_once(TrainedStage._run)):
@@ -105,7 +106,7 @@ def too_little_memory(scan: Volume, session: Session) -> Iterator[None]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     start_bytes = torch.cuda.memory_reserved()
-    predict(scan, "gpu", "fp32")
+    segmenter.segment(scan)
     peak_bytes = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     total_bytes = torch.cuda.get_device_properties(0).total_memory
