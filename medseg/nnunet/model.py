@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from medseg.nnunet.network import fits, make_network
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
+from medseg.nnunet.slabs import least_budget_bytes, logits_in_slabs
 from medseg.nnunet.tiles import finished_planes, tile_starts
 from medseg.preprocess.orient import Orientation, orientation_of, ras_orientation_of
 from medseg.task import Channel, Task
@@ -75,6 +76,7 @@ class NnunetModel:
         options: Sums, orientation and mirroring.
         device: Device of the network.
         bytes_per_voxel: Memory of the network per voxel of a tile.
+        least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
     """
 
@@ -85,6 +87,7 @@ class NnunetModel:
     options: InferenceOptions
     device: torch.device
     bytes_per_voxel: float
+    least_slab_bytes: float
     checkpoints: dict[str, dict[str, str]]
 
     # Values of voxels are what the networks were trained on: nothing is replaced before.
@@ -110,23 +113,47 @@ class NnunetModel:
         return self.plan.orientation if stated is None else stated.value
 
     @property
+    def slab_bytes(self) -> float | None:
+        """Budget of a pass in slabs; None where a tile is one pass.
+
+        A GPU has memory of its own, which the budget does not mean.
+        """
+        budget_bytes = self.options.budget_gib * 2**30
+        if self.device.type != "cpu" or self._whole_bytes <= budget_bytes:
+            return None
+        return budget_bytes
+
+    @property
     def tile_bytes(self) -> float:
         """Memory of a pass of the network."""
+        return self._whole_bytes if self.slab_bytes is None else self.slab_bytes
+
+    @property
+    def least_bytes(self) -> float:
+        """Smallest memory of a pass; a smaller tile would change the labels."""
+        if self.device.type != "cpu":
+            return self._whole_bytes
+        return min(self._whole_bytes, self.least_slab_bytes)
+
+    @property
+    def _whole_bytes(self) -> float:
+        """Memory of a tile in one pass."""
         return self.bytes_per_voxel * math.prod(self.plan.patch_size)
 
     def within(self, budget_gib: float) -> NnunetModel:
-        """Return the same model if a pass fits into a budget.
+        """Return the same model with a bound on the memory of a pass: a larger one runs in slabs.
 
         Raises:
-            UserError: If it does not: a smaller tile would change the labels.
+            UserError: If it is too small for slabs.
         """
-        if self.tile_bytes > budget_gib * 2**30:
+        if self.least_bytes > budget_gib * 2**30:
             raise UserError(
                 f"inference.max_ram_gib={self.options.max_ram_gib:g} leaves {budget_gib:.2f} GiB "
                 f"for a pass of the network, but a tile of {_times(self.plan.patch_size)} voxels "
-                f"needs {self.tile_bytes / 2**30:.2f} GiB; raise it by the difference at least"
+                f"needs {self.least_bytes / 2**30:.2f} GiB; raise it by the difference at least"
             )
-        return self
+        options = replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
+        return replace(self, options=options)
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """A tile is the same for all scans: `within` has checked it."""
@@ -257,12 +284,18 @@ class NnunetModel:
             if z <= number < z + depth:
                 yield plane[:, y : y + height, x : x + width]
 
-    def _run(self, image: Tensor) -> Tensor:
-        """Logits of a tile, on the CPU; on a GPU nnU-Net lets torch choose half precision."""
+    def _run(self, image: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Run the network on a tile; `take` receives its logits on the CPU, see `Run`.
+
+        On a GPU nnU-Net lets torch choose half precision.
+        """
+        if self.slab_bytes is not None:
+            logits_in_slabs(self.network, image, self.slab_bytes, take)
+            return
         is_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, enabled=is_gpu):
             logits: Tensor = self.network(image.to(self.device))
-        return logits.cpu()
+        take(logits.cpu())
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
         return () if self.options.tta is False else fold.mirror_axes
@@ -296,9 +329,10 @@ class NnunetModel:
         names = ", ".join(fold.name for fold in self.folds)
         axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
         sums = "float32" if self._dtype is torch.float32 else "half precision"
+        passes = "" if self.slab_bytes is None else ", in slabs"
         return (
-            f"tiles of {_times(self.plan.patch_size)}, fold {names}, mirrored along {axes} axes, "
-            f"sums in {sums}, orientation {self.orientation}"
+            f"tiles of {_times(self.plan.patch_size)}{passes}, fold {names}, "
+            f"mirrored along {axes} axes, sums in {sums}, orientation {self.orientation}"
         )
 
 
@@ -358,7 +392,7 @@ def load_nnunet(
     except PlanError as error:
         raise UserError(f"{given}: plans.json {error}") from error
     configuration = folder.plan.configuration
-    return NnunetModel(
+    model = NnunetModel(
         folder=folder,
         task=task_of(folder.plan),
         network=network,
@@ -366,10 +400,22 @@ def load_nnunet(
         options=options,
         device=device,
         bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
+        least_slab_bytes=least_budget_bytes(
+            shapes, len(folder.plan.channels), folder.plan.patch_size
+        ),
         checkpoints={
             configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
         },
     )
+    if device.type == "cpu" and model.least_bytes > options.budget_gib * 2**30:
+        # Rounded up: the named number must be enough.
+        least_gib = math.ceil(model.least_bytes / 2**30 * 1000) / 1000
+        raise UserError(
+            f"inference.budget_gib={options.budget_gib:g} is too small for a tile of "
+            f"{_times(folder.plan.patch_size)} voxels; raise it to {least_gib:g}, since a smaller "
+            "tile would change the labels"
+        )
+    return model
 
 
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
