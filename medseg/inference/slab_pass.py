@@ -201,7 +201,10 @@ class SlabPass:
         Raises:
             ValueError: If the budget is too small for `step` planes.
         """
-        planes = self._fitting(depth, bytes_per_plane, extra_bytes, step)
+        fitting = self._fitting(depth, bytes_per_plane, extra_bytes, step)
+        # Of equal size as far as possible: torch takes another kernel for a few planes.
+        num_slabs = math.ceil(depth / fitting)
+        planes = math.ceil(depth / step / num_slabs) * step
         for start in range(0, depth, planes):
             yield start, min(start + planes, depth)
 
