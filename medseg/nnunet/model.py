@@ -165,7 +165,8 @@ class NnunetModel:
             grid: Grid of the scan, in storage order.
 
         Returns:
-            Bytes of each array by step, without the scan; and the voxels that go through networks.
+            Bytes of each array by step, without the scan and the passes of the network; and the
+            voxels that go through networks.
         """
         plan = self.plan
         grid = self._orientation_of(grid).reoriented(grid)
@@ -187,9 +188,13 @@ class NnunetModel:
             for size, tile in zip((depth, height, width), plan.patch_size, strict=True)
         )
         passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+        # Sums of the mirrored passes of a tile, in float32.
+        mirrored = 0
+        if passes > len(self.folds):
+            mirrored = 4 * plan.labels.num_heads * math.prod(plan.patch_size)
         memory = {
             "prepare": [image],
-            "segment": [image, window, held, labels, round(self.tile_bytes)],
+            "segment": [image, window, held, labels, mirrored],
         }
         return memory, num_tiles * passes * math.prod(plan.patch_size)
 

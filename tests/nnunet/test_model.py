@@ -29,6 +29,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet.model import NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import prepare
+from medseg.prediction.forecast import forecast
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -208,9 +209,18 @@ def test_slabs_change_no_label_that_is_clear(name: str) -> None:
     # Kernels of other sizes round otherwise, and random networks have many close logits.
     assert np.mean(found.labels != expected.labels) <= MAX_SHARE
     assert ", in slabs, fold" in found.tiling_plans["segment"]
-    memory, voxels = in_slabs.expected(volume.grid)
-    assert voxels == model.expected(volume.grid)[1]
-    assert sum(memory["segment"]) < sum(model.expected(volume.grid)[0]["segment"])
+    assert in_slabs.tile_bytes < model.tile_bytes
+    assert in_slabs.expected(volume.grid) == model.expected(volume.grid)
+
+
+def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
+    volume, _, _ = scan_of("folds")
+    model = load("folds")
+    in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
+    files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
+    assert files["segment"] - files["read"] == round(model.tile_bytes)
+    files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
+    assert files["segment"] - files["read"] == round(in_slabs.tile_bytes)
 
 
 def test_a_budget_below_one_plane_of_a_tile_is_refused() -> None:

@@ -168,6 +168,6 @@ def test_each_slab_keeps_half_of_the_budget(family: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_least_budget_does_not_grow_with_the_depth_of_layers(family: str) -> None:
+def test_the_least_budget_grows_with_the_depth_of_one_channel_alone(family: str) -> None:
     """Channels of all planes are normalised at a time; a deep tile needs room for one of them."""
     assert least(family, {}, (64, 24, 20)) <= 4 * least(family, {}, SHAPE)
