@@ -32,10 +32,11 @@ from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
 from medseg.nnunet.labels import mean_planes, reduce_planes
-from medseg.nnunet.network import call_network, fits, make_network
+from medseg.nnunet.network import call_network, fits, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
+from medseg.nnunet.slabs import least_budget_bytes, logits_in_slabs
 from medseg.nnunet.tiles import all_starts, finished_planes
 from medseg.preprocess.orient import Orientation, orientation_of, ras_orientation_of
 from medseg.task import Channel, Task
@@ -77,6 +78,7 @@ class NnunetModel:
         options: Sums, orientation and mirroring.
         device: Device of the network.
         bytes_per_voxel: Memory of the network per voxel of a tile.
+        least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
         previous: First stage of a cascade; None for others.
     """
@@ -88,6 +90,7 @@ class NnunetModel:
     options: InferenceOptions
     device: torch.device
     bytes_per_voxel: float
+    least_slab_bytes: float
     checkpoints: dict[str, dict[str, str]]
     previous: NnunetModel | None = None
 
@@ -108,30 +111,66 @@ class NnunetModel:
         return [*([PREVIOUS] if self.previous else []), *STEPS]
 
     @property
+    def pass_steps(self) -> list[str]:
+        """Steps in which a network runs."""
+        return [step for step in self.steps if step != STEPS[0]]
+
+    @property
     def orientation(self) -> str:
         """Orientation in which the network sees a scan."""
         stated = self.options.orientation
         return self.plan.orientation if stated is None else stated.value
 
     @property
+    def slab_bytes(self) -> float | None:
+        """Budget of a pass in slabs; None where a tile is one pass."""
+        budget_bytes = self.options.budget_gib * 2**30
+        if not self.can_run_in_slabs or self._whole_bytes <= budget_bytes:
+            return None
+        return budget_bytes
+
+    @property
     def tile_bytes(self) -> float:
         """Memory of a pass of the network."""
-        of_network = self.bytes_per_voxel * math.prod(self.plan.patch_size)
-        return max(of_network, self.previous.tile_bytes if self.previous else 0.0)
+        own = self._whole_bytes if self.slab_bytes is None else self.slab_bytes
+        return max(own, self.previous.tile_bytes if self.previous else 0.0)
+
+    @property
+    def least_bytes(self) -> float:
+        """Smallest memory of a pass; a smaller tile would change the labels."""
+        own = self._whole_bytes
+        if self.can_run_in_slabs:
+            own = min(own, self.least_slab_bytes)
+        return max(own, self.previous.least_bytes if self.previous else 0.0)
+
+    @property
+    def can_run_in_slabs(self) -> bool:
+        """Whether a tile may run in slabs.
+
+        A GPU has memory of its own, which the budget does not mean; a 2D network sees one plane.
+        """
+        return self.device.type == "cpu" and not self.plan.is_2d
+
+    @property
+    def _whole_bytes(self) -> float:
+        """Memory of a tile in one pass."""
+        return self.bytes_per_voxel * math.prod(self.plan.patch_size)
 
     def within(self, budget_gib: float) -> NnunetModel:
-        """Return the same model if a pass fits into a budget.
+        """Return the same model with a bound on the memory of a pass: a larger one runs in slabs.
 
         Raises:
-            UserError: If it does not: a smaller tile would change the labels.
+            UserError: If it is too small for slabs.
         """
-        if self.tile_bytes > budget_gib * 2**30:
+        if self.least_bytes > budget_gib * 2**30:
             raise UserError(
                 f"inference.max_ram_gib={self.options.max_ram_gib:g} leaves {budget_gib:.2f} GiB "
                 f"for a pass of the network, but a tile of {_times(self.plan.patch_size)} voxels "
-                f"needs {self.tile_bytes / 2**30:.2f} GiB; raise it by the difference at least"
+                f"needs {self.least_bytes / 2**30:.2f} GiB; raise it by the difference at least"
             )
-        return self
+        options = replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
+        previous = self.previous and self.previous.within(budget_gib)
+        return replace(self, options=options, previous=previous)
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """A tile is the same for all scans: `within` has checked it."""
@@ -143,7 +182,8 @@ class NnunetModel:
             grid: Grid of the scan, in storage order.
 
         Returns:
-            Bytes of each array by step, without the scan; and the voxels that go through networks.
+            Bytes of each array by step, without the scan and the passes of the network; and the
+            voxels that go through networks.
         """
         memory: dict[str, list[int]] = {}
         num_voxels = 0
@@ -170,8 +210,12 @@ class NnunetModel:
         )
         num_tiles = math.prod(map(len, starts))
         passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+        # Sums of the mirrored passes of a tile, in float32.
+        mirrored = 0
+        if passes > len(self.folds):
+            mirrored = 4 * plan.labels.num_heads * math.prod(plan.patch_size)
         memory["prepare"] = [image]
-        memory["segment"] = [image, window, held, labels, round(self.tile_bytes)]
+        memory["segment"] = [image, window, held, labels, mirrored]
         return memory, num_voxels + num_tiles * passes * math.prod(plan.patch_size)
 
     def segment(
@@ -272,12 +316,19 @@ class NnunetModel:
             if z <= number < z + depth:
                 yield plane[:, y : y + height, x : x + width]
 
-    def _run(self, image: Tensor) -> Tensor:
-        """Logits of a tile, on the CPU; on a GPU nnU-Net lets torch choose half precision."""
+    def _run(self, image: Tensor, take: Callable[[Tensor], None]) -> None:
+        """Run the network on a tile; `take` receives its logits on the CPU, see `Run`.
+
+        On a GPU nnU-Net lets torch choose half precision.
+        """
+        if self.slab_bytes is not None:
+            inputs = network_input(image, self.plan)
+            logits_in_slabs(self.network, inputs, self.slab_bytes, take)
+            return
         is_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, enabled=is_gpu):
             logits = call_network(self.network, image.to(self.device), self.plan)
-        return logits.cpu()
+        take(logits.cpu())
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
         """Axes of the transposed scan along which tiles are mirrored."""
@@ -315,9 +366,10 @@ class NnunetModel:
         names = ", ".join(fold.name for fold in self.folds)
         axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
         sums = "float32" if self._dtype is torch.float32 else "half precision"
+        passes = "" if self.slab_bytes is None else ", in slabs"
         return (
-            f"tiles of {_times(self.plan.patch_size)}, fold {names}, mirrored along {axes} axes, "
-            f"sums in {sums}, orientation {self.orientation}"
+            f"tiles of {_times(self.plan.patch_size)}{passes}, fold {names}, "
+            f"mirrored along {axes} axes, sums in {sums}, orientation {self.orientation}"
         )
 
 
@@ -398,7 +450,7 @@ def _load_folder(
     except PlanError as error:
         raise UserError(f"{given}: plans.json {error}") from error
     configuration = folder.plan.configuration
-    return NnunetModel(
+    model = NnunetModel(
         folder=folder,
         task=task_of(folder.plan),
         network=network,
@@ -406,10 +458,27 @@ def _load_folder(
         options=options,
         device=device,
         bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
+        least_slab_bytes=_least_slab_bytes(shapes, folder.plan),
         checkpoints={
             configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
         },
     )
+    if device.type == "cpu" and model.least_bytes > options.budget_gib * 2**30:
+        # Rounded up: the named number must be enough.
+        least_gib = math.ceil(model.least_bytes / 2**30 * 1000) / 1000
+        raise UserError(
+            f"inference.budget_gib={options.budget_gib:g} is too small for a tile of "
+            f"{_times(folder.plan.patch_size)} voxels; raise it to {least_gib:g}, since a smaller "
+            "tile would change the labels"
+        )
+    return model
+
+
+def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
+    """Smallest budget of a pass in slabs; infinite for a 2D network, which has none."""
+    if plan.is_2d:
+        return math.inf
+    return least_budget_bytes(network_on_meta, plan.num_inputs, plan.patch_size)
 
 
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:

@@ -46,11 +46,7 @@ def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
     Returns:
         Logits (1, K, d, h, w).
     """
-    values = plan.previous_values
-    if values:
-        labels = image[:, -1:]
-        of_labels = [(labels == value).to(image.dtype) for value in values]
-        image = torch.cat([image[:, :-1], *of_labels], dim=1)
+    image = network_input(image, plan)
     if plan.is_2d:
         planes: Tensor = network(image[:, :, 0])
         return planes[:, :, None]
@@ -75,3 +71,21 @@ def fits(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
         if name not in expected:
             return f"{str(name)[:100]} is no part of the network"
     return ""
+
+
+def network_input(image: Tensor, plan: NnunetPlan) -> Tensor:
+    """Replace the labels of the previous stage by one channel each.
+
+    Args:
+        image: Image (1, C, d, h, w); the last channel of a cascade holds these labels.
+        plan: Its plan.
+
+    Returns:
+        The image as the network takes it; the same one without a previous stage.
+    """
+    values = plan.previous_values
+    if not values:
+        return image
+    labels = image[:, -1:]
+    of_labels = [(labels == value).to(image.dtype) for value in values]
+    return torch.cat([image[:, :-1], *of_labels], dim=1)

@@ -24,6 +24,12 @@ from medseg.io.scratch import new_tensor
 # Standard deviation of the weights by the length of a tile, and the largest weight.
 SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
+Z_DIMENSION = 2
+# Planes of a mean over mirrored passes that are taken at a time.
+MEAN_PLANES = 8
+# Runs a network on an image (1, C, d, h, w), and gives the logits (1, K, d', h, w) of one range of
+# planes after the other to a function, from z = 0 on.
+Run = Callable[[Tensor, Callable[[Tensor], None]], None]
 
 
 def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
@@ -84,31 +90,76 @@ def tile_weights(tile: tuple[int, ...]) -> Tensor:
     return halves
 
 
-def mirrored(network: Callable[[Tensor], Tensor], tile: Tensor, axes: Sequence[int]) -> Tensor:
+def mirrored(
+    run: Run, tile: Tensor, axes: Sequence[int], num_heads: int, take: Callable[[Tensor], None]
+) -> None:
     """Mean of the logits over all combinations of mirrored axes, in the order of nnU-Net.
 
     Args:
-        network: Maps images (1, C, d, h, w) to logits (1, K, d, h, w).
-        tile: One image.
+        run: Runs the network.
+        tile: One image (1, C, d, h, w).
         axes: Spatial axes, 0 to 2.
+        num_heads: Heads of the network, K.
+        take: Receives the mean of the next planes, as those of `run`.
     """
-    logits = network(tile)
     if not axes:
-        return logits
+        run(tile, take)
+        return
     dimensions = [axis + 2 for axis in axes]
-    combinations = [
-        chosen
-        for number in range(1, len(dimensions) + 1)
-        for chosen in itertools.combinations(dimensions, number)
-    ]
+    combinations: list[tuple[int, ...]] = [()]
+    for number in range(1, len(dimensions) + 1):
+        combinations += itertools.combinations(dimensions, number)
+    sums = _MirroredSums((1, num_heads, *tile.shape[2:]))
     for chosen in combinations:
-        logits += torch.flip(network(torch.flip(tile, chosen)), chosen)
-    logits /= len(combinations) + 1
-    return logits
+        sums.begin(chosen)
+        run(torch.flip(tile, chosen) if chosen else tile, sums.add)
+    # In parts: the sums may be a temporary file, which memory need not hold as a whole.
+    for planes in sums.logits.split(MEAN_PLANES, dim=2):
+        take(planes.div_(len(combinations)))
+
+
+class _MirroredSums:
+    """Sums of the logits of mirrored passes.
+
+    Attributes:
+        logits: The sums (1, K, d, h, w).
+    """
+
+    logits: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._is_first = True
+        self._axes: tuple[int, ...] = ()
+        self._start = 0
+
+    def begin(self, axes: tuple[int, ...]) -> None:
+        """The planes of a pass follow whose image was mirrored along some axes of (1, C, d, h, w).
+
+        The first pass is not mirrored.
+        """
+        self._is_first = not axes
+        self._axes = axes
+        self._start = 0
+
+    def add(self, planes: Tensor) -> None:
+        """Add the next planes (1, K, d', h, w) of a pass where they lie in the tile."""
+        start, stop = self._start, self._start + planes.shape[2]
+        self._start = stop
+        if self._is_first:
+            if start == 0:
+                # The first planes tell the precision.
+                self.logits = new_tensor(self._shape, planes.dtype)
+            self.logits[:, :, start:stop] = planes
+            return
+        if Z_DIMENSION in self._axes:
+            depth = self._shape[2]
+            start, stop = depth - stop, depth - start
+        self.logits[:, :, start:stop] += torch.flip(planes, self._axes)
 
 
 def finished_planes(
-    network: Callable[[Tensor], Tensor],
+    run: Run,
     image: Tensor,
     tile: Shape,
     num_heads: int,
@@ -121,7 +172,7 @@ def finished_planes(
     """Run a network on all tiles; yield the logits of each plane as soon as they are final.
 
     Args:
-        network: Maps images (1, C, d, h, w) to logits (1, K, d, h, w).
+        run: Runs the network.
         image: Image (C, D, H, W), at least as large as a tile.
         tile: Shape of a tile.
         num_heads: Heads of the network, K.
@@ -158,19 +209,44 @@ def finished_planes(
             return
         for y, x in itertools.product(y_starts, x_starts):
             at = (slice(None), slice(z, z + tile[0]), slice(y, y + tile[1]), slice(x, x + tile[2]))
-            logits = mirrored(network, image[at][None].contiguous(), axes)[0]
-            logits *= weights
-            _add(sums, logits.transpose(0, 1), z, (slice(None), *at[2:]))
+            target = _TileSums(sums, weights, z, at[2:])
+            mirrored(run, image[at][None].contiguous(), axes, num_heads, target.add)
             _add(weight_sums, weights, z, at[2:])
+
+
+class _TileSums:
+    """Place of a tile in the window of sums.
+
+    Args:
+        sums: The window (window, K, H, W).
+        weights: Weights of a tile (d, h, w).
+        start: First plane of the tile.
+        at: Its rows and columns.
+    """
+
+    def __init__(self, sums: Tensor, weights: Tensor, start: int, at: tuple[slice, ...]) -> None:
+        self._sums = sums
+        self._weights = weights
+        self._start = start
+        self._at = at
+        self._num_added = 0
+
+    def add(self, planes: Tensor) -> None:
+        """Weight and add the next planes (1, K, d', h, w)."""
+        first, last = self._num_added, self._num_added + planes.shape[2]
+        self._num_added = last
+        logits = planes[0].mul_(self._weights[first:last])
+        _add(self._sums, logits.transpose(0, 1), self._start + first, (slice(None), *self._at))
 
 
 def _add(sums: Tensor, values: Tensor, start: int, at: tuple[slice, ...]) -> None:
     """Add planes to the window from plane `start` on; beyond its end they go on at its start."""
     first = start % len(sums)
-    num_before_end = len(sums) - first
-    sums[(slice(first, None), *at)] += values[:num_before_end]
-    if first:
-        sums[(slice(None, first), *at)] += values[num_before_end:]
+    num_before_end = min(len(values), len(sums) - first)
+    num_after_end = len(values) - num_before_end
+    sums[(slice(first, first + num_before_end), *at)] += values[:num_before_end]
+    if num_after_end:
+        sums[(slice(None, num_after_end), *at)] += values[num_before_end:]
 
 
 def _check_finite(logits: Tensor) -> None:

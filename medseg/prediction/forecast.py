@@ -170,6 +170,10 @@ def _forecast_nnunet(
     memory = {"read": fixed}
     for step, sizes in expected.items():
         memory[step] = fixed + sum(size for size in sizes if size <= array_bytes)
+    if model.device.type == "cpu":
+        # A pass is no array, which could be a file.
+        for step in model.pass_steps:
+            memory[step] += round(model.tile_bytes)
     num_heads = model.plan.labels.num_heads
     cost = (channels + LOGIT_TIME * num_heads) * num_voxels
     cost += (NETWORK_TIME + SUM_TIME * num_heads) * network_voxels

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from medseg.inference import slabs as slabs_module
+from medseg.inference.slab_pass import Features
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.models.blocks import BLOCKS, NORMS, replace_convolutions
 from medseg.models.unet import STEMS, UNet
@@ -129,7 +129,7 @@ def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Watch the feature maps: the most bytes in memory, and the number of files."""
     held = [0, 0]
-    allocate = slabs_module._Features._allocate
+    allocate = Features._allocate
 
     def watched(self: Any, like: Tensor) -> Tensor:
         values = allocate(self, like)
@@ -137,7 +137,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         held[1] += self._is_file
         return values
 
-    monkeypatch.setattr(slabs_module._Features, "_allocate", watched)
+    monkeypatch.setattr(Features, "_allocate", watched)
     return held
 
 

@@ -30,6 +30,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet.model import NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import prepare
+from medseg.prediction.forecast import forecast
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -228,11 +229,41 @@ def test_stored_scans_are_seen_as_they_are_and_sides_get_a_warning() -> None:
 
 def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> None:
     model = load("folds", max_ram_gib=0.5)
-    assert model.within(1.0) is model
+    assert model.within(2.0) == model
     # What a process asks for that only needs the labels of the task.
     assert load("folds", backend=Backend.torch).task == model.task
     with pytest.raises(UserError, match=r"a tile of 8×16×16 voxels needs"):
         model.within(1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slabs_change_no_label_that_is_clear(name: str) -> None:
+    volume, others, _ = scan_of(name)
+    model = load(name)
+    in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
+    assert model.slab_bytes is None
+    assert in_slabs.slab_bytes is not None
+    expected, found = model.segment(volume, others), in_slabs.segment(volume, others)
+    # Kernels of other sizes round otherwise, and random networks have many close logits.
+    assert np.mean(found.labels != expected.labels) <= MAX_SHARE
+    assert ", in slabs, fold" in found.tiling_plans["segment"]
+    assert in_slabs.tile_bytes < model.tile_bytes
+    assert in_slabs.expected(volume.grid) == model.expected(volume.grid)
+
+
+def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
+    volume, _, _ = scan_of("folds")
+    model = load("folds")
+    in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
+    files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
+    assert files["segment"] - files["read"] == round(model.tile_bytes)
+    files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
+    assert files["segment"] - files["read"] == round(in_slabs.tile_bytes)
+
+
+def test_a_budget_below_one_plane_of_a_tile_is_refused() -> None:
+    with pytest.raises(UserError, match=r"budget_gib=1e-06 .* 8×16×16 voxels; raise it to 0\.00"):
+        load("folds", budget_gib=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from medseg.errors import UserError
 from medseg.nnunet.labels import mean_planes
-from medseg.nnunet.tiles import finished_planes, mirrored, tile_starts, tile_weights
+from medseg.nnunet.tiles import Run, finished_planes, tile_starts, tile_weights
 
 TILE = (6, 8, 10)
 
@@ -18,6 +19,25 @@ TILE = (6, 8, 10)
 def network(images: Tensor) -> Tensor:
     """Three heads that differ from tile to tile, as those of a norm do."""
     return torch.cat([images, images - images.mean(), images * images.std()], dim=1)
+
+
+def run(image: Tensor, take: Callable[[Tensor], None]) -> None:
+    take(network(image))
+
+
+def run_in_slabs(image: Tensor, take: Callable[[Tensor], None]) -> None:
+    for planes in network(image).split(4, dim=2):
+        take(planes)
+
+
+def mirrored(tile: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Logits (1, K, d, h, w) by passes over the whole tile."""
+    logits = network(tile)
+    dimensions = [axis + 2 for axis in axes]
+    for number in range(1, len(axes) + 1):
+        for chosen in itertools.combinations(dimensions, number):
+            logits += torch.flip(network(torch.flip(tile, chosen)), chosen)
+    return logits / 2 ** len(axes)
 
 
 def whole_sums(image: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -29,7 +49,7 @@ def whole_sums(image: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tens
     starts = [tile_starts(size, tile) for size, tile in zip(shape, TILE, strict=True)]
     for start in itertools.product(*starts):
         box = tuple(slice(low, low + tile) for low, tile in zip(start, TILE, strict=True))
-        logits = mirrored(network, image[(slice(None), *box)][None].contiguous(), axes)[0]
+        logits = mirrored(image[(slice(None), *box)][None].contiguous(), axes)[0]
         logits *= weights
         sums[(slice(None), *box)] += logits
         weight_sums[box] += weights
@@ -39,11 +59,12 @@ def whole_sums(image: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tens
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32])
 @pytest.mark.parametrize("axes", [(), (0, 2)])
 @pytest.mark.parametrize("depth", [6, 7, 23])
+@pytest.mark.parametrize("runner", [run, run_in_slabs])
 def test_finished_planes_are_those_of_the_whole(
-    depth: int, axes: tuple[int, ...], dtype: torch.dtype
+    runner: Run, depth: int, axes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     image = torch.randn((1, depth, 19, 10), generator=torch.Generator().manual_seed(depth))
-    planes = finished_planes(network, image, TILE, 3, axes, dtype)
+    planes = finished_planes(runner, image, TILE, 3, axes, dtype)
     finished = torch.stack([plane.clone() for plane in planes], dim=1)
     assert torch.equal(finished, whole_sums(image, axes, dtype))
 
@@ -63,7 +84,7 @@ def test_weights_are_ten_in_the_middle_and_never_zero() -> None:
 def test_an_infinite_sum_is_refused() -> None:
     image = torch.full((1, *TILE), 60_000.0)
     with pytest.raises(UserError, match=r"inference\.sums=float"):
-        list(finished_planes(network, image, TILE, 3, (), torch.half))
+        list(finished_planes(run, image, TILE, 3, (), torch.half))
 
 
 def test_folds_are_added_in_half_precision_one_after_the_other() -> None:
