@@ -195,7 +195,7 @@ class Steps:
         )
         self.module: Any = SimpleNamespace(train_loss=torch.tensor(0.0))
         monkeypatch.setattr(history_module.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(history_module, "peak_bytes", lambda: 3 * 2**29)
+        monkeypatch.setattr(history_module, "peak_bytes", lambda _: 3 * 2**29)
         history.load = SimpleNamespace(read=dict, uses_gpu=False)
         history.last_time_s, history.last_step, history.lr = 100.0, 0, 0.25
 
