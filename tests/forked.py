@@ -25,7 +25,14 @@ IMPORTED = [
     *(f"medseg.training.{name}" for name in ("assemble", "extensions", "network", "versions")),
     *(
         f"medseg.training.{name}"
-        for name in ("callbacks", "checkpoints", "data_module", "history", "loggers", "machine")
+        for name in (
+            "callbacks",
+            "checkpoints",
+            "data_module",
+            "history",
+            "loggers",
+            "machine_load",
+        )
     ),
     *(
         "lightning.pytorch",

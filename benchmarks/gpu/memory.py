@@ -39,7 +39,7 @@ SAVES_AGAINST = {
     "checkpointing sqrt": "bf16",
     "checkpointing all": "checkpointing sqrt",
     "offload": "bf16",
-    "lean": "checkpointing all",
+    "lean": "bf16",
 }
 # Differences that `plan` may have from torch's allocator, and from the card's own figure.
 ALLOCATOR_BOUND, CARD_BOUND = 0.05, 0.08

@@ -14,7 +14,7 @@ from medseg.memory.precision import check_precision
 
 STAGES = ("coarse", "fine")
 PRECISIONS = ("fp32", "bf16", "fp16")
-NUM_STEPS, NUM_SMALL_STEPS = 120, 4
+NUM_STEPS, NUM_SMALL_STEPS = 80, 4
 # Loss at the end of a training in half precision by that in fp32: the samples are the same.
 LOSS_BOUND = 0.1
 
@@ -50,7 +50,7 @@ def train_stage(stage: str, precision: str, session: Session) -> list[dict[str, 
     folder = session.output / "training"
     folder.mkdir(parents=True, exist_ok=True)
     num_steps = NUM_SMALL_STEPS if session.is_rehearsal else NUM_STEPS
-    num_cases = 2 if session.is_rehearsal else 16
+    num_cases = 2 if session.is_rehearsal else 8
     arguments = [
         f"experiment=demo_{stage}",
         f"memory.precision={precision}",

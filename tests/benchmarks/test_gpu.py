@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
 import hydra
 import pytest
 import torch
@@ -34,15 +33,43 @@ def on_card(tmp_path: Path) -> Session:
     return Session(tmp_path, is_rehearsal=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_is_said_in_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.gpu", str(tmp_path / "gpu")]
-    done = forked.run(command, cwd=ROOT)
-    assert done.returncode == 2
-    (said,) = done.stderr.splitlines()
+def test_without_a_gpu_it_is_said_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("REHEARSAL", raising=False)
+    monkeypatch.delenv("SCAN", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path / "gpu")])
+    monkeypatch.setattr(app, "run_part", lambda *_: pytest.fail("ran"))
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    assert end.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("medseg: make gpu: torch sees no NVIDIA GPU on this machine; ")
     assert said.endswith("REHEARSAL=1")
     assert not list(tmp_path.iterdir())
+
+
+def test_all_parts_run_and_one_code_ends_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_part(name: str, session: Session) -> Ending:
+        ran.append(name)
+        problem = "exit code 1; see kernels.log" if name == "kernels" else ""
+        return Ending(1.0, problem, report_of(True))
+
+    monkeypatch.setenv("REHEARSAL", "1")
+    monkeypatch.delenv("SCAN", raising=False)
+    monkeypatch.setattr(app, "run_part", run_part)
+    monkeypatch.setattr(sys, "argv", ["gpu", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    assert end.value.code == 1
+    assert ran == list(parts.LIMITS_S), "a failed part does not stop the others"
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "6 parts, 1 without an end" in text
 
 
 def test_a_scan_that_is_missing_is_said_before_anything_runs(

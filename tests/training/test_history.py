@@ -170,7 +170,8 @@ def test_a_damaged_history_begins_anew(content: bytes, tmp_path: Path) -> None:
     history = History(path, 1, 9)
     history.load_state_dict({"losses": [], "num_rows": 2, "train_s": 0.0})
     history.on_train_start(
-        SimpleNamespace(global_step=2, is_global_zero=True), SimpleNamespace(device="cpu")
+        SimpleNamespace(global_step=2, is_global_zero=True),
+        SimpleNamespace(device="cpu", parameters=list),
     )
     assert path.read_text(encoding="utf-8") == ",".join(HISTORY_COLUMNS) + "\n"
 
@@ -194,8 +195,8 @@ class Steps:
         )
         self.module: Any = SimpleNamespace(train_loss=torch.tensor(0.0))
         monkeypatch.setattr(history_module.time, "perf_counter", lambda: self.now_s)
-        monkeypatch.setattr(history_module, "peak_bytes", lambda: 3 * 2**29)
-        history.load = SimpleNamespace(read=dict)
+        monkeypatch.setattr(history_module, "peak_bytes", lambda _: 3 * 2**29)
+        history.load = SimpleNamespace(read=dict, uses_gpu=False)
         history.last_time_s, history.last_step, history.lr = 100.0, 0, 0.25
 
     def step(self, *losses: float) -> None:
