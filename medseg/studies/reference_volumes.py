@@ -13,7 +13,7 @@ from medseg.metrics.scores import volume_ml
 from medseg.studies.held_out import HeldOut
 
 LEAST_PATIENTS = 5
-"""Fewer patients would give a range of more than a factor of 100 or so, which checks nothing."""
+"""With fewer patients the interval is so wide that it checks nothing."""
 SHARE = 0.99
 """Share of patients whose volumes lie in their range."""
 

@@ -7,24 +7,37 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import hydra
 import numpy as np
 import pytest
+import torch
 from scipy import ndimage, stats
 
+from medseg.cascade.cascade import Cascade
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
 from medseg.data.case_table import Case
 from medseg.io.write import write_labels
 from medseg.metrics.scores import dice
 from medseg.phantom.scene import SceneSpec, make_scene
+from medseg.prediction.cascades import load_model_folders
+from medseg.runs.signature import plain
 from medseg.studies.clean_up import Choice, choose_clean_up, least_patients, write_choice
-from medseg.studies.fold_model import _bound_rows
+from medseg.studies.fold_model import _bound_rows, write_model
+from medseg.studies.folds import Folds
 from medseg.studies.held_out import HeldOut
+from medseg.studies.recipes import last_checkpoint
 from medseg.studies.reference_volumes import (
     ReferenceVolume,
     measure_references,
     plausible_ranges,
 )
 from medseg.task import Channel, CleanUp, Region, Task
+from medseg.training.assemble import make_metadata
+from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 
 TASK = Task("trunk", {"liver": 1, "spleen": 2}, (), (Channel(window_hu=(-160.0, 240.0)),))
 Plant = Callable[[np.ndarray, np.random.Generator], None]
@@ -196,6 +209,47 @@ def test_the_volumes_of_references_are_measured(tmp_path: Path) -> None:
     expected_ml = np.count_nonzero(target == 1) * np.prod(grid.spacing_mm) / 1000
     assert volumes[0].volume_ml == pytest.approx(expected_ml)
     assert not any(volume.is_cut for volume in volumes)
+
+
+def write_checkpoint(path: Path, task: Task) -> None:
+    """Checkpoint of a tiny network of one stage, as a run leaves it."""
+    overrides = ["stage=single", "task=kidneys", "model=unet_lean", "model.width=4", "run_dir=x"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", overrides), TrainConfig)
+    metadata = {**make_metadata(config, plain(config)), "task": task.to_dict()}
+    state = make_network(config).state_dict()
+    path.parent.mkdir(parents=True)
+    state_dict = {f"network.{name}": value for name, value in state.items()}
+    torch.save({"medseg": metadata, "state_dict": state_dict}, path)
+
+
+def test_a_model_folder_holds_what_was_chosen(tmp_path: Path) -> None:
+    task = replace(TASK, volume_ml={"liver": (1.0, 9000.0)})
+    held_out = make_held_out(tmp_path, 10, plant_specks, task)
+    folds = Folds([tmp_path / "fold_0", tmp_path / "fold_1"])
+    folds.cases = {case.name: case for case in held_out.cases}
+    for folder in folds.folders:
+        write_checkpoint(last_checkpoint(folder / "single"), task)
+    (tmp_path / "pooled.md").write_text("pooled scores")
+    config: Any = SimpleNamespace(output=str(tmp_path))
+    rows = [{"case": name} for name in folds.cases]
+    folder = write_model(config, task, {1: "liver", 2: "spleen"}, folds, rows, ("single",))
+    model = load_model_folders([folder], accelerator="cpu")
+    assert isinstance(model, Cascade)
+    (clean_up,) = model.last.clean_up
+    assert clean_up == choose(held_out).clean_ups[0]
+    assert model.task.volume_ml["liver"] == (1.0, 9000.0), "what the task states comes first"
+    low, high = model.task.volume_ml["spleen"]
+    measured_ml = [
+        volume.volume_ml for volume in measure_references(held_out) if volume.part == "spleen"
+    ]
+    assert low < min(measured_ml) < max(measured_ml) < high
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"Clean-up: spleen: {clean_up}." in card
+    assert f"| spleen | 2 | {low:g} to {high:g} |" in card
+    assert "10 scans of 10 patients in 2 folds" in card
+    assert "pooled scores" in card
+    assert "| spleen | the largest component stays | nothing | 10 |" in card
 
 
 def test_the_bound_rests_on_cleaned_labels() -> None:
