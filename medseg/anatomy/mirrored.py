@@ -182,7 +182,7 @@ def _gap_between(lungs: Lungs) -> Gap:
     right, left = lungs.right, lungs.left
     width = right.shape[2]
     return Gap(
-        is_between=np.asarray(right.any(axis=2) & left.any(axis=2)),
+        is_between=np.logical_and(right.any(axis=2), left.any(axis=2)),
         start=width - right[:, :, ::-1].argmax(axis=2),
         stop=left.argmax(axis=2),
         outer_middle=(right.argmax(axis=2) + width - left[:, :, ::-1].argmax(axis=2)) / 2,

@@ -240,7 +240,7 @@ def mirrored_findings(volume: Volume, labels: np.ndarray, task: Task) -> list[Fi
     Args:
         volume: The scan in HU, in storage order.
         labels: Its label map, likewise.
-        task: Labels; a task without two lungs has no such check.
+        task: Labels; a task without two organs full of air that have a side has no such check.
     """
     image_hu, grid, orientation = orient(volume.array, volume.grid)
     evidence = mirror_evidence(image_hu, orientation.to_lps(labels), grid.spacing_mm, task)

@@ -223,12 +223,19 @@ def test_a_folder_without_a_scan_names_its_patient(
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same results in all forms; each refusal names patient, date and cure in one line."""
     forms = make_export(tmp_path)
+    # A damaged file that does not tell its series stops no scan.
+    damaged = bytes(128) + b"DICM" + b"\xff" * 40
+    for form in ("flat", "folders"):
+        (forms[form] / "IM990000").write_bytes(damaged)
+    with zipfile.ZipFile(forms["zip"], "a") as archive:
+        archive.writestr("IM990000", damaged)
     results = {}
     for form, source in forms.items():
         out = tmp_path / f"out_{form}"
         assert predict(source, out, "series_pick=thinnest") == 1
         said = capsys.readouterr().err.splitlines()
         results[form] = sorted(map(str, reports(out).values()))
+        assert sum("'IM990000': the DICOM file is truncated" in line for line in said) == 1
         refused = [line for line in said if "(patient P" in line]
         assert len(refused) == sum(
             row["status"] == "failed" for row in read_csv(out / "summary.csv")
