@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from medseg.config.overrides import text_of
+from medseg.config.schema import RecipeConfig
 from medseg.console import say
 from medseg.errors import UserError
 
@@ -50,7 +51,8 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         compose: Composes arguments, see `medseg.commands.entry.compose`.
 
     Raises:
-        UserError: If the folder cannot be used, or a channel has no normalisation of ours.
+        UserError: If the folder cannot be used, a channel has no normalisation of ours, or the
+            command trains several stages.
     """
     values = dict(argument.partition("=")[::2] for argument in arguments)
     path = Path(values.get(KEY, "").strip("'\""))
@@ -65,6 +67,11 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
 
     if not is_start(path):
         return list(arguments)
+    if issubclass(schema, RecipeConfig):
+        raise UserError(
+            f"{KEY}={path}: the experiments of this command name their own networks; train the "
+            "folds of a model of nnU-Net with medseg train -m data.fold=0,1,2,3,4"
+        )
     plan = open_fold(path, KEY).plan
     if "model" in values:
         raise UserError(

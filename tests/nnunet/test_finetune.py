@@ -19,6 +19,7 @@ from benchmarks.nnunet_reference import described_network, labels_of, toy
 from medseg.commands.entry import compose as compose_command
 from medseg.config.check import to_config
 from medseg.config.pretrained import NETWORK, with_plan
+from medseg.config.schema import CrossValidateConfig
 from medseg.errors import UserError
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.models.plan_unet import PlanUNet
@@ -264,6 +265,21 @@ def test_what_contradicts_the_plan_is_refused(
     folder = make_folder(toy_model(**changes))
     with pytest.raises(UserError, match=sentence):
         arguments_of(folder, *arguments)
+
+
+def test_a_study_of_stages_has_its_own_networks(make_folder: MakeFolder) -> None:
+    folder = make_folder(toy_model())
+    with pytest.raises(UserError, match=r"the experiments of this command name their own"):
+        with_plan([f"init_from='{folder}'"], CrossValidateConfig, lambda _: None)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("name", ["2d", "cascade"])
+def test_networks_that_do_not_see_scans_in_3d_alone_are_refused(
+    name: str,
+) -> None:
+    recorded = Path(__file__).parent / "recorded" / f"{name}.zip"
+    with pytest.raises(UserError, match="does not see scans in 3D alone; give a folder of 3d_full"):
+        arguments_of(recorded)
 
 
 def test_a_network_of_ours_does_not_take_weights_of_a_plan(make_folder: MakeFolder) -> None:

@@ -14,8 +14,10 @@ Toy = dict[str, Any]
 
 def test_all_toys_are_read() -> None:
     for toy in toys().values():
-        plan = read_plan(toy["plans"], toy["dataset"], "3d_fullres")
-        assert plan.spacing_mm == tuple(toy["plans"]["configurations"]["3d_fullres"]["spacing"])
+        name = toy["configuration"]
+        plan = read_plan(toy["plans"], toy["dataset"], name)
+        spacing_mm = toy["plans"]["configurations"][name]["spacing"]
+        assert plan.spacing_mm[-len(spacing_mm) :] == tuple(spacing_mm)
         assert plan.transpose == tuple(toy["plans"]["transpose_forward"])
 
 
