@@ -118,10 +118,15 @@ def thick_parts(
 
 def _raise(prob: Tensor, crop_grid: VoxelGrid, mask: np.ndarray, grid: VoxelGrid) -> None:
     """Set probabilities (D, H, W) to at least the share of a mask on the coarse grid, in place."""
+    tight = VoxelBox.from_mask(mask)
+    if tight is None:
+        return
     share = torch.from_numpy(mask.astype(np.float32))
-    depth, height, width = crop_grid.shape
-    for start in range(0, depth, SLAB_PLANES):
-        slab = VoxelBox((start, 0, 0), (min(start + SLAB_PLANES, depth), height, width))
+    # The filter reaches into the next voxel of the coarse grid.
+    box = crop_grid.box_from(grid, tight.expanded((1, 1, 1))).clipped(crop_grid.shape)
+    (first, *start), (last, *stop) = box.start, box.stop
+    for z in range(first, last, SLAB_PLANES):
+        slab = VoxelBox((z, *start), (min(z + SLAB_PLANES, last), *stop))
         part = prob[slab.slices()]
         resampled = resample_image(share, grid, crop_grid.crop(slab), outside=0.0)
         torch.maximum(part, resampled.to(part.dtype), out=part)
