@@ -30,7 +30,7 @@ from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import release_free_memory
 from medseg.preprocess.crop import erase_outside, probability_channel, resample_crop
-from medseg.preprocess.intensity import Intensity, normalise
+from medseg.preprocess.intensity import Intensity, normalise_
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
@@ -581,7 +581,7 @@ def refine(
     # the network runs.
     image = stacked(
         [
-            normalise(crop_of(channel, outside, limits), intensity)
+            normalise_(crop_of(channel, outside, limits), intensity)
             for channel, outside, limits, intensity in zip(
                 images, stage.outside, stage.limits, intensities, strict=True
             )

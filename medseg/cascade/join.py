@@ -1,5 +1,6 @@
 """Join: crops of all regions resampled back, merged on the scan's own grid and cleaned."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,8 +19,9 @@ from medseg.task import Region, Task
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 
-# Native voxels of one slab; each needs five float32 values and three bytes at a time.
-SLAB_VOXELS = 2**22
+# Native voxels of one slab; each needs five float32 values and three bytes at a time. Larger slabs
+# leave the cache of the processor, and the system clears their memory anew each time.
+SLAB_VOXELS = 2**21
 
 
 def join(
@@ -32,7 +34,7 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 100 MB for a slab to paste, and 200 MB for a
+    Beside the crops and the result it needs at most 50 MB for a slab to paste, and 100 MB for a
     slab to clean.
 
     Args:
@@ -95,12 +97,13 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
         Label map (D, H, W), uint8, not cleaned.
     """
     labels = new_array(grid.shape, np.uint8)
+    boxes = [_claimable_box(probs, crop_grid, grid) for _, probs, crop_grid in regions]
     # All regions in one slab, then the next slab: `best` is no second volume.
     for slab in _slabs(grid.shape):
         # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)
-        for region, probs, crop_grid in regions:
-            part = _native_box(crop_grid, grid).intersect(slab)
+        for (region, probs, crop_grid), box in zip(regions, boxes, strict=True):
+            part = box.intersect(slab)
             if part.is_empty:
                 continue
             # `best` begins at the slab, `labels` at the scan.
@@ -159,8 +162,11 @@ def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int)
     nearest = nearest_voxels(localisation.grid, grid)
 
     def read(part: tuple[slice, slice, slice]) -> np.ndarray:
-        indices = [along[planes] for along, planes in zip(nearest, part, strict=True)]
-        return np.asarray(is_unseen[np.ix_(*indices)])
+        mask = is_unseen
+        # Axis by axis: ten times as fast as all three at once.
+        for axis, (along, planes) in enumerate(zip(nearest, part, strict=True)):
+            mask = mask.take(along[planes], axis)
+        return mask
 
     return read
 
@@ -168,6 +174,32 @@ def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int)
 def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
     """Voxels of the native grid that a crop covers."""
     return grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
+
+
+def _claimable_box(probs: Tensor, crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
+    """Voxels of the native grid to which a region may give a label.
+
+    A label wins over the background only with more than 1 / (L + 1), as the background has what the
+    L labels leave of one, and the filter makes no probability larger than those that it reads.
+
+    Args:
+        probs: Probabilities (L, D, H, W) of its labels.
+        crop_grid: Grid of its crop.
+        grid: Oriented native grid.
+    """
+    # Half of that, far beyond any rounding.
+    least = 0.5 / (len(probs) + 1)
+    footprint = np.zeros(crop_grid.shape, dtype=bool)
+    for prob in probs:
+        for plane, plane_prob in zip(footprint, prob, strict=True):
+            plane |= (plane_prob > least).numpy()
+    tight = VoxelBox.from_mask(footprint)
+    if tight is None:
+        return VoxelBox((0, 0, 0), (0, 0, 0))
+    # The filter reaches one voxel of the crop, or one of a coarser native grid.
+    reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
+    near = tight.expanded(reach).clipped(crop_grid.shape)
+    return grid.box_from(crop_grid, near).clipped(grid.shape)
 
 
 def _slabs(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:

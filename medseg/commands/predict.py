@@ -11,6 +11,7 @@ from rich.progress import Progress
 from medseg.console import say
 from medseg.errors import EXIT_FAILED
 from medseg.io.inputs import with_case_name
+from medseg.io.lean_nibabel import import_nibabel
 from medseg.prediction.batch import BatchCase, Observer
 from medseg.prediction.case import report_path
 from medseg.prediction.options import PredictConfig
@@ -35,6 +36,8 @@ def predict(config: PredictConfig) -> int:
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
+    # Before there are threads that read.
+    import_nibabel()
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
         cases = predict_scans(config, Display(progress))

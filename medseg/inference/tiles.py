@@ -21,8 +21,8 @@ from medseg.preprocess.intensity import AIR
 
 # Number format of stored probabilities; rounds by 0.00025 at most.
 PROBS_DTYPE = torch.float16
-# Voxels whose logits become float32 probabilities at a time.
-SLAB_VOXELS = 2**21
+# Voxels whose logits become float32 probabilities at a time, within the cache of the processor.
+SLAB_VOXELS = 2**18
 
 
 def predict_probs(

@@ -23,8 +23,8 @@ Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
 # HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is
 # that of the voxels as they are.
 LOW_HU, HIGH_HU = -2048, 4095
-# Voxels of one slab; each needs about 20 bytes at a time.
-SLAB_VOXELS = 2**22
+# Voxels of one slab, within the cache of the processor; each needs about 20 bytes at a time.
+SLAB_VOXELS = 2**18
 
 
 class ScanStatistics(NamedTuple):
@@ -72,7 +72,10 @@ def scan_statistics(
             elif is_value.any():
                 label_hu = slab_hu[is_value]
                 sums[number] += label_hu.sum(dtype=np.float64)
-                bins = np.rint(np.clip(label_hu, LOW_HU, HIGH_HU)).astype(np.int64) - LOW_HU
+                label_hu = np.clip(label_hu, LOW_HU, HIGH_HU)
+                if label_hu.dtype.kind == "f":
+                    label_hu = np.rint(label_hu)
+                bins = label_hu.astype(np.int64) - LOW_HU
                 histograms[number] += np.bincount(bins, minlength=histograms.shape[1])
     is_hu = image_hu is not None
     ml = voxel_ml(grid)

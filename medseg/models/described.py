@@ -10,6 +10,7 @@ from medseg.geometry.sizes import Shape
 from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import Traits, channel_arguments, find_traits
+from medseg.models.unet import UNet
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 
@@ -49,8 +50,12 @@ def make_described_network(
         return network
 
     channels = len(task.channels) + has_coarse_channel
+    is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
     key = repr((network_class, node, divisor, blocks, channels, num_classes))
     try:
+        if is_unet and divisor is None and blocks is None:
+            # It states its traits itself: no further network is built to find them.
+            return StageNetwork(make, in_channels=channels)
         if key not in _traits:
             _traits[key] = find_traits(
                 lambda: make(channels),

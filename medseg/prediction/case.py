@@ -202,10 +202,11 @@ def segment_scan(
     Raises:
         UserError: If all voxels have one value.
     """
-    if volume.array.min() == volume.array.max():
+    first = volume.array.flat[0]
+    # Plane by plane: that of a usual scan is the last one to look at.
+    if all((plane == first).all() for plane in volume.array):
         raise UserError(
-            f"{name}: expected a scan, but every voxel holds {volume.array.flat[0]:g}; "
-            "export it again."
+            f"{name}: expected a scan, but every voxel holds {first:g}; export it again."
         )
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in cascade.task.channels]

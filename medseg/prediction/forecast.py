@@ -26,7 +26,7 @@ from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
-from medseg.prediction.contract import LIBRARIES_BYTES, SLABS_BYTES
+from medseg.prediction.contract import LIBRARIES_BYTES
 from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
@@ -55,11 +55,8 @@ RESAMPLING = 24
 # Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
 # each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
-# Bytes per voxel of a slab in which a label is cleaned: numbers of components and masks.
-CLEANING = 8
-# Bytes while the components are counted.
-COUNTING = 32 * 2**20
-CLEANED_VOXELS = 2**25
+# Bytes while probabilities are pasted and labels are cleaned, slab by slab.
+JOINING = 48 * 2**20
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
 NETWORK_TIME = 5
@@ -222,20 +219,19 @@ def _forecast_cascade(
         stored_probs = 0
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
-        cleaned = math.prod(extent_mm) / math.prod(grid.spacing_mm)
-        resampling = has_holes * round(RESAMPLING * min(threads * SLAB_VOXELS, cleaned, num_voxels))
+        in_region = math.prod(extent_mm) / math.prod(grid.spacing_mm)
+        num_resampled = min(threads * SLAB_VOXELS, in_region, num_voxels)
+        resampling = has_holes * round(RESAMPLING * num_resampled)
         during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)
         for region, step in zip(task.regions, cascade.steps[1:], strict=False):
             memory[step] = fixed + stored_probs + resampling + during
             stored_probs += round(probs * len(region.labels) / task.num_region_classes)
             voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
     else:
-        cleaned = num_voxels
         extent_mm = scan_mm
-    cleaning = COUNTING + CLEANING * min(cleaned, CLEANED_VOXELS, num_voxels)
     # Zeros of planes without a region take no memory until they are written.
     labels = _held(LABEL * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
-    memory["join"] = fixed + stored_probs + round(labels + min(SLABS_BYTES, cleaning))
+    memory["join"] = fixed + stored_probs + round(labels + JOINING)
     return Forecast(memory, voxels)
 
 

@@ -43,9 +43,14 @@ from medseg.io.scratch import new_tensor
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
-# Source voxels of one slab, and at least 4 planes of 512 x 512: 2 M voxels are 8 MB as float32,
-# about the size of a cache.
-SLAB_VOXELS = 2**21
+# Voxels of one slab once its first axis is filtered: 1 MB as float32. They stay in the cache of the
+# processor, and in blocks of memory that are used again without being cleared.
+SLAB_VOXELS = 2**18
+# Planes of the target in a slab, where several planes of the source become one: neighbouring slabs
+# read the same planes at their border.
+MIN_COARSE_PLANES = 4
+# Source voxels that are read and filtered along the first axis at a time.
+PART_VOXELS = 2**19
 # Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
 MAX_THREADS = 4
 # Rounding noise of two grids' float64 arithmetic, in source voxels; positions are rounded to it.
@@ -184,7 +189,8 @@ def plan_slabs(
 ) -> Iterator[Slab]:
     """Split the work along z.
 
-    A slab reads about `SLAB_VOXELS` of the source, and only what the target needs.
+    A slab has about `SLAB_VOXELS` once its first axis is filtered, and reads only what the target
+    needs.
     """
     axes = []
     for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
@@ -199,39 +205,58 @@ def plan_slabs(
         axes.append(taps_of_axis)
     if any(len(axis.index) == 0 for axis in axes):
         return
-    z = axes[0]
+    z, y, _ = axes
     whole, *in_plane = (axis.part(0, len(axis.index)) for axis in axes)
-    planes = max(4, SLAB_VOXELS // math.prod(rows.stop - rows.start for rows, _, _ in in_plane))
-    step = max(1, round(planes * len(z.index) / (whole[0].stop - whole[0].start)))
+    planes, rows, columns = (along.stop - along.start for along, _, _ in (whole, *in_plane))
+    if _is_z_first(z, y):
+        step = SLAB_VOXELS // (rows * columns)
+    else:
+        # Target planes of the source planes that fit.
+        num_fitting = SLAB_VOXELS / (len(y.index) * columns)
+        step = round(num_fitting * len(z.index) / planes)
+    step = max(step, MIN_COARSE_PLANES if z.scale > 1.0 else 1)
     for start in range(0, len(z.index), step):
         sources, targets, taps = zip(z.part(start, start + step), *in_plane, strict=True)
         yield Slab(sources, targets, taps)
 
 
-def filter_slab(slab: Tensor, taps: tuple[AxisTaps, AxisTaps, AxisTaps]) -> Tensor:
+def _is_z_first(z: AxisTaps, y: AxisTaps) -> bool:
+    """Whether z is filtered before y and x: the axis that shrinks most comes first."""
+    return z.scale > y.scale
+
+
+def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab) -> Tensor:
     """Filter one slab along its three axes.
 
+    The first axis is filtered part by part, which need not be in memory at the same time.
+
     Args:
-        slab: Source voxels, (D, H, W), float32.
-        taps: Filter of z, y and x.
+        read: Returns a box of the source, (d, h, w), float32.
+        slab: The slab.
 
     Returns:
         Target voxels, (D', H', W'), float32; may be a view.
     """
-    z, y, x = taps
+    z, y, x = slab.taps
     # The axis that shrinks most comes first, and few planes become many last. The order must depend
     # on the scales alone, since it decides the last bit.
-    steps = [(_filter_rows, y), (_filter_columns, x)]
-    if z.scale > y.scale:
-        z_place = 0
-    elif z.scale < 1.0:
-        z_place = 2
-    else:
-        z_place = 1
-    steps.insert(z_place, (_filter_planes, z))
-    for filter_axis, axis in steps:
-        slab = filter_axis(slab, axis)
-    return slab
+    if _is_z_first(z, y):
+        parts = [_filter_planes(read(box), z) for box in _parts(slab.source, axis=1)]
+        return _filter_columns(_filter_rows(torch.cat(parts, dim=1), y), x)
+    parts = [_filter_rows(read(box), y) for box in _parts(slab.source, axis=0)]
+    values = torch.cat(parts)
+    if z.scale < 1.0:
+        return _filter_planes(_filter_columns(values, x), z)
+    return _filter_columns(_filter_planes(values, z), x)
+
+
+def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Split a box along an axis into parts of about `PART_VOXELS`."""
+    sizes = [along.stop - along.start for along in box]
+    step = max(1, PART_VOXELS * sizes[axis] // math.prod(sizes))
+    for start in range(box[axis].start, box[axis].stop, step):
+        part = slice(start, min(start + step, box[axis].stop))
+        yield (*box[:axis], part, *box[axis + 1 :])
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
@@ -358,11 +383,12 @@ def resample_image(
     if sum(result[slab.target].numel() for slab in slabs) < result.numel():
         result.fill_(outside)
 
+    def read(box: tuple[slice, slice, slice]) -> Tensor:
+        values = _read(image, box)
+        return values if limits is None else values.clamp(*limits)
+
     def work(slab: Slab) -> None:
-        values = _read(image, slab.source)
-        if limits is not None:
-            values = values.clamp(*limits)
-        result[slab.target] = filter_slab(values, slab.taps)
+        result[slab.target] = filter_slab(read, slab)
 
     _share_slabs(slabs, work, device)
     return result
@@ -405,7 +431,7 @@ def resample_labels(
         values = _read(labels, slab.source, torch.uint8 if labels.itemsize == 1 else torch.float32)
         present = _present_classes(values, num_classes)
         if present:
-            result[slab.target] = _heaviest_class(values, present, slab.taps)
+            result[slab.target] = _heaviest_class(values, present, slab)
 
     _share_slabs(list(plan_slabs(source, target, slices_go_on=slices_go_on)), work, device)
     return result
@@ -420,18 +446,23 @@ def _present_classes(values: Tensor, num_classes: int) -> list[int]:
     return [value for value in range(1, num_classes) if (values == value).any()]
 
 
-def _heaviest_class(
-    values: Tensor, present: list[int], taps: tuple[AxisTaps, AxisTaps, AxisTaps]
-) -> Tensor:
+def _heaviest_class(values: Tensor, present: list[int], slab: Slab) -> Tensor:
     """Pick the class with the largest filtered mask; (D', H', W') uint8.
 
-    The background and the classes that are present compete.
+    The background and the classes that are present compete. `values` (D, H, W) are the source of
+    the slab.
     """
-    best = filter_slab((values == present[0]).to(torch.float32), taps)
+    depth, height, width = values.shape
+    slab = slab._replace(source=(slice(0, depth), slice(0, height), slice(0, width)))
+
+    def weight_of(value: int) -> Tensor:
+        return filter_slab(lambda box: (values[box] == value).to(torch.float32), slab)
+
+    best = weight_of(present[0])
     background = 1.0 - best
     winner = torch.full_like(best, present[0], dtype=torch.uint8)
     for value in present[1:]:
-        weight = filter_slab((values == value).to(torch.float32), taps)
+        weight = weight_of(value)
         background -= weight
         is_heavier = weight > best + TIE_TOLERANCE
         winner.masked_fill_(is_heavier, value)

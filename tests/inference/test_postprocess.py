@@ -107,11 +107,7 @@ def test_gas_does_not_count_among_the_large_parts() -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("counted_at_once", [1, 10**9])
-def test_a_part_is_gas_where_its_median_lies_below(
-    counted_at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(postprocess, "COUNTED_AT_ONCE", counted_at_once)
+def test_a_part_is_gas_where_its_median_lies_below() -> None:
     rng = np.random.default_rng(5)
     mask = ndimage.gaussian_filter(rng.random((20, 30, 40)), 1.5) > 0.51
     image_hu = ndimage.gaussian_filter(rng.normal(-980, 60, mask.shape), 2.0)

@@ -132,14 +132,19 @@ def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
 
 def measure_image(image_hu: np.ndarray) -> ImageFacts:
     """Count the values of an image (D, H, W), plane by plane."""
+    is_whole = image_hu.dtype == np.int16
     counts = np.zeros(65536, dtype=np.int64)
     for plane in image_hu:
         whole = plane
-        if plane.dtype != np.int16:
+        if not is_whole:
             whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
         # As uint16 nothing is negative; the upper half of the bins are the negative values.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=65536)
-    return ImageFacts(float(image_hu.min()), float(image_hu.max()), np.roll(counts, 32768))
+    counts = np.roll(counts, 32768)
+    if not is_whole:
+        return ImageFacts(float(image_hu.min()), float(image_hu.max()), counts)
+    values = np.flatnonzero(counts) - 32768
+    return ImageFacts(float(values[0]), float(values[-1]), counts)
 
 
 def hash_voxels(image: np.ndarray) -> str:
