@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.conf_folder import conf_dir
 from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
+from medseg.config.experiment_file import register_experiments
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
 from medseg.config.overrides import (
@@ -34,6 +35,7 @@ from medseg.config.overrides import (
 )
 from medseg.config.schema import (
     CompareSpacingConfig,
+    ConfigureConfig,
     CrossValidateConfig,
     DemoConfig,
     EvaluateConfig,
@@ -131,6 +133,11 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         WatchConfig,
         "medseg.commands.watch",
         "show the losses and the memory of a run in the terminal while it trains",
+    ),
+    "configure": (
+        ConfigureConfig,
+        "medseg.studies.configure.command",
+        "write an experiment that fits your data, memory and hours",
     ),
     "cross_validate": (
         CrossValidateConfig,
@@ -301,6 +308,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
         return
     arguments = expand_options(command, sys.argv[1:])
     check_arguments(arguments)
+    register_experiments(arguments)
     arguments = targets_first(quote_paths(with_task(arguments, schema)))
     sys.argv[1:] = options_first(arguments)
     if {"--help", "-h"} & set(sys.argv):
