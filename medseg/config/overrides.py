@@ -33,6 +33,7 @@ PATH_KEYS = frozenset(
         "run",
         "runs",
         "resume",
+        "single",
         "stage.coarse",
     }
 )

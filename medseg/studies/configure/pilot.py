@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from medseg.config.overrides import text_of
 from medseg.console import say
 from medseg.data.audit.table import READY
 from medseg.data.cache import prepare_cases
@@ -29,6 +28,7 @@ from medseg.studies.recipes import (
     failure_of,
     label_values_argument,
     last_checkpoint,
+    merge_arguments,
     search_paths,
 )
 from medseg.task import LabelValues, Task
@@ -89,6 +89,10 @@ class Pilot:
                 *(replace(case, split="train") for case, _ in trained),
             ],
         )
+        say(
+            f"configure: timing {steps} steps, a prediction and its scores, which mean nothing "
+            "after so few steps"
+        )
         run_dir = self.folder / "run"
         train_s = self._time(self._train_step(run_dir))
         table = write_case_table(self.folder / "held_out.csv", [replace(held_out, split=None)])
@@ -138,27 +142,25 @@ class Pilot:
 
     def _train_step(self, run_dir: Path) -> Step:
         """Make the command of the timed training."""
-        return [
-            "train",
-            *search_paths(),
-            f"experiment={text_of(str(self.folder / 'experiment.yaml'))}",
-            *self.arguments,
-            f"data.cases={text_of(str(self.folder / 'cases.csv'))}",
-            f"data.cache={text_of(str(self.folder / 'cache'))}",
+        own_arguments = [
+            f"experiment={self.folder / 'experiment.yaml'}",
+            f"data.cases={self.folder / 'cases.csv'}",
+            f"data.cache={self.folder / 'cache'}",
             "data.fold=null",
             "data.val_patients=[]",
             "data.test_patients=[]",
             f"history_every={max(1, self.timed_steps // NUM_LINES)}",
-            f"hydra.run.dir={text_of(str(run_dir))}",
+            f"hydra.run.dir={run_dir}",
         ]
+        return ["train", *search_paths(), *merge_arguments(self.arguments, own_arguments)]
 
     def _predict_step(self, table: Path, checkpoint: Path) -> Step:
         """Make the command that predicts the largest case."""
         return [
             "predict",
-            f"input={text_of(str(table))}",
-            f"output={text_of(str(self.folder / 'predictions'))}",
-            f"single={text_of(str(checkpoint))}",
+            f"input={table}",
+            f"output={self.folder / 'predictions'}",
+            f"single={checkpoint}",
         ]
 
     def _evaluate_step(self, table: Path) -> Step:
@@ -167,9 +169,9 @@ class Pilot:
         replace_text(task_file, yaml.safe_dump({"task": dict(self.plain_task)}, sort_keys=False))
         return [
             "evaluate",
-            f"pred={text_of(str(self.folder / 'predictions'))}",
-            f"ref={text_of(str(table))}",
-            f"output={text_of(str(self.folder / 'scores'))}",
+            f"pred={self.folder / 'predictions'}",
+            f"ref={table}",
+            f"output={self.folder / 'scores'}",
             f"task={task_file}",
             label_values_argument(self.label_values),
         ]
