@@ -52,6 +52,8 @@ FACTS = "configure.json"
 OWN_KEYS = ("fit_gib", "hours", "num_folds", "timed_steps", "output")
 # Files of `conf/memory`, the fastest first: with bfloat16 where the device computes it fast.
 SWITCHES = ("plain", "checkpoint")
+# Multiple of the predicted time of a step from which on the setting is chosen anew.
+MOST_SLOWNESS = 1.5
 HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
 
 
@@ -151,15 +153,25 @@ def measured(
     planner: MachinePlanner,
     pilot: Pilot,
 ) -> tuple[Setting, Costs]:
-    """Time a setting; one that takes more memory than there is gets a smaller patch.
+    """Time a setting, and change it once where it is slow, or as often as it exceeds the memory.
+
+    A slow one is chosen anew for a part of the hours; one that takes more memory than there is gets
+    a smaller patch.
 
     Raises:
         UserError: If the smallest patch takes more, with the memory that it took.
     """
-    while True:
-        costs = pilot.measure(setting)
-        if costs.peak_gib <= wishes.fit_gib:
-            return setting, costs
+    costs = pilot.measure(setting)
+    slowness = costs.step_s / planner.predict(setting).seconds
+    if slowness > MOST_SLOWNESS:
+        # The planner counts processor time, of which other programs may take a part.
+        hours = wishes.hours / slowness
+        cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
+        if cheaper != setting:
+            say(f"configure: a step took {slowness:.1f} times the predicted time; choosing again")
+            setting = cheaper
+            costs = pilot.measure(setting)
+    while costs.peak_gib > wishes.fit_gib:
         say(
             f"configure: {costs.peak_gib:.2f} GiB were measured, more than "
             f"fit_gib={wishes.fit_gib:g}; trying a smaller patch"
@@ -171,6 +183,8 @@ def measured(
                 f"the nearest possible wish is fit_gib={costs.peak_gib * 1.05:.2f}"
             )
         setting = next_setting
+        costs = pilot.measure(setting)
+    return setting, costs
 
 
 def train_keys() -> list[str]:

@@ -19,7 +19,7 @@ from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.studies.configure import command
-from medseg.studies.configure.choose import Prediction, Wishes
+from medseg.studies.configure.choose import Prediction, Wishes, choose
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
 from medseg.studies.configure.setting import Setting
 from medseg.studies.configure.times import PLANNED_SHARE, Costs
@@ -39,6 +39,12 @@ class FakePlanner:
     def predict(self, setting: Setting) -> Prediction:
         voxels = setting.step_voxels
         return Prediction(0.5 + voxels * 4e-7, voxels * 1e-6)
+
+
+BALL = LabelFacts(500.0, (100.0, 100.0, 100.0))
+FINGERPRINT = Fingerprint(
+    (CaseFacts("a", (300, 300, 300), (1.0, 1.0, 1.0), 0.0, 1.0, {"ball": BALL}),)
+)
 
 
 @pytest.fixture
@@ -135,17 +141,32 @@ def test_more_memory_than_predicted_takes_a_smaller_patch() -> None:
             timed.append(setting)
             return replace(COSTS, peak_gib=next(self.gibs))
 
-    ball = LabelFacts(500.0, (100.0, 100.0, 100.0))
-    case = CaseFacts("a", (300, 300, 300), (1.0, 1.0, 1.0), 0.0, 1.0, {"ball": ball})
-    fingerprint = Fingerprint((case,))
     wishes = Wishes(1.0, 1.0, 2, ("plain",))
     setting = Setting((2.0, 2.0, 2.0), (64, 64, 64), "unet", "plain")
-    arguments = (setting, fingerprint, wishes, FakePlanner())
+    arguments = (setting, FINGERPRINT, wishes, FakePlanner())
     chosen, costs = command.measured(*arguments, FakePilot([1.2, 1.1, 0.9]))  # type: ignore[arg-type]
     assert [one.patch_size[0] for one in timed] == [64, 48, 32]
     assert (chosen, costs.peak_gib) == (timed[-1], 0.9)
     with pytest.raises(UserError, match=r"the smallest patch took 1.10 GiB.*fit_gib=1.16"):
         command.measured(*arguments, FakePilot([1.2, 1.1, 1.1]))  # type: ignore[arg-type]
+
+
+def test_a_slow_machine_gets_a_setting_for_a_part_of_the_hours() -> None:
+    timed: list[Setting] = []
+
+    class FakePilot:
+        def measure(self, setting: Setting) -> Costs:
+            timed.append(setting)
+            predicted = FakePlanner().predict(setting).seconds
+            return replace(COSTS, step_s=8 * predicted)
+
+    wishes = Wishes(9.0, 0.8, 2, ("plain",))
+    first = choose(FINGERPRINT, wishes, FakePlanner())
+    arguments = (first, FINGERPRINT, wishes, FakePlanner(), FakePilot())
+    chosen, costs = command.measured(*arguments)  # type: ignore[arg-type]
+    assert timed == [first, chosen]
+    assert chosen == choose(FINGERPRINT, wishes._replace(hours=0.1), FakePlanner()) != first
+    assert costs.step_s == pytest.approx(8 * FakePlanner().predict(chosen).seconds)
 
 
 def test_configure_needs_cases_and_one_rank(tiny_table: Path) -> None:
