@@ -21,6 +21,7 @@ from medseg.memory.device import pick_device_type
 from medseg.memory.precision import has_fast_bf16
 from medseg.runs.signature import plain
 from medseg.studies.configure.choose import (
+    Prediction,
     Wishes,
     choose,
     least_steps,
@@ -96,14 +97,15 @@ def configure(config: ConfigureConfig) -> int:
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
+    planned = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
     reasons = reasons_of(setting, fingerprint, task, wishes, costs)
     command = next_command(output, config.num_folds, arguments)
     head = [f"Written by medseg configure for {wishes_line(wishes)}.", f"Run: {command}"]
     replace_text(output / EXPERIMENT, experiment_text(setting, task, reasons, head))
-    _write_facts(output, setting, schedule, wishes)
-    report = report_text(setting, task, reasons, schedule, wishes)
+    _write_facts(output, setting, schedule, wishes, planned)
+    report = report_text(setting, task, reasons, schedule, wishes, planned)
     replace_text(output / REPORT, report)
     print(report)
     print(f"next: {command}", flush=True)
@@ -218,13 +220,16 @@ def _as_typed(argument: str) -> str:
     return argument
 
 
-def _write_facts(output: Path, setting: Setting, schedule: Schedule, wishes: Wishes) -> None:
+def _write_facts(
+    output: Path, setting: Setting, schedule: Schedule, wishes: Wishes, planned: Prediction
+) -> None:
     """Write the choices and the predicted numbers as JSON."""
     facts = {
         "fit_gib": wishes.fit_gib,
         "hours": wishes.hours,
         "num_folds": wishes.num_folds,
         "setting": asdict(setting),
+        "planned": planned._asdict(),
         "costs": asdict(schedule.costs),
         "peak_gib": round(schedule.costs.peak_gib, 3),
         "parts_s": schedule.parts(setting.steps, setting.batch_size),
@@ -239,6 +244,7 @@ def report_text(
     reasons: dict[str, str],
     schedule: Schedule,
     wishes: Wishes,
+    planned: Prediction,
 ) -> str:
     """Write the choices with their reasons, and the predicted time by part."""
     choices = {**group_choices(setting, task), **key_values(setting, task)}
@@ -254,5 +260,6 @@ def report_text(
         f"Experiment for {wishes_line(wishes)}.\n\n{markdown_table(rows)}\n{passes_line()}\n\n"
         f"Expected time, by timed steps on this machine as busy as it was:\n\n"
         f"{markdown_table(times)}\n"
-        f"Measured memory: {schedule.costs.peak_gib:.2f} GiB.\n"
+        f"Memory: {planned.peak_gib:.2f} GiB predicted, {schedule.costs.peak_gib:.2f} measured. "
+        f"A patch: {planned.seconds:.3g} s predicted, {schedule.costs.step_s:.3g} measured.\n"
     )
