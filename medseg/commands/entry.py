@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.conf_folder import conf_dir
 from medseg.config.check import explain, resolved, to_config
 from medseg.config.completion import complete, is_completion, line_words
+from medseg.config.experiment_file import register_experiments
 from medseg.config.help import help_text
 from medseg.config.imported import with_task
 from medseg.config.overrides import (
@@ -35,6 +36,7 @@ from medseg.config.overrides import (
 from medseg.config.pretrained import with_plan
 from medseg.config.schema import (
     CompareSpacingConfig,
+    ConfigureConfig,
     CrossValidateConfig,
     DemoConfig,
     EvaluateConfig,
@@ -132,6 +134,11 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
         WatchConfig,
         "medseg.commands.watch",
         "show the losses and the memory of a run in the terminal while it trains",
+    ),
+    "configure": (
+        ConfigureConfig,
+        "medseg.studies.configure.command",
+        "write an experiment that fits your data, memory and hours",
     ),
     "cross_validate": (
         CrossValidateConfig,
@@ -283,7 +290,8 @@ def _prepare_process(schema: type) -> None:
     # on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
-    if issubclass(schema, TrainConfig):
+    # `configure` measures what its trainings will compute.
+    if issubclass(schema, (TrainConfig, ConfigureConfig)):
         train_without_amx()
     # Otherwise Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
@@ -302,6 +310,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
         return
     arguments = expand_options(command, sys.argv[1:])
     check_arguments(arguments)
+    register_experiments(arguments)
     arguments = quote_paths(with_task(arguments, schema))
     with _explained_errors(command):
         arguments = with_plan(arguments, schema, partial(compose, command))

@@ -33,6 +33,7 @@ PATH_KEYS = frozenset(
         "run",
         "runs",
         "resume",
+        "single",
         "stage.coarse",
     }
 )
@@ -256,8 +257,8 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
     Example:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
         ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
-        >>> quote_paths(["series_pick=b[67]0"])
-        ["series_pick='b[67]0'"]
+        >>> quote_paths(["series_pick=b[67]0", "experiment=my plan/experiment.yaml"])
+        ["series_pick='b[67]0'", "experiment='my plan/experiment.yaml'"]
     """
     return list(map(_quote_path, arguments))
 
@@ -266,7 +267,9 @@ def _quote_path(argument: str) -> str:
     """Quote the path, or each path of a list, of one argument."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
-    if name not in TEXT_KEYS or value in ("", "null"):
+    # Several experiments, divided by commas, are jobs of a sweep.
+    is_experiment_file = name == "experiment" and value.endswith(".yaml") and "," not in value
+    if not (name in TEXT_KEYS or is_experiment_file) or value in ("", "null"):
         return argument
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:

@@ -24,7 +24,7 @@ from medseg.prediction.options import PredictConfig, as_texts, text_clashes
 from medseg.preprocess.options import SpacingOptions
 from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import TaskOptions
-from medseg.training.options import Metric, TrainConfig
+from medseg.training.options import Metric, TrainConfig, TrainerOptions
 
 # See `medseg.planning.choose`.
 Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])
@@ -448,6 +448,42 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
 
 
 @dataclass
+class ConfigureConfig:
+    """Keys of `configure`."""
+
+    task: TaskOptions
+    data: DataOptions
+    trainer: TrainerOptions
+    fit_gib: Annotated[
+        float,
+        Knob(
+            "Memory that training and prediction may take, all processes together; on a GPU: GPU "
+            "memory.",
+            "(0, inf)",
+            "GiB",
+        ),
+    ]
+    hours: Annotated[
+        float,
+        Knob("Time of the whole cross-validation, from start to end.", "(0, inf)", "hours"),
+    ]
+    num_folds: Annotated[int, Knob("Folds that the hours are for, by patient.", "[2, inf)")]
+    timed_steps: Annotated[
+        int, Knob("Real steps that are timed before `steps` is written.", "[8, inf)", "steps")
+    ]
+    output: Annotated[
+        str, Knob("Folder of experiment.yaml, configure.md, configure.json and fingerprint.csv.")
+    ]
+
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence where there is nothing to configure for."""
+        if self.data.cases is None:
+            yield "data.cases: configure decides by your scans; give their case table or folder"
+        if self.trainer.num_ranks > 1:
+            yield "trainer: configure times one rank; choose trainer=single"
+
+
+@dataclass
 class MakeWeightsConfig(RecipeConfig):
     """Keys of `make_weights`."""
 
@@ -517,7 +553,7 @@ def _plain(value: Any) -> Any:
 
 # Named in the defaults list of the file of each root: a key that the files do not contain can be
 # overridden like any other.
-for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig):
+for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig, ConfigureConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)
     )

@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from medseg.config.check import explain, to_config
+from medseg.config.experiment_file import register_experiments
 from medseg.config.overrides import text_of
 from medseg.config.schema import DemoConfig, RecipeConfig
 from medseg.data.case_table import Case
@@ -323,6 +324,7 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
 
 def _compose(arguments: Sequence[str], where: str) -> DictConfig:
     """Compose the arguments of a training, unchecked; a mistake names the key that gave them."""
+    register_experiments(arguments)
     try:
         # Folders of `--config-dir` belong to this process already.
         return hydra.compose("train", targets_first([*_search_path_overrides(), *arguments]))

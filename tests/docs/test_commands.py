@@ -98,6 +98,8 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
         f"{key}={table}" if (key := one.partition("=")[0]) in ("cases", "data.cases") else one
         for one in given
     ]
+    # The file of an experiment is written by the command before.
+    given = ["stage=single" if re.fullmatch(r"experiment=\S+\.yaml", one) else one for one in given]
     given = targets_first(quote_paths(given))
     overrides = []
     for before, one in zip(["", *given], given, strict=False):

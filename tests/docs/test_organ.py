@@ -47,7 +47,7 @@ def test_a_data_set_leads_to_labels_of_another_organ(tmp_path: Path) -> None:
         ],
     }  # fmt: skip
     write_json(folder / "dataset.json", about)
-    block = PAGE[PAGE.index("## From a data set") :].split("\n\n")[2]
+    block = PAGE[PAGE.index("## From a data set, by hand") :].split("\n\n")[2]
     commands = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert [command[0] for command in commands] == ["import", "prepare", "train", "predict"]
     for command in commands:

@@ -1,0 +1,1 @@
+"""The `configure` command: an experiment that fits a data set, a memory and a time."""

@@ -1,0 +1,265 @@
+"""The `configure` command: decides, times, and writes the experiment with its reasons."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+
+from medseg.config.imported import IMPORTED, VALUES
+from medseg.config.overrides import PATH_KEYS, quote
+from medseg.config.schema import ConfigureConfig
+from medseg.console import say
+from medseg.data.case_table import Case
+from medseg.data.cases import find_cases
+from medseg.errors import UserError
+from medseg.io.atomic import check_writable, replace_text
+from medseg.io.tables import markdown_table
+from medseg.memory.device import pick_device_type
+from medseg.memory.precision import has_fast_bf16
+from medseg.runs.signature import plain
+from medseg.studies.configure.choose import (
+    Prediction,
+    Wishes,
+    choose,
+    least_steps,
+    smaller,
+    with_steps,
+)
+from medseg.studies.configure.fingerprint import Fingerprint, read_fingerprint
+from medseg.studies.configure.pilot import Pilot
+from medseg.studies.configure.planner import MachinePlanner
+from medseg.studies.configure.reasons import extent_text, passes_line, reasons_of, wishes_line
+from medseg.studies.configure.setting import (
+    Setting,
+    experiment_text,
+    group_choices,
+    key_values,
+    yaml_text,
+)
+from medseg.studies.configure.times import Costs, Schedule
+from medseg.studies.cross_validate import check_folds
+from medseg.studies.recipes import key_of, search_paths
+from medseg.task import LabelValues, Task
+from medseg.task_options import make_task
+from medseg.wording import shell_line
+
+EXPERIMENT = "experiment.yaml"
+REPORT = "configure.md"
+FACTS = "configure.json"
+# Keys of `configure` that `train` does not have.
+OWN_KEYS = ("fit_gib", "hours", "num_folds", "timed_steps", "output")
+# Files of `conf/memory`, the fastest first: with bfloat16 where the device computes it fast.
+SWITCHES = ("plain", "checkpoint")
+# Multiple of the predicted time of a step from which on the setting is chosen anew.
+MOST_SLOWNESS = 1.5
+HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
+
+
+def configure(config: ConfigureConfig) -> int:
+    """Write an experiment that fits the cases, the memory and the hours, and say why.
+
+    Writes `experiment.yaml`, `configure.md` with the reasons, `configure.json` with the predicted
+    numbers, and `fingerprint.csv`.
+
+    Raises:
+        UserError: If the wishes are impossible, with the nearest possible one.
+    """
+    task = make_task(config.task)
+    cases = labelled_cases(config)
+    output = Path(config.output)
+    check_writable(output)
+    fingerprint = read_fingerprint(cases, task)
+    _check_labels(fingerprint)
+    fingerprint.write(output / "fingerprint.csv")
+    print(f"{len(cases)} cases: {extent_text(fingerprint)}", flush=True)
+    is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
+    wishes = Wishes(config.fit_gib, config.hours, config.num_folds, _switches(is_gpu=is_gpu))
+    arguments = train_keys()
+    pilot = Pilot(
+        output / "pilot",
+        cases,
+        fingerprint,
+        task,
+        plain(config.task),
+        config.data.label_values,
+        arguments,
+        config.timed_steps,
+        is_on_processor=not is_gpu,
+    )
+    planner = MachinePlanner(task, fingerprint.largest, arguments, pilot.folder / "planned.yaml")
+    say("configure: predicting memory and time; the first time on a machine takes minutes")
+    try:
+        setting = choose(fingerprint, wishes, planner)
+        setting, costs = measured(setting, fingerprint, wishes, planner, pilot)
+    finally:
+        shutil.rmtree(pilot.folder, ignore_errors=True)
+    schedule = Schedule(costs, config.num_folds, len(cases))
+    planned = planner.predict(setting)
+    steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
+    setting = with_steps(setting, steps)
+    reasons = reasons_of(setting, fingerprint, task, wishes, costs)
+    command = next_command(output, config.num_folds, arguments)
+    head = [f"Written by medseg configure for {wishes_line(wishes)}.", f"Run: {command}"]
+    replace_text(output / EXPERIMENT, experiment_text(setting, task, reasons, head))
+    _write_facts(output, setting, schedule, wishes, planned)
+    report = report_text(setting, task, reasons, schedule, wishes, planned)
+    replace_text(output / REPORT, report)
+    print(report)
+    print(f"next: {command}", flush=True)
+    return 0
+
+
+def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
+    """List the cases that a cross-validation uses.
+
+    Raises:
+        UserError: If the patients are too few for the folds, or the table has others.
+    """
+    (all_cases, label_values), _ = find_cases(config.data, config.task)
+    cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
+    patients = {case.patient for case, _ in cases}
+    if len(patients) < 2:
+        raise UserError(
+            f"data.cases={config.data.cases}: {len(patients)} patients have labels, but one part "
+            "trains and another one is held out; give scans of two patients or more"
+        )
+    if len(patients) < config.num_folds:
+        raise UserError(
+            f"num_folds={config.num_folds}: only {len(patients)} patients have labels; the nearest "
+            f"possible wish is num_folds={len(patients)}"
+        )
+    check_folds([case for case, _ in cases], config.num_folds)
+    return cases
+
+
+def _check_labels(fingerprint: Fingerprint) -> None:
+    """Refuse a data set without a labelled voxel."""
+    if not any(case.labels for case in fingerprint.cases):
+        raise UserError("data.cases: no case has a voxel of any label; check data.label_values")
+
+
+def _switches(*, is_gpu: bool) -> tuple[str, ...]:
+    """List the switches to choose from on this device."""
+    if is_gpu or has_fast_bf16():
+        return HALF_SWITCHES
+    return SWITCHES
+
+
+def measured(
+    setting: Setting,
+    fingerprint: Fingerprint,
+    wishes: Wishes,
+    planner: MachinePlanner,
+    pilot: Pilot,
+) -> tuple[Setting, Costs]:
+    """Time a setting, and change it once where it is slow, or as often as it exceeds the memory.
+
+    A slow one is chosen anew for a part of the hours; one that takes more memory than there is gets
+    a smaller patch.
+
+    Raises:
+        UserError: If the smallest patch takes more, with the memory that it took.
+    """
+    costs = pilot.measure(setting)
+    slowness = costs.step_s / planner.predict(setting).seconds
+    if slowness > MOST_SLOWNESS:
+        # The planner counts processor time, of which other programs may take a part.
+        hours = wishes.hours / slowness
+        cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
+        if cheaper != setting:
+            say(f"configure: a step took {slowness:.1f} times the predicted time; choosing again")
+            setting = cheaper
+            costs = pilot.measure(setting)
+    while costs.peak_gib > wishes.fit_gib:
+        say(
+            f"configure: {costs.peak_gib:.2f} GiB were measured, more than "
+            f"fit_gib={wishes.fit_gib:g}; trying a smaller patch"
+        )
+        next_setting = smaller(setting, fingerprint, planner)
+        if next_setting is None:
+            raise UserError(
+                f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
+                f"the nearest possible wish is fit_gib={costs.peak_gib * 1.05:.2f}"
+            )
+        setting = next_setting
+        costs = pilot.measure(setting)
+    return setting, costs
+
+
+def train_keys() -> list[str]:
+    """Keep the arguments of this command that `train` takes too."""
+    arguments = HydraConfig.get().overrides.task
+    return [argument for argument in arguments if key_of(argument) not in OWN_KEYS]
+
+
+def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
+    """Write the command that trains the experiment."""
+    # The task of a data set is found by its cases again.
+    own = (f"task={IMPORTED}", VALUES)
+    step = [
+        "medseg",
+        "cross_validate",
+        *search_paths(),
+        f"experiment={output / EXPERIMENT}",
+        *(_as_typed(argument) for argument in arguments if argument not in own),
+        f"num_folds={num_folds}",
+        f"output={output / 'folds'}",
+    ]
+    return shell_line(step)
+
+
+def _as_typed(argument: str) -> str:
+    """Remove the quotes of Hydra from a path, which the command line of medseg adds itself."""
+    key, _, value = argument.partition("=")
+    path = value[1:-1]
+    if key in PATH_KEYS and value == quote(path):
+        return f"{key}={path}"
+    return argument
+
+
+def _write_facts(
+    output: Path, setting: Setting, schedule: Schedule, wishes: Wishes, planned: Prediction
+) -> None:
+    """Write the choices and the predicted numbers as JSON."""
+    facts = {
+        "fit_gib": wishes.fit_gib,
+        "hours": wishes.hours,
+        "num_folds": wishes.num_folds,
+        "setting": asdict(setting),
+        "planned": planned._asdict(),
+        "costs": asdict(schedule.costs),
+        "peak_gib": round(schedule.costs.peak_gib, 3),
+        "parts_s": schedule.parts(setting.steps, setting.batch_size),
+        "total_s": round(schedule.total_s(setting.steps, setting.batch_size), 1),
+    }
+    replace_text(output / FACTS, json.dumps(facts, indent=1))
+
+
+def report_text(
+    setting: Setting,
+    task: Task,
+    reasons: dict[str, str],
+    schedule: Schedule,
+    wishes: Wishes,
+    planned: Prediction,
+) -> str:
+    """Write the choices with their reasons, and the predicted time by part."""
+    choices = {**group_choices(setting, task), **key_values(setting, task)}
+    rows = []
+    for key, value in choices.items():
+        rows.append({"key": key, "value": yaml_text(value), "reason": reasons[key]})
+    times = []
+    for part, seconds in schedule.parts(setting.steps, setting.batch_size).items():
+        times.append({"part": part, "seconds": round(seconds)})
+    total_s = schedule.total_s(setting.steps, setting.batch_size)
+    times.append({"part": "total", "seconds": round(total_s)})
+    return (
+        f"Experiment for {wishes_line(wishes)}.\n\n{markdown_table(rows)}\n{passes_line()}\n\n"
+        f"Expected time, by timed steps on this machine as busy as it was:\n\n"
+        f"{markdown_table(times)}\n"
+        f"Memory: {planned.peak_gib:.2f} GiB predicted, {schedule.costs.peak_gib:.2f} measured. "
+        f"A patch: {planned.seconds:.3g} s predicted, {schedule.costs.step_s:.3g} measured.\n"
+    )

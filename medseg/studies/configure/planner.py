@@ -1,0 +1,70 @@
+"""Planner of `configure`: memory and time of a setting by the model of `medseg plan`."""
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+
+from medseg.config.check import to_config
+from medseg.config.experiment_file import register_experiments
+from medseg.config.overrides import text_of
+from medseg.config.schema import PlanConfig
+from medseg.geometry.sizes import Shape
+from medseg.io.atomic import replace_text
+from medseg.planning.estimate import Machine, estimate
+from medseg.planning.step import evaluated_shape, input_shape
+from medseg.studies.configure.choose import Prediction
+from medseg.studies.configure.fingerprint import CaseFacts
+from medseg.studies.configure.setting import Setting, experiment_text
+from medseg.task import Task
+from medseg.training.network import find_divisor
+
+GIB = 2**30
+
+
+class MachinePlanner:
+    """Predictions for this machine; what it measures for them is kept for later plans.
+
+    Args:
+        task: Labels and channels.
+        largest: The case that takes the most memory.
+        arguments: Arguments of `train` that the user gave.
+        file: Where an experiment is written to be composed.
+    """
+
+    def __init__(
+        self, task: Task, largest: CaseFacts, arguments: Sequence[str], file: Path
+    ) -> None:
+        self.task = task
+        self.largest = largest
+        self.arguments = arguments
+        self.file = file
+        self.machine: Machine | None = None
+        self.divisor = functools.cache(self._divisor)
+        self.predict = functools.cache(self._predict)
+
+    def _divisor(self, setting: Setting) -> Shape:
+        """Required multiple of a patch, (z, y, x)."""
+        return find_divisor(self._config(setting))
+
+    def _predict(self, setting: Setting) -> Prediction:
+        """Predict memory and time of a training."""
+        config = self._config(setting)
+        if self.machine is None:
+            self.machine = Machine(config)
+        prediction = estimate(config, input_shape(config), evaluated_shape(config), self.machine)
+        return Prediction(prediction.peak_resident / GIB, prediction.seconds_per_step)
+
+    def _config(self, setting: Setting) -> PlanConfig:
+        """Compose a setting as `plan` would."""
+        replace_text(self.file, experiment_text(setting, self.task, {}))
+        experiment = f"experiment={text_of(str(self.file))}"
+        register_experiments([experiment])
+        shape = [
+            math.ceil(length_mm / voxel_mm)
+            for length_mm, voxel_mm in zip(self.largest.extent_mm, setting.spacing_mm, strict=True)
+        ]
+        arguments = [experiment, *self.arguments, f"validation_shape={text_of(shape)}"]
+        return to_config(hydra.compose("plan", arguments), PlanConfig)

@@ -1,0 +1,114 @@
+"""Setting: the choices that `configure` makes, and the experiment file that holds them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medseg.config.overrides import text_of
+from medseg.geometry.sizes import Shape
+from medseg.knob import Triple
+from medseg.task import Task
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Choices for one stage.
+
+    Attributes:
+        spacing_mm: Spacing of the voxels, (z, y, x).
+        patch_size: Voxels of a patch and of a tile, (D, H, W).
+        model: Network, a file of `conf/model`.
+        memory: Switches, a file of `conf/memory`.
+        batch_size: Patches of a step; each is a micro-batch.
+        steps: Optimiser steps.
+    """
+
+    spacing_mm: Triple
+    patch_size: Shape
+    model: str
+    memory: str
+    batch_size: int = 1
+    steps: int = 1
+
+    @property
+    def step_voxels(self) -> int:
+        """Voxels that a step sees."""
+        return self.batch_size * math.prod(self.patch_size)
+
+
+def group_choices(setting: Setting, task: Task) -> dict[str, str]:
+    """Choose a file of each group that the experiment overrides."""
+    is_ct = all(channel.modality == "ct" for channel in task.channels)
+    return {
+        "stage": "single",
+        "spacing": "anisotropic",
+        "model": setting.model,
+        "augment": "ct" if is_ct else "mr",
+        "loss": "dice_ce",
+        "optimizer": "adamw",
+        "schedule": "one_cycle_momentum",
+        "memory": setting.memory,
+    }
+
+
+def key_values(setting: Setting, task: Task) -> dict[str, Any]:
+    """Choose the value of each key that the experiment sets."""
+    values: dict[str, Any] = {"steps": setting.steps}
+    if task.regions:
+        # Regions are crops of a second stage.
+        values["task.regions"] = None
+    return values | {
+        "spacing.target_spacing_mm": list(setting.spacing_mm),
+        "stage.patch_size": list(setting.patch_size),
+        "stage.batch_size": setting.batch_size,
+        # `cross_validate` predicts with the weights of the last step, so one validation is enough.
+        "stage.validate_every": setting.steps,
+        "memory.accumulate": setting.batch_size,
+        # 2 = x. Mirroring would exchange left and right.
+        "augment.flip_axes": [] if task.has_sides else [2],
+    }
+
+
+def experiment_text(
+    setting: Setting, task: Task, reasons: Mapping[str, str], head: Iterable[str] = ()
+) -> str:
+    """Write the experiment, with the reason of each choice in a comment.
+
+    Args:
+        setting: The choices.
+        task: Labels and channels.
+        reasons: Group or key to its reason, see `medseg.studies.configure.reasons`.
+        head: Lines of the comment at the top.
+    """
+    lines = ["# @package _global_", *(f"# {line}" for line in head), "defaults:"]
+    for group, choice in group_choices(setting, task).items():
+        lines += _comment(reasons.get(group), "  ")
+        lines.append(f"  - override /{group}: {choice}")
+    section = ""
+    for key, value in key_values(setting, task).items():
+        group, _, name = key.rpartition(".")
+        if group and group != section:
+            lines.append(f"{group}:")
+        section = group
+        indent = "  " if group else ""
+        lines += _comment(reasons.get(key), indent)
+        lines.append(f"{indent}{name}: {yaml_text(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def yaml_text(value: Any) -> str:
+    """Write a value of an experiment as YAML.
+
+    Example:
+        >>> yaml_text([2.0, 1.5, 1.5]), yaml_text(None), yaml_text(700)
+        ('[2.0, 1.5, 1.5]', 'null', '700')
+    """
+    return text_of(value).replace(",", ", ")
+
+
+def _comment(reason: str | None, indent: str) -> list[str]:
+    """Write a reason as a comment of one line."""
+    if not reason:
+        return []
+    return [f"{indent}# {reason}"]

@@ -1,0 +1,95 @@
+"""Time of a cross-validation from measured parts, and the steps that fit into it."""
+
+import math
+from dataclasses import dataclass
+
+from medseg.errors import UserError
+
+# Share of the hours that is planned: a run may end early, but not late.
+PLANNED_SHARE = 0.92
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds of the parts of a cross-validation, and the largest memory.
+
+    Attributes:
+        step_s: An optimiser step with one patch.
+        prepare_s: Preparation of all cases, once.
+        train_start_s: Start and end of a training, with its one validation of a single case.
+        predict_start_s: Start and end of a prediction or a scoring.
+        case_s: Prediction of a mean case; its validation takes as long.
+        score_s: Scores and pictures of a mean case.
+        peak_gib: Largest memory.
+    """
+
+    step_s: float
+    prepare_s: float
+    train_start_s: float
+    predict_start_s: float
+    case_s: float
+    score_s: float
+    peak_gib: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Seconds of a cross-validation by part.
+
+    Attributes:
+        costs: Measured seconds.
+        num_folds: Folds.
+        num_cases: Cases, each of which is held out once.
+    """
+
+    costs: Costs
+    num_folds: int
+    num_cases: int
+
+    def parts(self, steps: int, batch_size: int) -> dict[str, float]:
+        """List the seconds of each part.
+
+        Args:
+            steps: Optimiser steps of each training.
+            batch_size: Patches of a step.
+        """
+        costs = self.costs
+        num_further = max(0, self.num_cases - self.num_folds)
+        return {
+            "preparation of the cases": costs.prepare_s,
+            "training steps": self.num_folds * steps * batch_size * costs.step_s,
+            "start of the trainings": self.num_folds * costs.train_start_s,
+            # The start of a training holds the validation of one case.
+            "validations": num_further * costs.case_s,
+            "predictions": self.num_folds * costs.predict_start_s + self.num_cases * costs.case_s,
+            "scores and pictures": costs.predict_start_s + self.num_cases * costs.score_s,
+        }
+
+    def total_s(self, steps: int, batch_size: int = 1) -> float:
+        """Seconds of the whole."""
+        return sum(self.parts(steps, batch_size).values())
+
+    def steps_within(self, hours: float, least_steps: int) -> int:
+        """Count the optimiser steps of one patch that fit into each training.
+
+        Args:
+            hours: Time of the whole.
+            least_steps: Steps without which a training teaches nothing.
+
+        Raises:
+            UserError: If fewer fit than that, with the hours that would do.
+        """
+        planned_s = PLANNED_SHARE * hours * 3600
+        rest_s = planned_s - self.total_s(0)
+        steps = math.floor(rest_s / (self.num_folds * self.costs.step_s))
+        if steps >= least_steps:
+            return steps
+        needed = self.total_s(least_steps) / PLANNED_SHARE / 3600
+        # Rounded up to two digits.
+        digit = 10 ** (math.floor(math.log10(needed)) - 1)
+        nearest = math.ceil(needed / digit) * digit
+        raise UserError(
+            f"hours={hours:g}: {self.num_folds} folds of {self.num_cases} cases leave time for "
+            f"{max(0, steps)} steps, and fewer than {least_steps} teach nothing; the nearest "
+            f"possible wish is hours={nearest:.2g}, or fewer folds"
+        )

@@ -1,0 +1,52 @@
+"""An experiment is taken from a file anywhere, as if it stood in `conf/experiment`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hydra
+import pytest
+
+from medseg.conf_folder import conf_dir
+from medseg.config.check import to_config
+from medseg.config.experiment_file import register_experiments
+from medseg.errors import UserError
+from medseg.training.options import TrainConfig
+
+
+def compose(*arguments: str) -> TrainConfig:
+    register_experiments(arguments)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return to_config(hydra.compose("train", [*arguments, "run_dir=none"]), TrainConfig)
+
+
+def test_a_copy_of_an_included_experiment_composes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (conf_dir() / "experiment" / "demo_fine.yaml").read_text(encoding="utf-8")
+    (tmp_path / "my plan").mkdir()
+    file = tmp_path / "my plan" / "copy.yaml"
+    file.write_text(text, encoding="utf-8")
+    included = compose("experiment=demo_fine", "steps=7")
+    assert compose(f"experiment='{file}'", "steps=7") == included
+    monkeypatch.chdir(tmp_path)
+    assert compose("experiment='my plan/copy.yaml'", "steps=7") == included
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "there is no such file; check the path"),
+        ("steps: [", "the file is damaged"),
+        ("- 1\n- 2\n", "expected the keys of an experiment"),
+    ],
+)
+def test_a_file_that_is_no_experiment_is_told(
+    tmp_path: Path, text: str | None, sentence: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=sentence) as refused:
+        register_experiments([f"experiment={file}"])
+    assert str(file) in str(refused.value)

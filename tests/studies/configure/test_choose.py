@@ -1,0 +1,173 @@
+"""Choices within memory and time: laws of the rules, with a planner of simple formulas."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+
+import pytest
+
+from medseg.errors import UserError
+from medseg.planning.choose import MARGIN
+from medseg.studies.configure.choose import (
+    BATCH_STEPS,
+    LEAST_VOXELS_ACROSS,
+    VOXELS_ACROSS,
+    WANTED_PASSES,
+    WANTED_STEPS,
+    Prediction,
+    Wishes,
+    affordable_spacing,
+    choose,
+    least_steps,
+    patch_shape,
+    scan_voxels,
+    smaller,
+    spacings,
+    with_steps,
+)
+from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
+from medseg.studies.configure.setting import Setting
+
+SWITCHES = ("amp", "amp_checkpoint", "lean")
+FACTOR = {"amp": 1.0, "amp_checkpoint": 0.6, "lean": 0.4}
+
+
+def facts(size_mm: float, spacing_mm: tuple[float, float, float], name: str = "a") -> CaseFacts:
+    """A scan of 300 x 360 x 420 mm with a ball."""
+    shape = tuple(
+        round(length / step) for length, step in zip((300, 360, 420), spacing_mm, strict=True)
+    )
+    volume_ml = math.pi / 6 * size_mm**3 / 1000
+    ball = LabelFacts(volume_ml, (size_mm, size_mm, size_mm))
+    depth, height, width = shape
+    return CaseFacts(name, (depth, height, width), spacing_mm, -1000.0, 300.0, {"ball": ball})
+
+
+LARGE = Fingerprint((facts(150.0, (2.5, 0.75, 0.8)),))
+SMALL = Fingerprint((facts(20.0, (2.5, 0.75, 0.8)),))
+
+
+class FakePlanner:
+    """A step of 1 µs and 400 bytes a voxel; the wide network takes three times as much."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[Setting] = Counter()
+
+    def divisor(self, setting: Setting) -> tuple[int, int, int]:
+        return 16, 16, 16
+
+    def predict(self, setting: Setting) -> Prediction:
+        self.asked[setting] += 1
+        weight = 3 if setting.model == "unet_lean" else 1
+        voxels = setting.step_voxels * weight
+        return Prediction(0.5 + 400 * voxels * FACTOR[setting.memory] / 2**30, 1e-6 * voxels)
+
+
+def wishes(gib: float, hours: float) -> Wishes:
+    return Wishes(gib, hours, 2, SWITCHES)
+
+
+@pytest.mark.parametrize("fingerprint", [LARGE, SMALL])
+@pytest.mark.parametrize("gib", [0.6, 1.0, 8.0])
+@pytest.mark.parametrize("hours", [0.01, 0.1, 1.0, 10.0])
+def test_every_choice_fits(fingerprint: Fingerprint, gib: float, hours: float) -> None:
+    planner = FakePlanner()
+    setting = choose(fingerprint, wishes(gib, hours), planner)
+    assert planner.predict(setting).peak_gib * (1 + MARGIN) <= gib
+    for voxel_mm, median_mm, length, scan_mm in zip(
+        setting.spacing_mm,
+        fingerprint.spacing_mm,
+        setting.patch_size,
+        fingerprint.extent_mm,
+        strict=True,
+    ):
+        assert voxel_mm >= 0.95 * median_mm, "finer than the scans"
+        assert length % 16 == 0
+        assert 32 <= length <= max(32, scan_mm / voxel_mm + 16)
+    assert choose(fingerprint, wishes(gib, hours), FakePlanner()) == setting
+
+
+def test_more_time_never_gives_a_coarser_spacing_or_a_smaller_patch() -> None:
+    previous = choose(SMALL, wishes(8.0, 0.01), FakePlanner())
+    for hours in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0):
+        setting = choose(SMALL, wishes(8.0, hours), FakePlanner())
+        assert math.prod(setting.spacing_mm) <= math.prod(previous.spacing_mm)
+        previous = setting
+    assert previous.model == "unet_lean"
+    # The finest that helps: that of the scans, rounded to two digits.
+    assert previous.spacing_mm == (2.5, 0.75, 0.8)
+
+
+def test_memory_takes_switches_before_it_takes_the_patch() -> None:
+    free = choose(LARGE, wishes(8.0, 0.3), FakePlanner())
+    plenty = FakePlanner().predict(free).peak_gib
+    assert free.memory == "amp"
+    tight = choose(LARGE, wishes(plenty * 0.95, 0.3), FakePlanner())
+    assert (tight.patch_size, tight.memory) == (free.patch_size, "amp_checkpoint")
+
+
+def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(UserError, match="the nearest possible wish is fit_gib=") as refused:
+        choose(SMALL, wishes(0.1, 0.1), FakePlanner())
+    nearest = float(re.findall(r"fit_gib=([\d.]+)", str(refused.value))[-1])
+    setting = choose(SMALL, wishes(nearest, 0.1), FakePlanner())
+    assert FakePlanner().predict(setting).peak_gib <= nearest
+    with pytest.raises(UserError):
+        choose(SMALL, wishes(nearest - 0.05, 0.1), FakePlanner())
+
+
+def test_no_setting_is_predicted_twice_without_need() -> None:
+    planner = FakePlanner()
+    choose(LARGE, wishes(8.0, 0.3), planner)
+    assert len(planner.asked) <= 3
+
+
+def test_spacings_run_from_what_a_label_wants_to_what_it_bears() -> None:
+    tried = list(spacings(LARGE))
+    assert tried[0] == (3.1, 3.1, 3.1)  # 150 mm / 48
+    assert tried[-1][0] == pytest.approx(150 / LEAST_VOXELS_ACROSS, rel=0.05)
+    assert len(tried) == 9  # a factor of four in steps of a fourth root of two
+    # A label of 20 mm wants 0.42 mm, which no scan has.
+    assert next(spacings(SMALL)) == (2.5, 0.75, 0.8)
+    assert VOXELS_ACROSS == 4 * LEAST_VOXELS_ACROSS
+
+
+def test_the_spacing_is_the_finest_of_which_enough_is_seen() -> None:
+    tried = list(spacings(LARGE))
+    for number, spacing_mm in enumerate(tried):
+        seen = WANTED_PASSES * scan_voxels(LARGE, spacing_mm)
+        assert affordable_spacing(LARGE, seen) == spacing_mm
+        if number:
+            finer = tried[number - 1]
+            assert seen < WANTED_PASSES * scan_voxels(LARGE, finer)
+    assert affordable_spacing(LARGE, 0.0) == tried[-1]
+
+
+def test_patches_are_as_long_in_mm_along_all_axes() -> None:
+    patch = patch_shape(96, (5.0, 0.8, 0.8), (1e4, 1e4, 1e4), (4, 16, 16))
+    lengths_mm = [length * step for length, step in zip(patch, (5.0, 0.8, 0.8), strict=True)]
+    assert max(lengths_mm) / min(lengths_mm) < 1.15
+    assert math.prod(patch) == pytest.approx(96**3, rel=0.1)
+
+
+def test_smaller_patches_end() -> None:
+    setting = choose(SMALL, wishes(8.0, 1.0), FakePlanner())
+    sizes = []
+    following: Setting | None = setting
+    while following is not None:
+        sizes.append(math.prod(following.patch_size))
+        following = smaller(following, SMALL, FakePlanner())
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert len(sizes) > 3
+
+
+def test_many_steps_become_batches_of_two() -> None:
+    setting = choose(SMALL, wishes(8.0, 1.0), FakePlanner())
+    few = with_steps(setting, BATCH_STEPS - 1)
+    many = with_steps(setting, BATCH_STEPS)
+    assert (few.batch_size, few.steps) == (1, BATCH_STEPS - 1)
+    assert (many.batch_size, many.steps) == (2, BATCH_STEPS // 2)
+    assert least_steps(setting, SMALL) >= 100
+    assert WANTED_STEPS < BATCH_STEPS

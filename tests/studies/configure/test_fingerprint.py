@@ -1,0 +1,81 @@
+"""Fingerprint: sizes of labels are those of shapes that are known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medseg.data.case_table import read_case_table
+from medseg.io.tables import read_csv
+from medseg.phantom.case_folders import write_phantoms
+from medseg.studies.configure.fingerprint import (
+    CaseFacts,
+    Fingerprint,
+    LabelFacts,
+    read_fingerprint,
+)
+from medseg.task import Channel, Task
+
+
+@pytest.fixture(scope="module")
+def scan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("phantoms")
+    return write_phantoms(folder, 1, 5, "small", {"train": 1})
+
+
+TASK = Task(
+    "chest",
+    {"left_lung": 1, "right_lung": 2},
+    (),
+    (Channel("ct", (-1000.0, 400.0)),),
+)
+
+
+def test_labels_are_measured_as_in_the_file(scan: Path, tmp_path: Path) -> None:
+    import nibabel
+
+    (case,) = read_case_table(scan)
+    fingerprint = read_fingerprint([(case, {1: "left_lung", 2: "right_lung"})], TASK)
+    (facts,) = fingerprint.cases
+    stored = nibabel.load(case.labels)
+    labels = np.asarray(stored.dataobj)
+    for name, value in TASK.labels.items():
+        voxel_ml = abs(np.linalg.det(stored.affine[:3, :3])) / 1000
+        assert facts.labels[name].volume_ml == pytest.approx((labels == value).sum() * voxel_ml)
+        indices = np.argwhere(labels == value)
+        lengths = np.ptp(indices, axis=0) + 1
+        extent_mm = sorted(lengths * np.array(stored.header.get_zooms()))
+        assert sorted(facts.labels[name].extent_mm) == pytest.approx(extent_mm, rel=1e-5)
+    assert sorted(facts.shape) == sorted(labels.shape)
+    assert facts.low < facts.high
+    fingerprint.write(tmp_path / "fingerprint.csv")
+    rows = read_csv(tmp_path / "fingerprint.csv")
+    assert [row["label"] for row in rows] == list(TASK.labels)
+
+
+def test_a_ball_is_as_large_as_its_diameter() -> None:
+    ball = LabelFacts(math.pi / 6 * 30**3 / 1000, (30.0, 30.0, 30.0))
+    assert ball.size_mm == pytest.approx(30.0)
+    # A disc of the same volume is as thin as it is.
+    assert LabelFacts(ball.volume_ml, (3.0, 80.0, 80.0)).size_mm == 3.0
+
+
+def test_the_smallest_label_is_that_of_the_median_case() -> None:
+    cases = []
+    for number, liver_mm in enumerate((90.0, 100.0, 5.0)):
+        labels = {
+            "liver": LabelFacts(1000.0, (liver_mm,) * 3),
+            "gland": LabelFacts(1000.0, (20.0 + number,) * 3),
+        }
+        cases.append(
+            CaseFacts(str(number), (10, 10 + number, 10), (3.0, 1.0, 1.0), 0.0, 1.0, labels)
+        )
+    fingerprint = Fingerprint(tuple(cases))
+    # The liver that is cut in one case decides nothing.
+    assert fingerprint.smallest_label == ("gland", 21.0)
+    assert fingerprint.largest.name == "2"
+    assert fingerprint.spacing_mm == (3.0, 1.0, 1.0)
+    assert fingerprint.extent_mm == (30.0, 11.0, 10.0)
