@@ -26,7 +26,7 @@ from medseg.inference.segmentation import (
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.memory.accounting import forward_bytes_per_voxel
-from medseg.memory.precision import tf32_as
+from medseg.memory.precision import autocast, tf32_as
 from medseg.memory.profile import release_free_memory
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
@@ -80,6 +80,7 @@ class NnunetModel:
         bytes_per_voxel: Memory of the network per voxel of a tile.
         least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
+        precision: `fp32`, or `bf16` on a CPU; a GPU computes as nnU-Net lets it.
         previous: First stage of a cascade; None for others.
     """
 
@@ -92,13 +93,13 @@ class NnunetModel:
     bytes_per_voxel: float
     least_slab_bytes: float
     checkpoints: dict[str, dict[str, str]]
+    precision: str = "fp32"
     previous: NnunetModel | None = None
 
     # Values of voxels are what the networks were trained on: nothing is replaced before.
     keeps_values = True
     has_views = False
     backend_bytes = 0
-    precision = "fp32"
 
     @property
     def plan(self) -> NnunetPlan:
@@ -137,7 +138,9 @@ class NnunetModel:
 
     @property
     def least_bytes(self) -> float:
-        """Smallest memory of a pass; a smaller tile would change the labels."""
+        """Smallest budget of a pass; a smaller tile would change the labels."""
+        if self.device.type != "cpu":
+            return 0.0
         own = self._whole_bytes
         if self.can_run_in_slabs:
             own = min(own, self.least_slab_bytes)
@@ -321,14 +324,23 @@ class NnunetModel:
 
         On a GPU nnU-Net lets torch choose half precision.
         """
-        if self.slab_bytes is not None:
-            inputs = network_input(image, self.plan)
-            logits_in_slabs(self.network, inputs, self.slab_bytes, take)
+        if self.device.type == "cuda":
+            with torch.autocast("cuda"):
+                logits = call_network(self.network, image.to(self.device), self.plan)
+            take(logits.cpu())
             return
-        is_gpu = self.device.type == "cuda"
-        with torch.autocast(self.device.type, enabled=is_gpu):
-            logits = call_network(self.network, image.to(self.device), self.plan)
-        take(logits.cpu())
+
+        def take_floats(planes: Tensor) -> None:
+            # Sums and weights of tiles do not know bf16.
+            take(planes.float())
+
+        with autocast(self.precision, "cpu"):
+            if self.slab_bytes is not None:
+                inputs = network_input(image, self.plan)
+                logits_in_slabs(self.network, inputs, self.slab_bytes, take_floats)
+                return
+            logits = call_network(self.network, image, self.plan)
+        take_floats(logits)
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
         """Axes of the transposed scan along which tiles are mirrored."""
@@ -369,7 +381,8 @@ class NnunetModel:
         passes = "" if self.slab_bytes is None else ", in slabs"
         return (
             f"tiles of {_times(self.plan.patch_size)}{passes}, fold {names}, "
-            f"mirrored along {axes} axes, sums in {sums}, orientation {self.orientation}"
+            f"mirrored along {axes} axes, {self.precision}, sums in {sums}, "
+            f"orientation {self.orientation}"
         )
 
 
@@ -402,18 +415,19 @@ def load_nnunet(
         folds: Names of the folds; None = all.
         device: Where the network will run.
         options: Keys of `inference`.
-        precision: `fp32`, or None for it.
+        precision: `fp32`, None for it, or `bf16` on a CPU.
 
     Raises:
         UserError: If the folder or an option cannot be used.
     """
-    _refuse_options(options, precision)
+    _refuse_options(options, precision, device)
+    precision = precision or "fp32"
     folder = open_model_folder(path, folds)
     previous = None
     if folder.plan.previous_stage is not None:
         first = previous_folder(folder, folds, "weights")
-        previous = _load_folder(first, f"weights={first.path}", device, options)
-    loaded = _load_folder(folder, f"weights={path}", device, options)
+        previous = _load_folder(first, f"weights={first.path}", device, options, precision)
+    loaded = _load_folder(folder, f"weights={path}", device, options, precision)
     if previous is None:
         return loaded
     checkpoints = previous.checkpoints | loaded.checkpoints
@@ -421,7 +435,11 @@ def load_nnunet(
 
 
 def _load_folder(
-    folder: ModelFolder, given: str, device: torch.device, options: InferenceOptions
+    folder: ModelFolder,
+    given: str,
+    device: torch.device,
+    options: InferenceOptions,
+    precision: str,
 ) -> NnunetModel:
     """Load the networks of one configuration.
 
@@ -430,6 +448,7 @@ def _load_folder(
         given: Key and value of the user, for messages.
         device: See `load_nnunet`.
         options: See `load_nnunet`.
+        precision: `fp32` or `bf16`.
     """
     try:
         # A network may be larger than the memory: on the meta device it only has shapes, which
@@ -462,8 +481,9 @@ def _load_folder(
         checkpoints={
             configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
         },
+        precision=precision,
     )
-    if device.type == "cpu" and model.least_bytes > options.budget_gib * 2**30:
+    if model.least_bytes > options.budget_gib * 2**30:
         # Rounded up: the named number must be enough.
         least_gib = math.ceil(model.least_bytes / 2**30 * 1000) / 1000
         raise UserError(
@@ -482,7 +502,7 @@ def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
 
 
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
-    """Count the memory of a pass on a small tile: that of the plan may take a minute.
+    """Count the memory of a pass in fp32 on a small tile: that of the plan may take a minute.
 
     Its deepest level has two voxels along each axis, which an instance norm needs.
     """
@@ -510,7 +530,7 @@ def task_of(plan: NnunetPlan) -> Task:
     return Task(plan.dataset_name, dict(plan.labels.names), (), tuple(channels))
 
 
-def _refuse_options(options: InferenceOptions, precision: str | None) -> None:
+def _refuse_options(options: InferenceOptions, precision: str | None, device: torch.device) -> None:
     """Refuse keys that would change the labels or have no meaning.
 
     Raises:
@@ -529,10 +549,11 @@ def _refuse_options(options: InferenceOptions, precision: str | None) -> None:
             f"inference.backend={options.backend}: a model folder of nnU-Net runs in torch, as "
             "nnU-Net does; leave it out"
         )
-    if precision not in (None, "fp32"):
+    allowed = (None, "fp32", "bf16") if device.type == "cpu" else (None, "fp32")
+    if precision not in allowed:
         raise UserError(
-            f"precision={precision}: a model folder of nnU-Net runs in fp32, as nnU-Net does on a "
-            "CPU; leave it out"
+            f"precision={precision}: a model folder of nnU-Net runs in fp32 or bf16 on a CPU, and "
+            "on a GPU as nnU-Net does; leave it out"
         )
 
 

@@ -157,7 +157,7 @@ def load_model_folders(
         folds: Names of the folds to average; None = all.
         label_values: Label name to value where it is not its place among the labels of all folders.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: See `load_cascade`; `fp32` or None for a folder of nnU-Net.
+        precision: See `load_cascade`; `fp32`, `bf16` or None for a folder of nnU-Net.
         options: Keys of `inference`; the defaults where None.
         trusted: See `load_cascade`, for a folder of medseg.
 

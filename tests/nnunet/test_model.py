@@ -15,6 +15,7 @@ import hydra
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import nnunet_reference
 from medseg import Segmenter
@@ -259,6 +260,51 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     assert files["segment"] - files["read"] == round(model.tile_bytes)
     files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == round(in_slabs.tile_bytes)
+
+
+def bright_ball(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Noisy HU of a bright ball in a dark room, and its mask."""
+    axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in shape), indexing="ij")
+    is_inside = sum(axis**2 for axis in axes) < 0.5
+    noise = np.random.default_rng(0).normal(0, 60, shape)
+    return (np.where(is_inside, 100.0, -500.0) + noise).astype(np.float32), is_inside
+
+
+def test_bf16_keeps_the_labels_of_a_trained_network(
+    toy: dict[str, Any], make_folder: MakeFolder
+) -> None:
+    folder = make_folder(toy)
+    model = load_nnunet(folder, None, CPU, InferenceOptions())
+    plan = model.plan
+    hu, is_inside = bright_ball((plan.patch_size[0], *plan.patch_size[1:]))
+    volume = volume_of(hu, plan.spacing_mm)
+    image = prepare([hu], plan.spacing_mm, plan).image[None]
+    optimizer = torch.optim.Adam(model.network.parameters(), 1e-2)
+    for _ in range(30):
+        optimizer.zero_grad()
+        logits = model.network(image)
+        nn.functional.cross_entropy(logits, torch.from_numpy(is_inside[None]).long()).backward()
+        optimizer.step()
+    checkpoint = folder / "fold_0" / "checkpoint_final.pth"
+    content = torch.load(checkpoint, weights_only=False)
+    content["network_weights"] = model.network.state_dict()
+    torch.save(content, checkpoint)
+    exact = load_nnunet(folder, None, CPU, InferenceOptions()).segment(volume)
+    halved = load_nnunet(folder, None, CPU, InferenceOptions(), "bf16")
+    in_slabs = halved.within(1.5 * halved.least_slab_bytes / 2**30)
+    assert in_slabs.slab_bytes is not None
+    for variant in (halved, in_slabs):
+        result = variant.segment(volume)
+        assert "bf16, sums in" in result.tiling_plans["segment"]
+        both = np.sum((result.labels == 1) & (exact.labels == 1))
+        dice = 2 * both / (np.sum(result.labels == 1) + np.sum(exact.labels == 1))
+        assert dice >= 0.999
+    assert np.mean((exact.labels == 1) == is_inside) > 0.98
+
+
+def test_other_precisions_are_refused() -> None:
+    with pytest.raises(UserError, match=r"precision=fp16: .* fp32 or bf16 on a CPU"):
+        load_nnunet(RECORDED / "folds.zip", None, CPU, InferenceOptions(), "fp16")
 
 
 def test_a_budget_below_one_plane_of_a_tile_is_refused() -> None:
