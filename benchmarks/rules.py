@@ -111,7 +111,7 @@ def read_rule_sets(together: str) -> dict[str, tuple[str, ...]]:
     Raises:
         UserError: If a name is unknown.
     """
-    rule_sets = {rule: (rule,) for rule in RULES}
+    rule_sets: dict[str, tuple[str, ...]] = {rule: (rule,) for rule in RULES}
     for text in filter(None, together.split(",")):
         names = tuple(text.split("+"))
         unknown = [name for name in names if name not in RULES]

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import rules
 from medseg.cascade.cascade import Cascade
 from medseg.data.case_table import Case
+from medseg.data.importers.formats import read_cases
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.io.write import write_image, write_labels
@@ -41,7 +42,7 @@ def write_case(folder: Path, *blocks: tuple[tuple[slice, slice, slice], int]) ->
     write_image(folder / "ct.nii.gz", volume.array, volume.grid)
     write_labels(folder / "labels.nii.gz", reference, volume.grid)
     (folder / "cases.csv").write_text("case,image,labels\nc,ct.nii.gz,labels.nii.gz\n")
-    return rules.read_cases(folder / "cases.csv")[0]
+    return read_cases(folder / "cases.csv")[0]
 
 
 def test_a_rule_that_changes_nothing_has_no_figure_and_networks_run_once(tmp_path: Path) -> None:
