@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.instruments import given_arguments
-from medseg.anatomy.mirrored import SENTENCES, MirrorEvidence, mirror_evidence
+from medseg.anatomy.mirrored.cues import SENTENCES, MirrorEvidence, mirror_evidence
 from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
 from medseg.io.atomic import replace_text

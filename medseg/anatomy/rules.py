@@ -40,24 +40,6 @@ SPINE_HU = 200.0
 SPINE_REACH_MM = 35.0
 SPINE_SHARE = 1 / 3
 UPSIDE_DOWN_EXCESS = -0.05
-# Mirrored images.
-SOLID_MM = 5.0
-LIGHT_HU = -20.0
-BELOW_LUNG_MM = (8.0, 60.0)
-MIN_BELOW_ML = 50.0
-MIN_BELOW_SHARE = 0.25
-TRACHEA_HU = -600.0
-TRACHEA_MM2 = (60.0, 700.0)
-TRACHEA_MM = 20.0
-AORTA_REACH_MM = (10.0, 35.0)
-HEART_SHARES = (0.1, 0.5)
-LIVER_SHARE = 0.1
-ARCH_MM = 10.0
-AORTA_SHARE = 0.4
-HEART_MM = 20.0
-MAX_CUE = 2.0
-MIRRORED_EVIDENCE = 0.8
-CLEAR_CUE = 0.5
 # Plausible volumes and extents.
 FAR_FACTOR = 2.0
 TINY_FACTOR = 12.0
@@ -285,98 +267,6 @@ RULES = (
         "share",
         "labelled lungs with a lower excess of the apex are upside down",
         "upper ends fill 0.60 to 0.81, lower ends 0.18 to 0.51 of their rectangle",
-    ),
-    Rule(
-        "solid_mm",
-        SOLID_MM,
-        "mm",
-        "solid tissue has nothing light within this distance; twice the spacing at which mirrored "
-        "images are looked for",
-        _CHOSEN,
-    ),
-    Rule("light_hu", LIGHT_HU, "HU", "smoothed tissue that is lighter is fat or gas", _CHOSEN),
-    Rule(
-        "below_lung_mm",
-        BELOW_LUNG_MM,
-        "mm",
-        "depth below a lung in which the liver is looked for",
-        _CHOSEN,
-    ),
-    Rule(
-        "min_below_ml", MIN_BELOW_ML, "ml", "with less below a lung the liver is not seen", _CHOSEN
-    ),
-    Rule(
-        "min_below_share",
-        MIN_BELOW_SHARE,
-        "share",
-        "with less of that depth in view the liver is not seen",
-        "a scan cut at its bases shows a rim alone",
-    ),
-    Rule("trachea_hu", TRACHEA_HU, "HU", "darker voxels between the lungs are airway", _CHOSEN),
-    Rule("trachea_mm2", TRACHEA_MM2, "mm²", "area of the trachea, or of its fork", _CHOSEN),
-    Rule("trachea_mm", TRACHEA_MM, "mm", "along less of the trachea the arch is not seen", _CHOSEN),
-    Rule(
-        "aorta_reach_mm",
-        AORTA_REACH_MM,
-        "mm",
-        "from the middle of the spine in which the descending aorta is looked for",
-        _CHOSEN,
-    ),
-    Rule(
-        "heart_shares",
-        HEART_SHARES,
-        "share",
-        "part of the height of the lungs in which the heart is looked for",
-        _CHOSEN,
-    ),
-    Rule(
-        "liver_share",
-        LIVER_SHARE,
-        "share",
-        "excess of solid tissue below the right lung that counts 1",
-        "whole chests: 0.06 to 0.5",
-        29,
-    ),
-    Rule(
-        "arch_mm",
-        ARCH_MM,
-        "mm",
-        "excess of tissue to the left of the trachea that counts 1",
-        "whole chests: -3 to 33, without two of much volume loss 8 to 33",
-        26,
-    ),
-    Rule(
-        "aorta_share",
-        AORTA_SHARE,
-        "share",
-        "excess of lung on the right of the spine that counts 1",
-        "whole chests: -0.3 to 0.7",
-        29,
-    ),
-    Rule(
-        "heart_mm",
-        HEART_MM,
-        "mm",
-        "offset of the heart to the left that counts 1",
-        "whole chests: -13 to 28",
-        29,
-    ),
-    Rule("max_cue", MAX_CUE, "ratio", "no cue of a mirrored image counts more", _CHOSEN),
-    Rule(
-        "mirrored_evidence",
-        MIRRORED_EVIDENCE,
-        "ratio",
-        "cues whose sum is below minus this say that the image is mirrored",
-        "least sum of an untouched whole chest: -0.1, the next 0.6",
-        29,
-    ),
-    Rule(
-        "clear_cue",
-        CLEAR_CUE,
-        "ratio",
-        "a cue of this size is told; the liver must reach it",
-        "least liver of a whole chest: 0.64",
-        29,
     ),
     Rule(
         "far_factor",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from medseg import __version__
-from medseg.anatomy.mirrored import mirror_evidence
+from medseg.anatomy.mirrored.cues import mirror_evidence
 from medseg.data.audit.image import audit_channels, check_channels, measure_image
 from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from medseg.anatomy.mirrored import MirrorEvidence, mirror_evidence
+from medseg.anatomy.mirrored.cues import MirrorEvidence, mirror_evidence
 from medseg.data.audit.labels import audit_labels
 from medseg.findings import Severity
 from medseg.geometry.grid import VoxelGrid

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.anatomy.mirrored import mirror_evidence
+from medseg.anatomy.mirrored.cues import mirror_evidence
 from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
