@@ -99,9 +99,7 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
         for one in given
     ]
     # The file of an experiment is written by the command before.
-    given = [
-        "stage=single" if re.fullmatch(r"experiment=\S+\.yaml", one) else one for one in given
-    ]
+    given = ["stage=single" if re.fullmatch(r"experiment=\S+\.yaml", one) else one for one in given]
     given = targets_first(quote_paths(given))
     overrides = []
     for before, one in zip(["", *given], given, strict=False):
