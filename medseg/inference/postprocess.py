@@ -267,10 +267,8 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
         others: Runs of the same or another slab.
         offset: Distance from a position to its neighbour among the others.
     """
-    starts: np.ndarray = runs.start[chosen] + offset
-    stops: np.ndarray = runs.stop[chosen] + offset
-    first = np.searchsorted(others.stop, starts, side="right")
-    last = np.searchsorted(others.start, stops, side="left")
+    first = np.asarray(np.searchsorted(others.stop, runs.start[chosen] + offset, side="right"))
+    last = np.asarray(np.searchsorted(others.start, runs.stop[chosen] + offset, side="left"))
     ranges, neighbours = _ranges(first, np.maximum(first, last))
     return np.stack([chosen[ranges], neighbours])
 
