@@ -132,7 +132,7 @@ class Components:
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
         self._offsets = [0]  # numbers given before each slab
         slab_counts: list[list[np.ndarray]] = [[] for _ in counted]
-        open_numbers = []
+        open_numbers: list[np.ndarray] = []
         pairs = [np.zeros((2, 0), np.int64)]
         below: Runs | None = None
         for planes in self._slabs:
@@ -283,8 +283,8 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
         others: Runs of the same or another slab.
         offset: Distance from a position to its neighbour among the others.
     """
-    first = np.searchsorted(others.stop, runs.start[chosen] + offset, side="right")
-    last = np.searchsorted(others.start, runs.stop[chosen] + offset, side="left")
+    first = np.asarray(np.searchsorted(others.stop, runs.start[chosen] + offset, side="right"))
+    last = np.asarray(np.searchsorted(others.start, runs.stop[chosen] + offset, side="left"))
     ranges, neighbours = _ranges(first, np.maximum(first, last))
     return np.stack([chosen[ranges], neighbours])
 

@@ -255,8 +255,10 @@ def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, 
     sizes = [along.stop - along.start for along in box]
     step = max(1, PART_VOXELS * sizes[axis] // math.prod(sizes))
     for start in range(box[axis].start, box[axis].stop, step):
-        part = slice(start, min(start + step, box[axis].stop))
-        yield (*box[:axis], part, *box[axis + 1 :])
+        part = list(box)
+        part[axis] = slice(start, min(start + step, box[axis].stop))
+        z, y, x = part
+        yield z, y, x
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
