@@ -117,7 +117,7 @@ def test_temporary_files_change_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_cascade_goes_on_from_the_labels_of_its_first_stage(name: str) -> None:
-    volume, others, expected = scan_of(name)
+    volume, others, _ = scan_of(name)
     model = load(name)
     assert model.previous is not None
     assert model.plan.configuration == "3d_cascade_fullres"
