@@ -416,6 +416,10 @@ def make_configuration(parent: Path, description: dict[str, Any], name: str) -> 
     return folder
 
 
+# Seeds of small toys whose random networks give one label with that of their place in the list.
+SEEDS = {"2d_regions": 22, "2d_transposed": 20, "cascade_regions": 20}
+
+
 def small_toys() -> dict[str, dict[str, Any]]:
     """Toys whose networks and scans are small enough to be kept with the tests."""
     tiny = described_network(2)
@@ -457,7 +461,8 @@ def small_toys() -> dict[str, dict[str, Any]]:
 def record(output: Path) -> None:
     """Write small models, synthetic scans and the labels of nnU-Net's predictor for the tests."""
     output.mkdir(parents=True, exist_ok=True)
-    for seed, (name, description) in enumerate(small_toys().items()):
+    for number, (name, description) in enumerate(small_toys().items()):
+        seed = SEEDS.get(name, number)
         torch.manual_seed(seed)
         numbers = np.random.default_rng(seed)
         spacing_mm = (4.5, 1.0, 1.2)
