@@ -143,7 +143,7 @@ def _check_labels(fingerprint: Fingerprint) -> None:
 
 def _switches(*, is_gpu: bool) -> tuple[str, ...]:
     """List the switches to choose from on this device."""
-    if is_gpu or has_fast_bf16():
+    if is_gpu or has_fast_bf16("cpu"):
         return HALF_SWITCHES
     return SWITCHES
 
