@@ -80,8 +80,7 @@ def test_the_names_of_the_labels_do_not_matter() -> None:
 @pytest.mark.parametrize("axes", [(), (0,), (1, 2)])
 def test_a_prediction_warns_in_every_orientation(axes: tuple[int, ...]) -> None:
     for (image_hu, labels, grid), num_warnings in ((chest(), 0), (flipped(), 1)):
-        flips = tuple(axis in axes for axis in range(3))
-        stored = grid.reoriented((0, 1, 2), flips)
+        stored = grid.reoriented((0, 1, 2), (0 in axes, 1 in axes, 2 in axes))
         volume = Volume(np.flip(image_hu, axes), stored)
         findings = mirrored_findings(volume, np.flip(labels, axes), TASK)
         assert [finding.severity for finding in findings] == [Severity.warning] * num_warnings
