@@ -247,7 +247,7 @@ def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> Non
         model.within(1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("2d")])
 def test_slabs_change_no_label_that_is_clear(name: str) -> None:
     volume, others, _ = scan_of(name)
     model = load(name)

@@ -41,7 +41,7 @@ def cascade() -> Cascade:
 
 
 def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
-    slab = 24 * 2**21
+    slab = 24 * 2**18
     found = forecast(cascade, CHEST, 300 * MIB)
     fixed, voxels = 300 * MIB + LIBRARIES_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
     assert found.memory["read"] == fixed

@@ -24,6 +24,8 @@ from medseg.task import Task
 # shows a rim alone.
 SOLID_MM = 5.0
 LIGHT_HU = -20.0
+# A column that is nowhere denser lies beyond a round field of view.
+BEYOND_FIELD_HU = -1000.0
 BELOW_LUNG_MM = (8.0, 60.0)
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
@@ -220,10 +222,11 @@ def liver_excess(lungs: Lungs) -> float | None:
         is_tissue, (2 * np.rint(SOLID_MM / spacing_mm).astype(int) + 1).tolist()
     )
     is_light = smooth_hu < LIGHT_HU
+    in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
     solid_shares, light_shares = [], []
     for lung in (lungs.right, lungs.left):
         columns = _inner_columns(lung, lungs.spacing_mm)
-        below = _below(lung, columns, lungs.spacing_mm[0])
+        below = _below(lung, columns & in_field, lungs.spacing_mm[0])
         if not _shows_below(below, columns, spacing_mm):
             return None
         solid_shares.append(is_solid[below].mean())

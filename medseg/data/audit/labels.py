@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.anatomy.mirrored.cues import mirror_evidence
 from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
@@ -351,6 +350,9 @@ def _audit_mirrored(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task
 ) -> list[Finding]:
     """Find an image that was flipped without its header."""
+    # Loads scipy, which a training from the cache does not need.
+    from medseg.anatomy.mirrored.cues import mirror_evidence
+
     evidence = mirror_evidence(image_hu, labels, grid.spacing_mm, task)
     if not evidence.is_mirrored:
         return []
