@@ -263,7 +263,7 @@ class Run:
             global_step=start, is_global_zero=True, accumulate_grad_batches=1, loggers=[],
             optimizers=[SimpleNamespace(param_groups=[self.group])],
         )  # fmt: skip
-        module: Any = SimpleNamespace(device=torch.device("cpu"), parameters=lambda: [])
+        module: Any = SimpleNamespace(device=torch.device("cpu"), parameters=list)
         self.trainer, self.module = trainer, module
         self.history.on_train_start(trainer, module)
 
