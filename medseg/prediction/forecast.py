@@ -222,10 +222,11 @@ def _forecast_cascade(
         in_region = math.prod(extent_mm) / math.prod(grid.spacing_mm)
         num_resampled = min(threads * SLAB_VOXELS, in_region, num_voxels)
         resampling = has_holes * round(RESAMPLING * num_resampled)
-        during, probs = _pass_bytes(fine, task.num_region_classes, shape, options, array_bytes)
+        num_classes = fine.task.num_region_classes
+        during, probs = _pass_bytes(fine, num_classes, shape, options, array_bytes)
         for region, step in zip(task.regions, cascade.steps[1:], strict=False):
             memory[step] = fixed + stored_probs + resampling + during
-            stored_probs += round(probs * len(region.labels) / task.num_region_classes)
+            stored_probs += round(probs * len(region.labels) / num_classes)
             voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
     else:
         extent_mm = scan_mm

@@ -59,10 +59,8 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     )
     assert found.memory["refine_left_lung"] == refine
     assert found.memory["refine_right_lung"] == refine + 2 * crop
-    cleaned = 32 * MIB + 8 * round(270 * 200 * 160 / 0.64)
-    assert found.memory["join"] == pytest.approx(
-        fixed + 2 * 2 * crop + 0.9 * voxels + cleaned, abs=100
-    )
+    joined = fixed + 2 * 2 * crop + 0.9 * voxels + 48 * MIB
+    assert found.memory["join"] == pytest.approx(joined, abs=100)
     assert found.peak_bytes == max(found.memory.values())
     # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
     # times.
