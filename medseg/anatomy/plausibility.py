@@ -7,7 +7,7 @@ import numpy as np
 from scipy import ndimage
 
 from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
-from medseg.anatomy.rules import MAX_OTHER_SIDE, MAX_VOLUME_RATIO
+from medseg.anatomy.rules import AIRLESS_HU, AIRY_HU, MAX_OTHER_SIDE, MAX_VOLUME_RATIO
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
@@ -29,6 +29,10 @@ class FoundRegion(NamedTuple):
     volume_ml: float
     centre_x_mm: float
     x_range_mm: tuple[float, float]
+
+
+# A median of every third voxel along each axis is exact enough.
+MEDIAN_STEP = 3
 
 
 def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRegion:
@@ -191,3 +195,34 @@ def touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
             if np.isin(labels.take(end, axis), values).any():
                 return True
     return False
+
+
+def airless_warnings(labels: np.ndarray, image_hu: np.ndarray, task: Task) -> list[str]:
+    """Warn of a side without air beside one that is full of it.
+
+    In the place of a lung that was taken out, fluid looks much like a consolidated lung.
+
+    Args:
+        labels: Label map (D, H, W).
+        image_hu: CT (D, H, W) in HU on the same grid.
+        task: Labels and regions.
+    """
+    every = (slice(None, None, MEDIAN_STEP),) * 3
+    few_labels, few_hu = labels[every], image_hu[every]
+    warnings = []
+    for pair in side_pairs(task):
+        medians_hu = []
+        for region in pair:
+            values_hu = few_hu[np.isin(few_labels, task.region_values(region))]
+            if len(values_hu):
+                medians_hu.append((float(np.median(values_hu)), region.name))
+        if len(medians_hu) < 2:
+            continue
+        (airy_hu, airy), (dense_hu, dense) = sorted(medians_hu)
+        if airy_hu <= AIRY_HU and dense_hu > AIRLESS_HU:
+            warnings.append(
+                f"{dense} has no air (median {dense_hu:.0f} HU), {airy} is full of it "
+                f"({airy_hu:.0f} HU): an organ that is ill throughout, or what lies in the place "
+                "of one that is missing; look at the result"
+            )
+    return warnings

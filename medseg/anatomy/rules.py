@@ -35,6 +35,7 @@ SIDE_SHARE = 0.08
 TOUCHING_CM2 = 3.0
 # Position of the patient.
 AIRY_HU = -500.0
+AIRLESS_HU = -200.0
 END_SHARE = 0.05
 SPINE_HU = 200.0
 SPINE_REACH_MM = 35.0
@@ -244,6 +245,14 @@ RULES = (
         "separately drawn lungs share up to 1.1 cm² in front of the heart",
     ),
     Rule("airy_hu", AIRY_HU, "HU", "an organ with a lower median is full of air", _CHOSEN),
+    Rule(
+        "airless_hu",
+        AIRLESS_HU,
+        "HU",
+        "one side with a higher median is told where the other is full of air",
+        "lungs, most of them ill, have -891 to -643, fluid in the place of one 10",
+        11,
+    ),
     Rule("end_share", END_SHARE, "share", "of a lung's voxels that count as its end", _CHOSEN),
     Rule("spine_hu", SPINE_HU, "HU", "denser voxels are bone at 2 mm", _CHOSEN),
     Rule(

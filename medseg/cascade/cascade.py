@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medseg.anatomy.contradictions import remove_contradictions
-from medseg.anatomy.plausibility import volume_warnings
+from medseg.anatomy.plausibility import airless_warnings, volume_warnings
 from medseg.cascade.agreement import agreement, distortion_warnings, most_disputed_xyz_mm
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
@@ -270,6 +270,9 @@ class Cascade:
                 "of the task"
             )
             result.findings += warnings_of("empty_result", [sentence])
+        if task.is_ct:
+            airless = airless_warnings(labels, image, task)
+            result.findings += warnings_of("airless_side", airless)
         implausible = volume_warnings(result.volumes_ml, labels, task)
         result.findings += warnings_of("implausible_volume", implausible)
 

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
-from medseg.anatomy.plausibility import position_warnings, side_warnings, volume_warnings
+from medseg.anatomy.plausibility import (
+    airless_warnings,
+    position_warnings,
+    side_warnings,
+    volume_warnings,
+)
 from medseg.cascade.agreement import agreement, most_disputed_xyz_mm
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
@@ -166,3 +171,27 @@ def test_a_region_that_neither_stage_is_left_with_does_not_agree() -> None:
     grid = VoxelGrid((8, 12, 12), (4.0, 4.0, 4.0))
     nothing = np.zeros(grid.shape, dtype=np.uint8)
     assert agreement(nothing, grid, nothing, grid, {"left_lung": (1,)}) == {"left_lung": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("left_hu", "right_hu", "told"),
+    [
+        (-860, -850, None),
+        (-190, -850, "left_lung has no air (median -190 HU), right_lung is full of it (-850 HU)"),
+        (-860, 10, "right_lung has no air (median 10 HU), left_lung is full of it (-860 HU)"),
+        # Half of a lung is consolidated, and organs that never have air.
+        (-210, -850, None),
+        (40, 45, None),
+        (40, -490, None),
+    ],
+)
+def test_a_side_without_air_is_told_beside_one_that_is_full_of_it(
+    left_hu: int, right_hu: int, told: str | None
+) -> None:
+    _, labels = scan()
+    image_hu = np.select([labels == 1, labels == 2], [left_hu, right_hu], -1000)
+    warnings = airless_warnings(labels, image_hu, TASK)
+    assert len(warnings) == (told is not None)
+    if told is not None:
+        assert warnings[0].startswith(told)
+    assert airless_warnings(labels * (labels == 1), image_hu, TASK) == []

@@ -124,8 +124,8 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     """Note a slice, or a file without one, with its series."""
     series = image.series
     # A file that was cut off lacks its patient and study.
-    is_known = series.uid in folder.series or series.scope != Series().scope
-    if isinstance(image, NoSlice) and image.is_unreadable and not is_known:
+    is_nobodys = series.scope == Series().scope and series.uid not in folder.series
+    if isinstance(image, NoSlice) and image.is_unreadable and is_nobodys:
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
