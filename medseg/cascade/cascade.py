@@ -600,6 +600,7 @@ def refine(
         values = stage.task.region_values(region)
         coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
         image = torch.cat([image, coarse[None]])
+        del coarse  # as large as a channel of the crop, while the network runs
     # Right sides look like left ones to the network.
     flipped = [X_AXIS] if region.side == "right" else []
     if flipped:

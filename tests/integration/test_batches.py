@@ -186,7 +186,7 @@ def test_a_case_beyond_the_memory_limit_costs_the_others_nothing(
         "-c",
         LIMITED,
         *COMMAND[4:],
-        "inference.budget_gib=0.2",
+        "inference.budget_gib=0.25",
         "precision=bf16",
     ]
     done = subprocess.run(
