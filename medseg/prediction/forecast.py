@@ -44,7 +44,7 @@ PROBABILITY = 2
 SUM = 4
 # Workspaces of kernels per byte of live tensors, beside it; the budget counts with the larger
 # `WORKSPACE`.
-USUAL_WORKSPACE = 1.25
+USUAL_WORKSPACE = 1.0
 # Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
 # of a wide field of view. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
@@ -55,6 +55,8 @@ RESAMPLING = 24
 # Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
 # each thread heaps of 64 MiB.
 THREAD_HEAP = 64 * 2**20
+# Kernels that are compiled for the first scan of our networks, whose libraries are loaded before.
+FIRST_SCAN_BYTES = 10 * 2**20
 # Bytes while probabilities are pasted and labels are cleaned, slab by slab.
 JOINING = 48 * 2**20
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
@@ -202,8 +204,8 @@ def _forecast_cascade(
     threads = min(torch.get_num_threads(), MAX_THREADS)
     has_holes = not maps_large_blocks()
     heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
-    libraries = LIBRARIES_BYTES + cascade.backend_bytes
-    fixed = loaded_bytes + libraries + heaps + channels * _held(SCAN * num_voxels, array_bytes)
+    first_scan = FIRST_SCAN_BYTES + cascade.backend_bytes
+    fixed = loaded_bytes + first_scan + heaps + channels * _held(SCAN * num_voxels, array_bytes)
     scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body_mm = []
     for length_mm, share, most_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):

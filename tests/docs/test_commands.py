@@ -28,6 +28,8 @@ from medseg.errors import UserError
 from medseg.runs.folder import changed_config, open_run
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
+from medseg.weights.files import shipped_weights
+from medseg.weights.included import INCLUDED_TASK
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -98,6 +100,9 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
         f"{key}={table}" if (key := one.partition("=")[0]) in ("cases", "data.cases") else one
         for one in given
     ]
+    # Model folders of nnU-Net are the reader's.
+    weights = shipped_weights(INCLUDED_TASK, "coarse")
+    given = [f"init_from={weights}" if one.startswith("init_from=nnUNet") else one for one in given]
     # The file of an experiment is written by the command before.
     given = ["stage=single" if re.fullmatch(r"experiment=\S+\.yaml", one) else one for one in given]
     given = targets_first(quote_paths(given))

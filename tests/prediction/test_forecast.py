@@ -14,8 +14,9 @@ from oracle import GRID, CoarseOracle, FineOracle, stage
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.prediction import contract
-from medseg.prediction.contract import LIBRARIES_BYTES, share_memory
+from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import (
+    FIRST_SCAN_BYTES,
     Forecast,
     forecast,
     forecast_text,
@@ -43,11 +44,11 @@ def cascade() -> Cascade:
 def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     slab = 24 * 2**18
     found = forecast(cascade, CHEST, 300 * MIB)
-    fixed, voxels = 300 * MIB + LIBRARIES_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
+    fixed, voxels = 300 * MIB + FIRST_SCAN_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
     assert found.memory["read"] == fixed
     # 300 x 409.6 x 409.6 mm at 2 mm; 0.8 of the height is body, padded to multiples of 8 voxels.
     lattice, body, padded = 4 * 150 * 205 * 205, 150 * 164 * 205, 152 * 168 * 208
-    network = 1.25 / 2.5 * 40 * padded
+    network = 1.0 / 2.5 * 40 * padded
     assert found.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
     # 270 x 200 x 160 mm at 1 mm, seen in tiles.
     crop, tile = 270 * 200 * 160, 128 * 160 * 160
@@ -55,7 +56,7 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     refine = (
         fixed
         + slab
-        + round(4 * crop + 2 * 2 * crop + 1.25 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
+        + round(4 * crop + 2 * 2 * crop + 1.0 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
     )
     assert found.memory["refine_left_lung"] == refine
     assert found.memory["refine_right_lung"] == refine + 2 * crop
@@ -85,7 +86,7 @@ def test_further_threads_keep_heaps_of_their_own(
 def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
     assert (
         forecast(cascade, CHEST, 300 * MIB, array_bytes=0.0).memory["read"]
-        == 300 * MIB + LIBRARIES_BYTES
+        == 300 * MIB + FIRST_SCAN_BYTES
     )
 
 
