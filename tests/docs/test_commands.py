@@ -102,7 +102,10 @@ def overrides_of(name: str, arguments: list[str], table: Path) -> list[str]:
     ]
     # Model folders of nnU-Net are the reader's.
     weights = shipped_weights(INCLUDED_TASK, "coarse")
-    given = [f"init_from={weights}" if one.startswith("init_from=nnUNet") else one for one in given]
+    given = [
+        f"init_from={weights}" if one.startswith(("init_from=nnUNet", "init_from=given")) else one
+        for one in given
+    ]
     # The file of an experiment is written by the command before.
     given = ["stage=single" if re.fullmatch(r"experiment=\S+\.yaml", one) else one for one in given]
     given = targets_first(quote_paths(given))

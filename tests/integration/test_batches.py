@@ -158,7 +158,7 @@ def limited(step, case, room):
 
 # Less by far than they need: threads that end meanwhile give some room back.
 app.read_case = limited(app.read_case, "b", 2**26)
-app.segment_case = limited(app.segment_case, "c", 2**26)
+app.segment_case = limited(app.segment_case, "c", 2**27)
 run_command("predict")
 """
 
