@@ -18,13 +18,15 @@ from scipy.ndimage import spline_filter1d
 from torch import Tensor
 
 from medseg.geometry.sizes import Shape
-from medseg.io.scratch import new_array, scratch_at_most
+from medseg.io.scratch import new_array, release_pages, scratch_at_most
 
 # Voxels that scipy repeats at each face before it filters an image for a cubic spline.
 FILTER_MARGIN = 12
 CUBIC = 3
 # Elements of float64 that are filtered along the first axis at a time.
-FILTER_ELEMENTS = 2**21
+FILTER_ELEMENTS = 2**22
+# Planes of which rows are copied before their pages leave the memory.
+COPIED_PLANES = 16
 # Coefficients of more bytes are a temporary file.
 MAX_COEFFICIENTS_BYTES = 2**26
 
@@ -179,10 +181,27 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
     if 0 in axes:
         rows = max(1, FILTER_ELEMENTS // (shape[0] * shape[2]))
         for start in range(0, shape[1], rows):
-            part = coefficients[:, start : start + rows]
-            part[:] = spline_filter1d(part, CUBIC, 0, mode="nearest")
+            _filter_depth(coefficients[:, start : start + rows])
     for plane in coefficients:
         for axis in axes:
             if axis > 0:
                 plane[:] = spline_filter1d(plane, CUBIC, axis - 1, mode="nearest")
     return coefficients
+
+
+def _filter_depth(part: np.ndarray) -> None:
+    """Filter rows (D, h, W) of all planes along the first axis, in place.
+
+    A few rows may bring a large piece of the file into memory with them, which the filter would
+    keep for all planes at a time: it lets no other thread release them.
+    """
+    values = np.empty_like(part)
+    for start in range(0, len(part), COPIED_PLANES):
+        planes = slice(start, start + COPIED_PLANES)
+        values[planes] = part[planes]
+        release_pages()
+    values = spline_filter1d(values, CUBIC, 0, mode="nearest")
+    for start in range(0, len(part), COPIED_PLANES):
+        planes = slice(start, start + COPIED_PLANES)
+        part[planes] = values[planes]
+        release_pages()
