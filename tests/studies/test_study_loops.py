@@ -33,7 +33,10 @@ def compose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compose]:
 
     def make(command: str, schema: type, *overrides: str) -> Any:
         composed = hydra.compose(command, [*overrides, "run_dir=none"])
-        given = SimpleNamespace(overrides=SimpleNamespace(task=[*overrides], hydra=[]))
+        given = SimpleNamespace(
+            overrides=SimpleNamespace(task=[*overrides], hydra=[]),
+            runtime=SimpleNamespace(config_sources=[]),
+        )
         monkeypatch.setattr(HydraConfig, "get", lambda: given)
         return to_config(composed, schema)
 
