@@ -1,4 +1,4 @@
-"""What the switches of speed change: precision, layout, kernel search, compilation, pinning."""
+"""Speed part of the GPU report: step times by precision, layout, kernel search and compilation."""
 
 import time
 from collections.abc import Iterator

@@ -12,6 +12,9 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
 
+# A median of every third voxel along each axis is exact enough.
+MEDIAN_STEP = 3
+
 
 class FoundRegion(NamedTuple):
     """One region on the coarse grid.
@@ -29,10 +32,6 @@ class FoundRegion(NamedTuple):
     volume_ml: float
     centre_x_mm: float
     x_range_mm: tuple[float, float]
-
-
-# A median of every third voxel along each axis is exact enough.
-MEDIAN_STEP = 3
 
 
 def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRegion:

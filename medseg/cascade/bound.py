@@ -4,12 +4,12 @@ Split conformal prediction with normalised scores (Lei et al., Journal of the Am
 Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
 and a new patient of the same population. Then, with at least the stated probability, every region
 of the new patient reaches its bound at the same time. This probability refers to a random choice of
-the calibration patients as well as of the new patient. Here each patient of the calibration was
-segmented by the networks of the cross-validation that were trained without that patient, while new
-patients are segmented by networks that were trained on all patients of the calibration: the bound
-holds if these networks are no worse. It covers only regions that the scan really shows, and says
-nothing about missed or false regions. Scans of one patient are not independent, so a patient counts
-once, with the worst of its regions.
+the calibration patients as well as of the new patient. The patients that `make_weights held_out=`
+names are segmented by the networks themselves. In a cross-validation each patient is segmented by
+the networks that were trained without that patient, and new ones by networks that were trained on
+all: the bound then holds if these are no worse. It covers only regions that the scan really shows,
+and says nothing about missed or false regions. Scans of one patient are not independent, so a
+patient counts once, with the worst of its regions.
 """
 
 import math

@@ -280,7 +280,7 @@ class Cascade:
         """Apply the clean-up of the model, in place, and say what it changed.
 
         The last step that changes labels: the clean-up was chosen on results without it. The
-        agreements and additions of the result stay those before it, as where the bound on Dice was
+        agreements of the result stay those before it, as where the bound on Dice was
         calibrated.
         """
         clean_ups = self.last.clean_up

@@ -20,8 +20,9 @@ from medseg.inference.clean_up import check_clean_up
 from medseg.inference.openvino import has_openvino, openvino_bytes, quickest_backend, use_openvino
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.text import read_text
+from medseg.memory.device import stage_precision
 from medseg.memory.options import Precision
-from medseg.memory.precision import HALF, inference_precision
+from medseg.memory.precision import HALF
 from medseg.memory.switches import use_channels_last
 from medseg.models.blocks import ScaledConv3d
 from medseg.models.described import make_described_network, to_tuples
@@ -206,7 +207,7 @@ def _build_stage(
         spacing_mm=spacing_mm,
         tile_size=tile_size,
         region_margin_mm=float(metadata["region_margin_mm"]),
-        precision=precision or inference_precision(trained_in, device.type),
+        precision=stage_precision(name, precision, trained_in, device.type),
         device=device,
         rule=GridRule(**metadata.get("grid_rule", {})),
         checkpoints={str(path): checksum(path)},

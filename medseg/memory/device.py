@@ -5,7 +5,7 @@ import torch
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.memory.options import Accelerator, MemoryOptions, Precision
-from medseg.memory.precision import half_of_device
+from medseg.memory.precision import half_of_device, inference_precision
 
 
 def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> torch.device:
@@ -50,3 +50,25 @@ def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:
         "(compute capability below 8.0); this run computes in fp16, with loss scaling in training"
     )
     memory.precision = Precision(precision)
+
+
+def stage_precision(name: str, asked: str | None, trained: str, device_type: str) -> str:
+    """Choose the precision in which a trained stage runs; fp16 in place of bf16 is told.
+
+    Args:
+        name: Name of the stage, for the message.
+        asked: Precision that the user asks for; None = that of the training, see
+            `inference_precision`.
+        trained: Precision of the training.
+        device_type: `cpu` or `cuda`.
+    """
+    if asked is None:
+        precision = inference_precision(trained, device_type)
+    else:
+        precision = half_of_device(asked, device_type)
+    if (asked or trained) == "bf16" and precision == "fp16":
+        say(
+            f"the {name} stage computes in fp16: {torch.cuda.get_device_name()} has no arithmetic "
+            "in bf16 (compute capability below 8.0)"
+        )
+    return precision

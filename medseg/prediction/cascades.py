@@ -15,7 +15,7 @@ from medseg.inference.options import InferenceOptions, Seen
 from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
-from medseg.memory.precision import check_precision, half_of_device
+from medseg.memory.precision import check_precision
 from medseg.nnunet.model import load_nnunet
 from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
 from medseg.prediction.contract import backend_room_bytes
@@ -82,7 +82,6 @@ def load_cascade(
             check_precision(precision, device.type)
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
-        precision = half_of_device(precision, device.type)
     options = options or InferenceOptions()
     for key in ("sums", "orientation", "around"):
         if getattr(options, key) is not None:

@@ -15,7 +15,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError
 from medseg.memory import device
-from medseg.memory.device import use_supported_half
+from medseg.memory.device import stage_precision, use_supported_half
 from medseg.memory.options import Accelerator, Precision
 from medseg.memory.precision import has_fast_bf16, lightning_precision
 from medseg.planning import plan as plan_app
@@ -145,21 +145,22 @@ def test_a_plan_counts_what_the_training_will_compute_in(
     assert precisions == [Precision.fp16, Precision.bf16]
 
 
-def test_a_prediction_in_bf16_runs_in_fp16_on_a_gpu_without_it(
-    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked", ["bf16", None])
+def test_a_stage_trained_in_bf16_runs_in_fp16_on_a_gpu_without_it_and_says_so(
+    asked: str | None, pretend: Pretend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    precisions: list[str | None] = []
+    pretend(T4)
+    assert stage_precision("fine", asked, "bf16", "cuda") == "fp16"
+    assert "the fine stage computes in fp16: " in capsys.readouterr().err
+    pretend(A100)
+    assert stage_precision("fine", asked, "bf16", "cuda") == "bf16"
+    # Who asks for fp16 or trained in it is told nothing; a CPU asks no GPU.
+    assert stage_precision("fine", None, "fp16", "cuda") == "fp16"
+    assert stage_precision("fine", "bf16", "fp32", "cpu") == "bf16"
+    assert not capsys.readouterr().err
 
-    def load(stages: object, device: object, precision: str | None, *_: object) -> None:
-        precisions.append(precision)
-        raise ReachedError
 
-    monkeypatch.setattr(cascades, "_load_in_order", load)
-    for capability, accelerator in ((T4, "gpu"), (A100, "gpu"), (T4, "cpu")):
-        pretend(capability)
-        with pytest.raises(ReachedError):
-            cascades.load_cascade(None, None, accelerator=accelerator, precision="bf16")
-    assert precisions == ["fp16", "bf16", "bf16"]
+def test_a_cpu_has_no_fp16() -> None:
     with pytest.raises(UserError, match="the device is cpu: use bf16"):
         cascades.load_cascade(None, None, accelerator="cpu", precision="fp16")
 
