@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.config.overrides import text_of
@@ -14,7 +13,7 @@ from medseg.data.importers.formats import read_cases
 from medseg.data.options import StageName
 from medseg.data.reference import file_values
 from medseg.errors import UserError
-from medseg.io.atomic import check_writable, replace_text
+from medseg.io.atomic import check_writable
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
 from medseg.studies.fold_model import write_model
@@ -25,9 +24,9 @@ from medseg.studies.recipes import (
     Step,
     check_experiments,
     coarse_arguments,
+    evaluate_step,
     experiments,
     key_of,
-    label_values_argument,
     last_checkpoint,
     merge_arguments,
     note_recipe,
@@ -77,7 +76,8 @@ def cross_validate(config: CrossValidateConfig) -> int:
     # The folds share the trainings on phantoms: equal commands run once.
     run_steps(list(dict.fromkeys(map(tuple, steps))))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
-    run_steps([_evaluate_step(reference, config)])
+    stated_values = config.data.label_values or {}
+    run_steps([evaluate_step(output, reference, plain(config.task), stated_values)])
     whole_rows = _write_tables(folds, output, organs, is_cascade)
     stages = CASCADE if is_cascade else (SINGLE,)
     model = write_model(config, task, label_values, folds, whole_rows, stages)
@@ -211,20 +211,4 @@ def _predict_step(
         f"hu_slope={config.data.hu_slope}",
         f"hu_offset={config.data.hu_offset}",
         f"trusted_targets={text_of(config.trusted_targets)}",
-    ]
-
-
-def _evaluate_step(reference: Path, config: CrossValidateConfig) -> Step:
-    """Make the command that scores the predictions of all folds against a case table."""
-    output = Path(config.output)
-    # An experiment may choose the task or change it, so the task is written out.
-    task_file = output / "task.yaml"
-    replace_text(task_file, yaml.safe_dump({"task": plain(config.task)}, sort_keys=False))
-    return [
-        "evaluate",
-        f"pred={output / 'predictions'}",
-        f"ref={reference}",
-        f"output={output / 'scores'}",
-        f"task={task_file}",
-        label_values_argument(config.data.label_values or {}),
     ]

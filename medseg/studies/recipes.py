@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -369,6 +370,30 @@ def label_values_argument(label_values: Mapping[str, Any]) -> str:
     """Make the argument with the values in reference files; it adds names that the task lacks."""
     items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
     return f"+data.label_values={{{', '.join(items)}}}"
+
+
+def evaluate_step(
+    folder: Path, reference: Path, plain_task: Mapping[str, Any], label_values: Mapping[str, Any]
+) -> Step:
+    """Make the command that scores the predictions of a study.
+
+    Args:
+        folder: Folder of the study: has `predictions`; receives `scores` and `task.yaml`, since an
+            experiment may choose the task or change it.
+        reference: Case table of the predictions.
+        plain_task: Content of the group `task`.
+        label_values: Values in the label files.
+    """
+    task_file = folder / "task.yaml"
+    replace_text(task_file, yaml.safe_dump({"task": dict(plain_task)}, sort_keys=False))
+    return [
+        "evaluate",
+        f"pred={folder / 'predictions'}",
+        f"ref={reference}",
+        f"output={folder / 'scores'}",
+        f"task={task_file}",
+        label_values_argument(label_values),
+    ]
 
 
 def folder_name(name: str) -> str:

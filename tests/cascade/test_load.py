@@ -110,9 +110,9 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     monkeypatch.setattr(stages, "has_openvino", lambda: True)
     monkeypatch.setattr(stages, "quickest_backend", lambda _: "openvino")
     monkeypatch.setattr(stages, "use_openvino", lambda _, precision, __: used.append(precision))
-    monkeypatch.setattr(stages, "stage_precision", lambda *_: "bf16")
+    monkeypatch.setattr(stages, "stage_precision", lambda _, asked, *__: asked or "bf16")
     load_stage(path, "fine", CPU)
-    monkeypatch.setattr(stages, "inference_precision", lambda *_: "fp32")
+    monkeypatch.setattr(stages, "stage_precision", lambda _, asked, *__: asked or "fp32")
     load_stage(path, "fine", CPU, "fp32")
     load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch))
     assert used == []

@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from medseg.console import say
 from medseg.data.audit.table import READY
 from medseg.data.cache import prepare_cases
@@ -25,8 +23,8 @@ from medseg.studies.configure.setting import Setting, experiment_text
 from medseg.studies.configure.times import Costs
 from medseg.studies.recipes import (
     Step,
+    evaluate_step,
     failure_of,
-    label_values_argument,
     last_checkpoint,
     merge_arguments,
     search_paths,
@@ -97,7 +95,7 @@ class Pilot:
         train_s = self._time(self._train_step(run_dir))
         table = write_case_table(self.folder / "held_out.csv", [replace(held_out, split=None)])
         predict_s = self._time(self._predict_step(table, last_checkpoint(run_dir)))
-        score_s = self._time(self._evaluate_step(table))
+        score_s = self._time(evaluate_step(self.folder, table, self.plain_task, self.label_values))
         report_file = self.folder / "predictions" / f"{held_out.name}.json"
         report = json.loads(report_file.read_text(encoding="utf-8"))
         case_s = report["durations_s"]["total"]
@@ -161,19 +159,6 @@ class Pilot:
             f"input={table}",
             f"output={self.folder / 'predictions'}",
             f"single={checkpoint}",
-        ]
-
-    def _evaluate_step(self, table: Path) -> Step:
-        """Make the command that scores the largest case."""
-        task_file = self.folder / "task.yaml"
-        replace_text(task_file, yaml.safe_dump({"task": dict(self.plain_task)}, sort_keys=False))
-        return [
-            "evaluate",
-            f"pred={self.folder / 'predictions'}",
-            f"ref={table}",
-            f"output={self.folder / 'scores'}",
-            f"task={task_file}",
-            label_values_argument(self.label_values),
         ]
 
     def _time(self, step: Step) -> float:
