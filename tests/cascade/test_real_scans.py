@@ -30,10 +30,10 @@ def test_lungs_do_not_depend_on_the_memory(shared_ct: Path) -> None:
             gib: LungSegmenter(accelerator="cpu", options=InferenceOptions(budget_gib=gib)).segment(
                 shared_ct / images[name]
             )
-            for gib in (4.0, 1.0, 0.25, 0.01)
+            for gib in (4.0, 1.0, 0.25, 0.015)
         }
         assert not any("slabs" in plan for plan in results[4.0].tiling_plans.values())
-        assert all("slabs" in plan for plan in results[0.01].tiling_plans.values())
+        assert all("slabs" in plan for plan in results[0.015].tiling_plans.values())
         for gib, value in itertools.product(results, (1, 2)):
             assert (
                 dice(results[gib].labels.array == value, results[4.0].labels.array == value)
