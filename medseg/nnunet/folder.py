@@ -71,17 +71,8 @@ def open_model_folder(
         raise UserError(f"{source}: there is no such folder or zip file; check the path")
     folder = _pick_folder(top, path, source)
     plan = _read_plan(folder, source)
-    checkpoints = _find_checkpoints(folder, folds, source)
-    notes: list[str] = []
-    if any(folder.parent.rglob(POSTPROCESSING)):
-        notes.append(
-            f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
-            "code; the labels are those before it"
-        )
-    best = [name for name, file in checkpoints.items() if file.name == CHECKPOINTS[1]]
-    if best:
-        notes.append(f"fold {', '.join(best)}: {CHECKPOINTS[1]}, since {CHECKPOINTS[0]} is missing")
-    return ModelFolder(folder, plan, checkpoints, tuple(notes), unpacked)
+    checkpoints = _choose_checkpoints(folder, folds, source)
+    return ModelFolder(folder, plan, checkpoints, _notes(folder, checkpoints), unpacked)
 
 
 def is_model_folder(path: Path) -> bool:
@@ -137,7 +128,10 @@ def previous_folder(folder: ModelFolder, folds: Sequence[str] | None, key: str) 
 
 
 def is_start(path: Path) -> bool:
-    """Whether `open_fold` may open a path: a model folder, one of its folds, or a zip file."""
+    """Whether `open_fold` may open a path: a model folder, one of its folds, or a zip file.
+
+    A zip file is judged by its name alone: it is opened once it is used.
+    """
     is_fold = FOLD.fullmatch(path.name) is not None and (path.parent / PLANS).is_file()
     is_zip = path.is_file() and path.suffix.lower() == ".zip"
     return is_fold or is_zip or is_model_folder(path)
@@ -199,12 +193,13 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
 
 def _without_first_stages(folders: Sequence[Path]) -> list[Path]:
     """Leave out the first stage of a cascade where its second stage lies beside it."""
-    left = []
+    remaining = []
     for folder in folders:
         second = folder.with_name(folder.name.replace("__3d_lowres", "__3d_cascade_fullres"))
+        # Without `__3d_lowres` in its name, a folder is no first stage.
         if second == folder or second not in folders:
-            left.append(folder)
-    return left
+            remaining.append(folder)
+    return remaining
 
 
 def _configuration_of(folder: Path) -> str:
@@ -233,18 +228,28 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
         raise UserError(f"{source}: {PLANS} {error}") from error
 
 
-def _find_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) -> dict[str, Path]:
-    """Find the checkpoint of each fold.
+def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:
+    """Say what of a folder was not used, and what was taken in place of what is missing."""
+    notes: list[str] = []
+    if any(folder.parent.rglob(POSTPROCESSING)):
+        notes.append(
+            f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
+            "code; the labels are those before it"
+        )
+    final, best = CHECKPOINTS
+    folds = [name for name, file in checkpoints.items() if file.name == best]
+    if folds:
+        notes.append(f"fold {', '.join(folds)}: {best}, since {final} is missing")
+    return tuple(notes)
+
+
+def _choose_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) -> dict[str, Path]:
+    """Choose the checkpoints of the folds that were asked for, or of all.
 
     Raises:
         UserError: If a fold that was asked for has none, or none has one.
     """
-    present: dict[str, Path] = {}
-    for child in sorted(_children(folder), key=_fold_order):
-        match = FOLD.fullmatch(child.name)
-        files = [child / name for name in CHECKPOINTS if (child / name).is_file()]
-        if match and files:
-            present[match[1]] = files[0]
+    present = _find_checkpoints(folder)
     if folds is None:
         if not present:
             raise UserError(
@@ -263,6 +268,17 @@ def _find_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) ->
                 f"folds with a checkpoint are {listed}"
             )
     return {name: present[name] for name in folds}
+
+
+def _find_checkpoints(folder: Path) -> dict[str, Path]:
+    """Find the checkpoint of each fold that has one, by the name of the fold."""
+    checkpoints: dict[str, Path] = {}
+    for child in sorted(_children(folder), key=_fold_order):
+        match = FOLD.fullmatch(child.name)
+        files = [child / name for name in CHECKPOINTS if (child / name).is_file()]
+        if match and files:
+            checkpoints[match[1]] = files[0]
+    return checkpoints
 
 
 def _fold_order(child: Path) -> tuple[int, str]:

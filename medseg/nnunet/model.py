@@ -32,7 +32,7 @@ from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
 from medseg.nnunet.labels import mean_planes, reduce_planes
-from medseg.nnunet.network import call_network, fits, make_network, network_input
+from medseg.nnunet.network import call_network, first_difference, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
@@ -109,12 +109,12 @@ class NnunetModel:
     @property
     def steps(self) -> list[str]:
         """Steps of `segment`."""
-        return [*([PREVIOUS] if self.previous else []), *STEPS]
+        return [PREVIOUS, *STEPS] if self.previous else list(STEPS)
 
     @property
     def pass_steps(self) -> list[str]:
         """Steps in which a network runs."""
-        return [step for step in self.steps if step != STEPS[0]]
+        return [step for step in self.steps if step != "prepare"]
 
     @property
     def orientation(self) -> str:
@@ -133,18 +133,22 @@ class NnunetModel:
     @property
     def tile_bytes(self) -> float:
         """Memory of a pass of the network."""
-        own = self._whole_bytes if self.slab_bytes is None else self.slab_bytes
-        return max(own, self.previous.tile_bytes if self.previous else 0.0)
+        num_bytes = self._whole_bytes if self.slab_bytes is None else self.slab_bytes
+        if self.previous is not None:
+            num_bytes = max(num_bytes, self.previous.tile_bytes)
+        return num_bytes
 
     @property
     def least_bytes(self) -> float:
         """Smallest budget of a pass; a smaller tile would change the labels."""
         if self.device.type != "cpu":
             return 0.0
-        own = self._whole_bytes
+        num_bytes = self._whole_bytes
         if self.can_run_in_slabs:
-            own = min(own, self.least_slab_bytes)
-        return max(own, self.previous.least_bytes if self.previous else 0.0)
+            num_bytes = min(num_bytes, self.least_slab_bytes)
+        if self.previous is not None:
+            num_bytes = max(num_bytes, self.previous.least_bytes)
+        return num_bytes
 
     @property
     def can_run_in_slabs(self) -> bool:
@@ -192,7 +196,7 @@ class NnunetModel:
         num_voxels = 0
         if self.previous is not None:
             of_first, num_voxels = self.previous.expected(grid)
-            memory[PREVIOUS] = of_first[STEPS[-1]]
+            memory[PREVIOUS] = of_first["segment"]
         grid = self._orientation_of(grid).reoriented(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
@@ -203,10 +207,14 @@ class NnunetModel:
             max(size, tile) for size, tile in zip(target, plan.patch_size, strict=True)
         )
         itemsize = self._dtype.itemsize
+        num_heads = plan.labels.num_heads
+        # The previous stage adds one channel of labels, which become several in the network alone.
         num_channels = len(plan.channels) + (self.previous is not None)
         image = 4 * num_channels * depth * height * width
-        window = itemsize * plan.patch_size[0] * (plan.labels.num_heads + 1) * height * width
-        held = 2 * itemsize * plan.labels.num_heads * height * width
+        # Sums of the heads, and of the weights, in as many planes as a tile has.
+        window = itemsize * plan.patch_size[0] * (num_heads + 1) * height * width
+        # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
+        two_planes = 2 * itemsize * num_heads * height * width
         labels = math.prod(shape)
         starts = all_starts(
             (depth, height, width), plan.patch_size, self.options.overlap, is_2d=plan.is_2d
@@ -216,9 +224,9 @@ class NnunetModel:
         # Sums of the mirrored passes of a tile, in float32.
         mirrored = 0
         if passes > len(self.folds):
-            mirrored = 4 * plan.labels.num_heads * math.prod(plan.patch_size)
+            mirrored = 4 * num_heads * math.prod(plan.patch_size)
         memory["prepare"] = [image]
-        memory["segment"] = [image, window, held, labels, mirrored]
+        memory["segment"] = [image, window, two_planes, labels, mirrored]
         return memory, num_voxels + num_tiles * passes * math.prod(plan.patch_size)
 
     def segment(
@@ -251,9 +259,9 @@ class NnunetModel:
                 first = self.previous.segment(volume, more_channels)
             previous = orientation.turned(first.labels)
             result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
-        with _timed(result, "prepare", on_step), self._of_the_plan():
+        with _timed(result, "prepare", on_step), self._naming_the_folder():
             prepared = prepare(images, grid.spacing_mm, self.plan, previous)
-        with _timed(result, "segment", on_step), self._of_the_plan():
+        with _timed(result, "segment", on_step), self._naming_the_folder():
             stored = new_array(volume.array.shape, np.uint8)
             # A view of the stored labels in the order of the network, into which the crop goes.
             turned = orientation.turned(stored).transpose(self.plan.transpose)
@@ -287,7 +295,7 @@ class NnunetModel:
             reduce_planes(logits, planes, plan.labels.region_values, labels)
 
     @contextmanager
-    def _of_the_plan(self) -> Iterator[None]:
+    def _naming_the_folder(self) -> Iterator[None]:
         """Name the folder where its plan does not fit a scan.
 
         Raises:
@@ -427,16 +435,16 @@ def load_nnunet(
     if folder.plan.previous_stage is not None:
         first = previous_folder(folder, folds, "weights")
         previous = _load_folder(first, f"weights={first.path}", device, options, precision)
-    loaded = _load_folder(folder, f"weights={path}", device, options, precision)
+    model = _load_folder(folder, f"weights={path}", device, options, precision)
     if previous is None:
-        return loaded
-    checkpoints = previous.checkpoints | loaded.checkpoints
-    return replace(loaded, previous=previous, checkpoints=checkpoints)
+        return model
+    checkpoints = previous.checkpoints | model.checkpoints
+    return replace(model, previous=previous, checkpoints=checkpoints)
 
 
 def _load_folder(
     folder: ModelFolder,
-    given: str,
+    source: str,
     device: torch.device,
     options: InferenceOptions,
     precision: str,
@@ -445,7 +453,7 @@ def _load_folder(
 
     Args:
         folder: Its files.
-        given: Key and value of the user, for messages.
+        source: Key and value of the user, for messages.
         device: See `load_nnunet`.
         options: See `load_nnunet`.
         precision: `fp32` or `bf16`.
@@ -454,26 +462,26 @@ def _load_folder(
         # A network may be larger than the memory: on the meta device it only has shapes, which
         # must be those of the weights.
         shapes = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
-        loaded: list[Fold] = []
+        folds: list[Fold] = []
         for name, file in folder.checkpoints.items():
-            checkpoint = read_checkpoint(file, f"{given}: fold {name}")
-            difference = fits(shapes, checkpoint.weights)
+            checkpoint = read_checkpoint(file, f"{source}: fold {name}")
+            difference = first_difference(shapes, checkpoint.weights)
             if difference:
                 raise UserError(
-                    f"{given}: the weights of fold {name} do not fit the network of plans.json "
+                    f"{source}: the weights of fold {name} do not fit the network of plans.json "
                     f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
                     "take the files of one training"
                 )
-            loaded.append(Fold(name, file, checkpoint.mirror_axes))
+            folds.append(Fold(name, file, checkpoint.mirror_axes))
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
-        raise UserError(f"{given}: plans.json {error}") from error
+        raise UserError(f"{source}: plans.json {error}") from error
     configuration = folder.plan.configuration
     model = NnunetModel(
         folder=folder,
         task=task_of(folder.plan),
         network=network,
-        folds=tuple(loaded),
+        folds=tuple(folds),
         options=options,
         device=device,
         bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
@@ -521,10 +529,10 @@ def task_of(plan: NnunetPlan) -> Task:
     """Describe labels and channels of a plan as those of a task of one stage."""
     channels = []
     for channel in plan.channels:
-        known = channel.intensities
         if channel.scheme == "CTNormalization":
-            window_hu = known["percentile_00_5"], known["percentile_99_5"]
-            channels.append(Channel("ct", window_hu))
+            low_hu = channel.intensities["percentile_00_5"]
+            high_hu = channel.intensities["percentile_99_5"]
+            channels.append(Channel("ct", (low_hu, high_hu)))
         else:
             channels.append(Channel("other", None, "zscore"))
     return Task(plan.dataset_name, dict(plan.labels.names), (), tuple(channels))

@@ -54,19 +54,19 @@ def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
     return logits
 
 
-def fits(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
+def first_difference(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Compare names and shapes of weights with those of a network.
 
     Returns:
-        What differs, as the end of a sentence; empty where all fit.
+        What differs first, as the end of a sentence; empty where all fit.
     """
     expected = network.state_dict()
     for name, value in expected.items():
         if name not in weights:
             return f"{name} is missing"
         if weights[name].shape != value.shape:
-            shapes = tuple(weights[name].shape), tuple(value.shape)
-            return f"{name} has the shape {shapes[0]}, expected {shapes[1]}"
+            shape = tuple(weights[name].shape)
+            return f"{name} has the shape {shape}, expected {tuple(value.shape)}"
     for name in weights:
         if name not in expected:
             return f"{str(name)[:100]} is no part of the network"

@@ -24,7 +24,9 @@ MAX_HEADS = 255
 MAX_COUNT = 4096
 MAX_LEVELS = 12
 MAX_BLOCKS = 100
-# Classes of networks that are built, by the last part of their names.
+MAX_KERNEL_SIZE = 31
+# Classes of networks that are built, by the last part of their names, and the argument of each that
+# counts the blocks of the encoder.
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
 SPLINE, TORCH, NONE = (
     "resample_data_or_seg_to_shape",
@@ -215,12 +217,7 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     previous_stage = _read_previous_stage(configuration, configurations)
     labels_resampling = None
     if previous_stage is not None:
-        labels_resampling = _read_resampling(configuration, "resampling_fn_seg")
-        if labels_resampling.function == TORCH:
-            raise PlanError(
-                f"resampling_fn_seg: {TORCH} of the labels of a previous stage is not supported, "
-                f"but {SPLINE} and {NONE}"
-            )
+        labels_resampling = _read_labels_resampling(configuration)
     reader = plans.get("image_reader_writer")
     if not isinstance(reader, str) or reader not in READERS:
         raise PlanError(
@@ -294,30 +291,45 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
     labels = _mapping(dataset.get("labels"), "labels in dataset.json")
     if labels.get("background") != 0:
         raise PlanError("labels in dataset.json: expected background: 0")
-    values = {name: value for name, value in labels.items() if name not in ("background", "ignore")}
-    is_region_based = any(isinstance(value, list) and len(value) > 1 for value in values.values())
-    if is_region_based:
-        order = dataset.get("regions_class_order")
-        if not isinstance(order, list) or len(order) != len(values):
-            raise PlanError(
-                f"regions_class_order in dataset.json: expected {len(values)} values, one for each "
-                f"region, got {order}"
-            )
-        painted = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
-        if len(set(painted)) != len(painted):
-            raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
-        names = dict(zip(values, painted, strict=True))
-        return LabelPlan(names, painted, len(painted), _map_values(values))
-    names = {}
-    for name, value in values.items():
+    # No head predicts the label of ignored voxels.
+    members = {name: labels[name] for name in labels if name not in ("background", "ignore")}
+    # A label of several values is a region, which may overlap others.
+    if any(isinstance(value, list) and len(value) > 1 for value in members.values()):
+        return _read_regions(members, dataset)
+    names: dict[str, int] = {}
+    for name, value in members.items():
         number = value[0] if isinstance(value, list) and len(value) == 1 else value
         names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
-    if sorted(names.values()) != list(range(1, 1 + len(names))) or not names:
+    values = sorted(names.values())
+    # A head is found by its value: a gap would shift all later ones.
+    if not values or values != list(range(1, 1 + len(values))):
         raise PlanError(
-            f"labels in dataset.json: expected the values 1, 2, … without a gap, got "
-            f"{sorted(names.values())}"
+            f"labels in dataset.json: expected the values 1, 2, … without a gap, got {values}"
         )
-    return LabelPlan(names, None, 1 + len(names), tuple(sorted(names.values())))
+    return LabelPlan(names, None, 1 + len(values), tuple(values))
+
+
+def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> LabelPlan:
+    """Read the labels of a network whose heads are regions.
+
+    Args:
+        regions: Name of each region to the values that it is made of.
+        dataset: Content of `dataset.json`.
+
+    Raises:
+        PlanError: If `regions_class_order` does not name one value for each region.
+    """
+    order = dataset.get("regions_class_order")
+    if not isinstance(order, list) or len(order) != len(regions):
+        raise PlanError(
+            f"regions_class_order in dataset.json: expected {len(regions)} values, one for each "
+            f"region, got {order}"
+        )
+    painted = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
+    if len(set(painted)) != len(painted):
+        raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
+    names = dict(zip(regions, painted, strict=True))
+    return LabelPlan(names, painted, len(painted), _map_values(regions))
 
 
 def _map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
@@ -376,6 +388,21 @@ def _read_intensities(intensities: Any, channel: int) -> dict[str, float]:
     for name in ("mean", "std", "percentile_00_5", "percentile_99_5"):
         statistics[name] = _number(section.get(name), name, -math.inf, math.inf)
     return statistics
+
+
+def _read_labels_resampling(configuration: Mapping[str, Any]) -> ResamplingPlan:
+    """Read how the labels of the previous stage are resampled.
+
+    Raises:
+        PlanError: As `_read_resampling`, or if torch does it.
+    """
+    resampling = _read_resampling(configuration, "resampling_fn_seg")
+    if resampling.function == TORCH:
+        raise PlanError(
+            f"resampling_fn_seg: {TORCH} of the labels of a previous stage is not supported, "
+            f"but {SPLINE} and {NONE}"
+        )
+    return resampling
 
 
 def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPlan:
@@ -451,20 +478,29 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
         )
-    blocks_key = NETWORKS[name]
+    _check_layers(arguments, NETWORKS[name])
+    # A plane of a 2D network is a volume of one plane.
+    return {"class": name, "arguments": arguments, "divisor": [1] * (3 - num_axes) + divisor}
+
+
+def _check_layers(arguments: Mapping[str, Any], blocks_key: str) -> None:
+    """Check the numbers from which layers are built; one number counts for all levels.
+
+    Raises:
+        PlanError: If a number is out of range.
+    """
+    # The network is built before its weights are compared: a hostile plan would ask for any size.
     for key in (blocks_key, "n_conv_per_stage_decoder"):
         blocks = arguments.get(key)
-        # One number counts for all levels.
         if not isinstance(blocks, list):
             blocks = [blocks]
         for number in blocks:
             _integer(number, key, 1, MAX_BLOCKS)
     for number in _flat(arguments.get("features_per_stage")):
         _integer(number, "features_per_stage", 1, MAX_COUNT)
+    # A kernel has a size for each axis.
     for number in _flat(arguments.get("kernel_sizes")):
-        _integer(number, "kernel_sizes", 1, 31)
-    # A plane of a 2D network is a volume of one plane.
-    return {"class": name, "arguments": arguments, "divisor": [1] * (3 - num_axes) + divisor}
+        _integer(number, "kernel_sizes", 1, MAX_KERNEL_SIZE)
 
 
 def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -474,17 +510,19 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
     if not isinstance(encoder, list):
         raise PlanError("has neither `architecture` nor the keys of a U-Net")
     # Features of the first level, which double with each level up to a limit.
-    base = _integer(
+    first_features = _integer(
         configuration.get("UNet_base_num_features"), "UNet_base_num_features", 1, MAX_COUNT
     )
-    most = _integer(
+    max_features = _integer(
         configuration.get("unet_max_num_features"), "unet_max_num_features", 1, MAX_COUNT
     )
     levels = _integer(len(encoder), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
     axes = "2d" if _is_2d(configuration) else "3d"
     return name, {
         "n_stages": levels,
-        "features_per_stage": [min(base * 2**level, most) for level in range(levels)],
+        "features_per_stage": [
+            min(first_features * 2**level, max_features) for level in range(levels)
+        ],
         "conv_op": f"torch.nn.modules.conv.Conv{axes}",
         "kernel_sizes": configuration.get("conv_kernel_sizes"),
         "strides": configuration.get("pool_op_kernel_sizes"),

@@ -170,13 +170,13 @@ def _as_float(plane: np.ndarray) -> np.ndarray:
 
 def _ct_normalisation(channel: ChannelPlan) -> Normalise:
     """Clip to the percentiles of the training and scale by its statistics, in float32."""
-    known = channel.intensities
+    of_training = channel.intensities
 
     def normalise(plane: np.ndarray) -> np.ndarray:
         values = _as_float(plane)
-        np.clip(values, known["percentile_00_5"], known["percentile_99_5"], out=values)
-        values -= known["mean"]
-        values /= max(known["std"], EPSILON)
+        np.clip(values, of_training["percentile_00_5"], of_training["percentile_99_5"], out=values)
+        values -= of_training["mean"]
+        values /= max(of_training["std"], EPSILON)
         return values
 
     return normalise
@@ -261,12 +261,14 @@ class _Limits:
             low = np.array([plane.min() for plane in source])
             high = np.array([plane.max() for plane in source])
         else:
+            # A plane has the axes 1 and 2: each slice along one of them is reduced along the other.
             across = 2 - self._apart
             low = np.min([plane.min(axis=across) for plane in source], axis=0)
             high = np.max([plane.max(axis=across) for plane in source], axis=0)
         if self._apart is None:
             low, high = low.min(keepdims=True), high.max(keepdims=True)
         else:
+            # A new slice has the range of the source slice that it is taken from.
             nearest = axis_taps(new_shape[self._apart], shape[self._apart], 0).index[:, 0]
             low, high = low[nearest], high[nearest]
         self._low = torch.from_numpy(low.astype(np.float64))

@@ -80,9 +80,10 @@ def _winners(
             best = score
             continue
         is_better = score > best
-        is_own = of_nearest == value
+        is_of_nearest = of_nearest == value
         winner.masked_fill_(is_better, value)
-        is_nearest = torch.where(is_better, is_own, is_nearest | (is_own & (score == best)))
+        is_equal_of_nearest = is_of_nearest & (score == best)
+        is_nearest = torch.where(is_better, is_of_nearest, is_nearest | is_equal_of_nearest)
         torch.maximum(best, score, out=best)
     return torch.where(is_nearest, of_nearest, winner)
 

@@ -192,10 +192,15 @@ def _applied(function: nn.Module, values: Tensor, channels: slice) -> Tensor:
     """Apply a norm or a function of each voxel to some channels (1, c, D, H, W)."""
     if not isinstance(function, (nn.InstanceNorm3d, nn.BatchNorm3d)):
         return cast(Tensor, function(values))
-    mean, variance, weight, bias = (
-        None if tensor is None else tensor[channels]
-        for tensor in (function.running_mean, function.running_var, function.weight, function.bias)
-    )
+    weight = _of_channels(function.weight, channels)
+    bias = _of_channels(function.bias, channels)
     if isinstance(function, nn.InstanceNorm3d) and not function.track_running_stats:
         return F.instance_norm(values, None, None, weight, bias, True, eps=function.eps)
+    mean = _of_channels(function.running_mean, channels)
+    variance = _of_channels(function.running_var, channels)
     return F.batch_norm(values, mean, variance, weight, bias, False, eps=function.eps)
+
+
+def _of_channels(values: Tensor | None, channels: slice) -> Tensor | None:
+    """Take the values of some channels from an attribute of a norm, which may have none."""
+    return None if values is None else values[channels]

@@ -9,7 +9,7 @@ rounding shows where half-precision logits lie close together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,16 +144,15 @@ def _as_tensors(taps: AxisTaps) -> tuple[list[Tensor], list[Tensor] | None]:
 
 def _taps(
     values: Tensor, axis: int, index: Sequence[Tensor], weight: Sequence[Tensor] | None
-) -> list[Tensor] | map[Tensor]:
+) -> Iterator[Tensor]:
     """Gather the values of each tap along an axis of a plane, times its weights."""
-
-    def gathered(tap: int) -> Tensor:
-        taken = values.index_select(axis, index[tap])
-        if weight is None:
-            return taken
-        return taken.mul_(weight[tap] if axis == 1 else weight[tap][:, None])
-
-    return map(gathered, range(len(index)))
+    # One at a time: a cubic plane has 16 of them, each as large as the plane.
+    for tap, voxels in enumerate(index):
+        gathered = values.index_select(axis, voxels)
+        if weight is not None:
+            # Along the rows the weights are a column.
+            gathered.mul_(weight[tap][:, None] if axis == 0 else weight[tap])
+        yield gathered
 
 
 def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
