@@ -94,6 +94,28 @@ class VoxelBox:
             stops.append(int(hits[-1]) + 1)
         return cls.of(starts, stops)
 
+    @classmethod
+    def around(cls, planes: Iterable[np.ndarray]) -> VoxelBox | None:
+        """Find the smallest box around the true voxels of planes (H, W), taken one by one.
+
+        So no mask of the volume need be in memory.
+
+        Returns:
+            The box; None without true voxels.
+        """
+        footprint: np.ndarray | None = None
+        filled: list[int] = []
+        for z, plane in enumerate(planes):
+            if not plane.any():
+                continue
+            filled.append(z)
+            footprint = plane if footprint is None else footprint | plane
+        if footprint is None:
+            return None
+        in_plane = cls.from_mask(footprint[None])
+        assert in_plane is not None, "a plane has true voxels"
+        return cls((filled[0], *in_plane.start[1:]), (filled[-1] + 1, *in_plane.stop[1:]))
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Voxels per axis, (D, H, W)."""

@@ -240,18 +240,7 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
 
 def label_box(labels: np.ndarray, value: int | Sequence[int]) -> VoxelBox | None:
     """Find the smallest box around a label, or around several; None if they are absent."""
-    # Plane by plane: a mask of all voxels would be a second volume.
-    footprint = np.zeros(labels.shape[1:], dtype=bool)
-    filled = []
-    for z in range(len(labels)):
-        is_in = _mask_of(labels, value, z)
-        if is_in.any():
-            filled.append(z)
-            footprint |= is_in
-    box = VoxelBox.from_mask(footprint[None])
-    if box is None:
-        return None
-    return VoxelBox((filled[0], *box.start[1:]), (filled[-1] + 1, *box.stop[1:]))
+    return VoxelBox.around(_mask_of(labels, value, z) for z in range(len(labels)))
 
 
 def _mask_of(labels: np.ndarray, value: int | Sequence[int], planes: slice | int) -> np.ndarray:

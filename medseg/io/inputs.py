@@ -246,15 +246,22 @@ def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
     images = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
     scans += [entry for entry, image in images.items() if image is not None]
     if not scans:
-        inner = [str(entry) for entry in images if volume_files(entry)]
-        advice = f"give one of {', '.join(inner[:5])}." if inner else "check the path."
-        raise UserError(
-            f"{folder}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series "
-            f"each), but the folder holds none; {advice}"
-        )
+        raise _no_scans(folder, images)
     cases = _by_case_name(folder, scans)
     # A folder of a case is named after itself and stands for its image.
     return [(name, images.get(scan) or scan) for name, scan in cases.items()]
+
+
+def _no_scans(folder: Path, subfolders: Iterable[Path]) -> UserError:
+    """Refuse a folder without a scan; name those of its subfolders that hold volume files."""
+    inner = [str(subfolder) for subfolder in subfolders if volume_files(subfolder)]
+    advice = "check the path."
+    if inner:
+        advice = f"give one of {', '.join(inner[:5])}."
+    return UserError(
+        f"{folder}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series "
+        f"each), but the folder holds none; {advice}"
+    )
 
 
 def _refuse_volumes(folder: Path, scans: Iterable[Path]) -> None:

@@ -197,11 +197,10 @@ def _choose_form(
         )
     chosen = usable[0]
     affine = forms[chosen].affine
-    warnings = [
-        f"the {name} of the header {form.fault}: the {chosen} is used"
-        for name, form in forms.items()
-        if form.fault
-    ]
+    warnings = []
+    for name, form in forms.items():
+        if form.fault:
+            warnings.append(f"the {name} of the header {form.fault}: the {chosen} is used")
     if len(usable) == 2:
         distance_voxels = _disagreement(path, affine, forms[usable[1]].affine, shape)
         if distance_voxels > FORM_TOLERANCE_VOXELS:

@@ -100,19 +100,17 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     Raises:
         UserError: If the disk has no room for it.
     """
-    num_bytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    # No map is empty.
+    num_mapped = max(1, num_bytes)
     folder = scratch_folder()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Room for all of it now: a write to a map on a full disk would end the process.
-            reserve = getattr(
-                os, "posix_fallocate", lambda number, _, size: os.ftruncate(number, size)
-            )  # macOS has no such call
-            reserve(file.fileno(), 0, num_bytes)
-            pages = mmap.mmap(file.fileno(), num_bytes)
+            _reserve(file.fileno(), num_mapped)
+            pages = mmap.mmap(file.fileno(), num_mapped)
     except OSError as error:
         raise UserError(
-            f"{folder}: expected room for a temporary file of {num_bytes / 2**30:.2f} GiB, but "
+            f"{folder}: expected room for a temporary file of {num_mapped / 2**30:.2f} GiB, but "
             f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"
         ) from error
     with _lock:
@@ -121,11 +119,18 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             # for a thread.
             _thread.start_new_thread(_release_repeatedly, ())
         _maps.add(pages)
-    return (
-        np.frombuffer(pages, np.uint8, num_bytes)[: math.prod(shape) * np.dtype(dtype).itemsize]
-        .view(dtype)
-        .reshape(shape)
-    )
+    return np.frombuffer(pages, np.uint8, num_bytes).view(dtype).reshape(shape)
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    """Give a file its size, with room on the disk for all of it where the system can.
+
+    A write to a map on a full disk would end the process. macOS has no such call.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    else:
+        os.ftruncate(descriptor, num_bytes)
 
 
 def release_pages() -> None:

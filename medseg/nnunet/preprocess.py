@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,19 +93,16 @@ def prepare(
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
     """Box of the voxels that are not zero in any channel; the whole where all are zero."""
-    shape = images[0].shape
-    used = [np.zeros(size, dtype=bool) for size in shape]
-    for number in range(shape[0]):
-        plane = images[0][number] != 0
-        for image in images[1:]:
-            plane |= image[number] != 0
-        used[0][number] = plane.any()
-        used[1] |= plane.any(axis=1)
-        used[2] |= plane.any(axis=0)
-    if not used[0].any():
-        return VoxelBox.full(shape)
-    ends = [np.flatnonzero(axis)[[0, -1]] for axis in used]
-    return VoxelBox.of([int(low) for low, _ in ends], [int(high) + 1 for _, high in ends])
+
+    def is_used() -> Iterator[np.ndarray]:
+        """Yield for each plane where it is not zero in any channel."""
+        for planes in zip(*images, strict=True):
+            mask = planes[0] != 0
+            for plane in planes[1:]:
+                mask |= plane != 0
+            yield mask
+
+    return VoxelBox.around(is_used()) or VoxelBox.full(images[0].shape)
 
 
 def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medseg.config.overrides import text_of
 from medseg.config.schema import Allow, PlanConfig
@@ -43,6 +43,22 @@ TRIES = 3
 Choice = tuple[Candidate, Option, Estimate]
 
 
+class Search(NamedTuple):
+    """Result of the search for switches.
+
+    Attributes:
+        choice: The fastest switches; None where none fits.
+        candidates: What they were chosen among.
+        shape: Voxels of a sample, (D, H, W).
+        changes: Keys in which the run differs from the configured one.
+    """
+
+    choice: Choice | None
+    candidates: list[Candidate]
+    shape: Shape
+    changes: dict[str, Any]
+
+
 def fit(config: PlanConfig, shape: Shape) -> int:
     """Print the fastest switches that fit into `fit_gib`, and the arguments as the last line.
 
@@ -51,23 +67,8 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     Returns:
         0, or 1 if no set of switches fits.
     """
-    machine = Machine(config)
     budget = int((config.fit_gib or 0) * GIB / (1 + MARGIN))
-    max_seconds = config.max_seconds or math.inf
-    changes: dict[str, Any] = {}
-    candidates = make_candidates(config, shape, machine)
-    choice = verified(candidates, budget, max_seconds, shape, machine)
-    if choice is None and config.allow is Allow.other_run:
-        # The first run that fits is the one that sees the most voxels per step.
-        for other_changes, other_config, patch in closer_runs(config, shape):
-            # One estimate takes less time than the count of all candidates.
-            if not fits_at_all(other_config, patch, machine, budget):
-                continue
-            other_candidates = make_candidates(other_config, patch, machine)
-            choice = verified(other_candidates, budget, max_seconds, patch, machine)
-            if choice is not None:
-                candidates, shape, changes = other_candidates, patch, other_changes
-                break
+    choice, candidates, shape, changes = _search(config, shape, budget)
     options = front(candidates)
     if choice is None:
         print_front(options, None, config)
@@ -92,6 +93,30 @@ def fit(config: PlanConfig, shape: Shape) -> int:
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     print(f"choose: {line}", flush=True)
     return 0
+
+
+def _search(config: PlanConfig, shape: Shape, budget: int) -> Search:
+    """Search the switches of the configured run, then of others where `allow` permits them.
+
+    Without a choice the candidates are those of the configured run.
+    """
+    machine = Machine(config)
+    max_seconds = config.max_seconds or math.inf
+    candidates = make_candidates(config, shape, machine)
+    choice = verified(candidates, budget, max_seconds, shape, machine)
+    search = Search(choice, candidates, shape, {})
+    if choice is not None or config.allow is not Allow.other_run:
+        return search
+    # The first run that fits is the one that sees the most voxels per step.
+    for changes, other_config, patch in closer_runs(config, shape):
+        # One estimate takes less time than the count of all candidates.
+        if not fits_at_all(other_config, patch, machine, budget):
+            continue
+        candidates = make_candidates(other_config, patch, machine)
+        choice = verified(candidates, budget, max_seconds, patch, machine)
+        if choice is not None:
+            return Search(choice, candidates, patch, changes)
+    return search
 
 
 def _no_fit_message(config: PlanConfig, smallest: Option) -> str:

@@ -104,17 +104,22 @@ def plan(config: PlanConfig) -> int:
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     if fits:
         return 0
-    cure = "find switches that fit with fit_gib in place of memory.budget_gib"
-    if peak_of == VALIDATION:
-        cure = "choose smaller tiles, inference.tile_size=[D,H,W]"
-        # Tiles do not make the case itself smaller.
-        if case_bytes > budget:
-            cure = "give validation_shape=[D,H,W] of your largest case, or a coarser spacing"
     say(
         f"the {peak_of} needs {peaks[peak_of] / GIB:.2f} GiB and "
-        f"memory.budget_gib={budget_gib:g}: it does not fit; {cure}"
+        f"memory.budget_gib={budget_gib:g}: it does not fit; "
+        f"{_cure(peak_of, is_case_too_large=case_bytes > budget)}"
     )
     return EXIT_FAILED
+
+
+def _cure(peak_of: str, *, is_case_too_large: bool) -> str:
+    """Say what makes a run fit whose largest peak is that of a phase."""
+    if peak_of != VALIDATION:
+        return "find switches that fit with fit_gib in place of memory.budget_gib"
+    # Tiles do not make the case itself smaller.
+    if is_case_too_large:
+        return "give validation_shape=[D,H,W] of your largest case, or a coarser spacing"
+    return "choose smaller tiles, inference.tile_size=[D,H,W]"
 
 
 def _check_keys(config: PlanConfig) -> None:
@@ -128,8 +133,8 @@ def _check_keys(config: PlanConfig) -> None:
         raise UserError(
             "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use"
         )
-    for_one_configuration = budget_gib is not None or not config.measure or config.compute
-    if config.fit_gib is not None and for_one_configuration:
+    is_for_one_configuration = budget_gib is not None or not config.measure or config.compute
+    if config.fit_gib is not None and is_for_one_configuration:
         raise UserError(
             "fit_gib searches for switches, while memory.budget_gib, measure=false and "
             "compute=true apply to a given configuration; leave them out"

@@ -106,7 +106,8 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         "kept for later plans"
     )
     with tempfile.TemporaryDirectory(prefix="medseg-plan-") as scratch:
-        arguments = [*REHEARSAL, *(SMALL_MONAI if has_monai else SMALL_UNET)]
+        network = SMALL_MONAI if has_monai else SMALL_UNET
+        arguments = [*REHEARSAL, *network]
         if not has_logger:
             arguments.append("logger=none")
         arguments += [f"data.phantoms.folder={scratch}/phantoms", f"data.cache={scratch}/cache"]

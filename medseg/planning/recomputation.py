@@ -8,7 +8,7 @@ import ctypes
 import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,11 +60,19 @@ class Moment:
 
     def peak(self, recomputed: Collection[str]) -> int:
         """Resident bytes at the peak of the segment where these blocks are recomputed."""
-        peak = self.base
-        for literals, num_bytes in self.conditional.items():
-            if any(literal.holds(recomputed) for literal in literals):
-                peak += num_bytes
-        return peak + (self.recomputed_rise if self.block in recomputed else self.rise)
+        start_bytes = self.base + _live_bytes(self.conditional, recomputed)
+        if self.block in recomputed:
+            return start_bytes + self.recomputed_rise
+        return start_bytes + self.rise
+
+
+def _live_bytes(conditional: Mapping[frozenset[Literal], int], recomputed: Collection[str]) -> int:
+    """Sum the conditional bytes that are live where these blocks are recomputed."""
+    num_live = 0
+    for literals, num_bytes in conditional.items():
+        if any(literal.holds(recomputed) for literal in literals):
+            num_live += num_bytes
+    return num_live
 
 
 class StepModel:
@@ -128,19 +136,13 @@ class StepModel:
             if owner.part in self.extra_seconds:
                 block = owner.part
                 self.extra_seconds[block] += recomputed_seconds - plain_seconds
-            conditional = (
-                {}
-                if is_update
-                else self._conditional_bytes(plain.held_storages, order, plain_segment)
-            )
-            # Without recomputation these are live at the start of the segment, and leave the base.
-            freed = sum(
-                num_bytes
-                for literals, num_bytes in conditional.items()
-                if any(literal.holds(()) for literal in literals)
-            )
+            conditional: dict[frozenset[Literal], int] = {}
+            # The optimiser runs when the graph, and all that it held, is gone.
+            if not is_update:
+                conditional = self._conditional_bytes(plain.held_storages, order, plain_segment)
             moment = Moment(
-                plain_segment.start_bytes - freed,
+                # Without recomputation these are live at the start of the segment.
+                plain_segment.start_bytes - _live_bytes(conditional, ()),
                 conditional,
                 block,
                 rise(plain_segment, costs, is_resident=True),
@@ -248,11 +250,7 @@ class StepModel:
         conditional: Counter[frozenset[Literal]] = Counter()
         for storage in storages:
             if segment.owner.kind == FORWARD:
-                if order.get(storage.maker, -1) >= now:
-                    continue  # it is not made yet
-                # The caller of the parts holds what a later part takes.
-                users = storage.takers | storage.savers
-                if any(order.get(part, -1) >= now for part in users):
+                if not _is_saved_only(storage, order, now):
                     continue
                 savers = storage.savers
                 takers = storage.takers
@@ -269,6 +267,21 @@ class StepModel:
             if literals and not savers & takers:
                 conditional[frozenset(literals)] += storage.num_bytes
         return dict(conditional)
+
+
+def _is_saved_only(storage: HeldStorage, order: dict[str, int], now: int) -> bool:
+    """Whether a storage lives for the backward pass alone when a part begins its forward pass.
+
+    Args:
+        storage: The storage.
+        order: Place of each part in the forward pass.
+        now: Place of the part.
+    """
+    if order.get(storage.maker, -1) >= now:
+        return False  # it is not made yet
+    # The caller of the parts holds what a later part takes.
+    users = storage.takers | storage.savers
+    return all(order.get(part, -1) < now for part in users)
 
 
 @contextlib.contextmanager

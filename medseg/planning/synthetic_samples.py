@@ -113,8 +113,11 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     np.save(folder / "labels.npy", labels)
     intensities: list[Intensity | None] = []
     for number, channel in enumerate(task.channels):
-        image = np.zeros(grid.shape, dtype=np.int16 if channel.modality == "ct" else np.float32)
-        np.save(folder / (f"image_{number}.npy" if number else "image.npy"), image)
+        dtype = np.int16 if channel.modality == "ct" else np.float32
+        image = np.zeros(grid.shape, dtype)
+        # The names of `medseg.data.cache`.
+        file_name = f"image_{number}.npy" if number else "image.npy"
+        np.save(folder / file_name, image)
         if channel.window_hu:
             intensities.append(None)
             continue

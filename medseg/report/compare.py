@@ -8,7 +8,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
-from medseg.report.differences import Difference, is_established, paired_difference
+from medseg.report.differences import (
+    Difference,
+    is_established,
+    mean_of_cases,
+    paired_difference,
+)
 from medseg.wording import first_few
 
 FINISHED = "finished"
@@ -292,10 +297,7 @@ class Setting(NamedTuple):
 
     def case_means(self) -> dict[str, float]:
         """Average the Dice of each case over its labels."""
-        dices: dict[str, list[float]] = {}
-        for (case, _), dice in self.cases.items():
-            dices.setdefault(case, []).append(dice)
-        return {case: fmean(values) for case, values in dices.items()}
+        return mean_of_cases(self.cases)
 
 
 @dataclass(frozen=True)
@@ -367,10 +369,15 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         baseline: Name of one of the runs; None = no differences.
     """
     texts = _texts(runs)
-    values_of = {}
-    for key, values in texts.items():
-        values_of[key] = {value for value in values if value is not None}
-    differing = [key for key in texts if len(values_of[key]) > 1]
+    same: dict[str, str] = {}
+    differing: list[str] = []
+    for key, run_texts in texts.items():
+        # A run that never got a configuration says nothing.
+        known_texts = list({text for text in run_texts if text is not None})
+        if len(known_texts) > 1:
+            differing.append(key)
+        elif known_texts:
+            same[key] = known_texts[0]
     columns = _columns(runs, {key: texts[key] for key in differing})
     setting_columns = [column for column in columns if column.key not in REPEAT_KEYS]
     # Over every differing key, in a column or not: keys that a chosen group hides must not turn
@@ -388,10 +395,6 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     differences: dict[int, Difference] = {}
     if base is not None:
         differences = _differences(settings, base, patients)
-    same: dict[str, str] = {}
-    for key, known_values in values_of.items():
-        if len(known_values) == 1:
-            (same[key],) = known_values
     return Comparison(
         runs=tuple(runs),
         columns=columns,
@@ -629,27 +632,39 @@ def _setting(
     number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]
 ) -> Setting:
     """Collect values and metrics of the runs of a setting."""
+    # All its runs have the same values.
     values = tuple(column.values[indices[0]] for column in columns)
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
-    metrics = {}
-    for metric in METRICS:
-        results = [metric.of(run) for run in finished]
-        figures = [value for value in results if value is not None]
-        if figures:
-            metrics[metric.key] = figures
-    dices: dict[tuple[str, str], list[float]] = {}
-    for score in itertools.chain(*(run.cases for run in finished)):
-        dices.setdefault((score.case, score.label), []).append(score.dice)
     return Setting(
         number=number,
         runs=members,
         label=_label(columns, values) or members[0].name,
         values=values,
-        metrics=metrics,
+        metrics=_metrics_of(finished),
         is_complete=len(finished) == len(members),
-        cases={key: fmean(scores) for key, scores in dices.items()},
+        cases=_mean_scores(finished),
     )
+
+
+def _metrics_of(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """List the values of each metric that some of the runs have, by its key."""
+    metrics = {}
+    for metric in METRICS:
+        results = [metric.of(run) for run in runs]
+        figures = [value for value in results if value is not None]
+        if figures:
+            metrics[metric.key] = figures
+    return metrics
+
+
+def _mean_scores(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
+    """Average the Dice of each case and label over the runs that validated it."""
+    dices: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        for score in run.cases:
+            dices.setdefault((score.case, score.label), []).append(score.dice)
+    return {key: fmean(values) for key, values in dices.items()}
 
 
 def _label(columns: Sequence[Column], values: Sequence[str]) -> str:

@@ -143,6 +143,18 @@ def is_established(
     return bool(gains.mean() > least_t * sem(gains))
 
 
+def mean_of_cases(scores: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    """Average the scores of each case over its labels or regions.
+
+    Args:
+        scores: Case and label, or region, to the score.
+    """
+    by_case: dict[str, list[float]] = {}
+    for (case, _), score in scores.items():
+        by_case.setdefault(case, []).append(score)
+    return {case: fmean(values) for case, values in by_case.items()}
+
+
 def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> str:
     """Say how many patients the cases are of, and how they count.
 

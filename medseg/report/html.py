@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from medseg import __version__
 from medseg.report.charts import Chart
+from medseg.report.templates import open_templates
 
 _TEMPLATES = Path(__file__).parent / "page"
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
@@ -37,13 +37,6 @@ def render_page(
             heading.
         values: Further values of the template.
     """
-    templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
     def source(name: str) -> Markup:
         return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
@@ -60,18 +53,22 @@ def render_page(
     libraries = []
     if specs:
         libraries = [source(f"vega/{name}") for name in _LIBRARIES]
-    return templates.get_template(template).render(
-        css=source("page.css"),
-        js=source("page.js"),
-        libraries=libraries,
-        specs=specs,
-        figures=figures,
-        version=__version__,
-        made=time.strftime("%Y-%m-%d %H:%M"),
-        kind=kind,
-        title=title,
-        tiles=tiles,
-        **values,
+    return (
+        open_templates(_TEMPLATES)
+        .get_template(template)
+        .render(
+            css=source("page.css"),
+            js=source("page.js"),
+            libraries=libraries,
+            specs=specs,
+            figures=figures,
+            version=__version__,
+            made=time.strftime("%Y-%m-%d %H:%M"),
+            kind=kind,
+            title=title,
+            tiles=tiles,
+            **values,
+        )
     )
 
 

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from medseg.io.tables import markdown_table
-from medseg.report.differences import is_established
+from medseg.report.differences import is_established, mean_of_cases
 
 # Upper ends of the first classes of slice thickness, in mm.
 THICKNESS_BOUNDS_MM = (1.5, 3.0)
@@ -169,8 +169,8 @@ def _tied(
     for rival in rivals:
         rival_dices = _sure_dices(strategies[rival], thickness)
         common = best_dices.keys() & rival_dices.keys()
-        best_means = _case_means({key: best_dices[key] for key in common})
-        rival_means = _case_means({key: rival_dices[key] for key in common})
+        best_means = mean_of_cases({key: best_dices[key] for key in common})
+        rival_means = mean_of_cases({key: rival_dices[key] for key in common})
         if not is_established(best_means, rival_means, patients, num_pairs):
             tied.append(rival)
     return tied
@@ -180,14 +180,6 @@ def _sure_dices(strategy: Strategy, thickness: str) -> dict[tuple[str, str], flo
     """Dice by case and region of a class of thickness, where the reference is sure."""
     scores = _sure_scores(strategy, thickness)
     return {(score["case"], score["region"]): score["dice"] for score in scores}
-
-
-def _case_means(dices: Mapping[tuple[str, str], float]) -> dict[str, float]:
-    """Mean Dice of each case over its regions."""
-    by_case: dict[str, list[float]] = {}
-    for (case, _), dice in dices.items():
-        by_case.setdefault(case, []).append(dice)
-    return {case: fmean(values) for case, values in by_case.items()}
 
 
 def _cost_table(done: Mapping[str, Strategy]) -> str:

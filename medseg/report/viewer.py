@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from medseg.anatomy.rules import CT_WINDOWS_HU
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 from medseg.io.nifti import packed_nifti
 from medseg.preprocess.orient import orient
 from medseg.report.overlay import ERROR_COLOURS, grey_range
+from medseg.report.templates import open_templates
 
 SPACING_MM = 1.5
 """Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""
@@ -77,7 +78,7 @@ class ViewerVolumes:
     differences: bytes | None
     label_box: LabelBox
     grid: VoxelGrid
-    factors: tuple[int, ...]
+    factors: Shape
     value_step: float
 
     @property
@@ -88,10 +89,7 @@ class ViewerVolumes:
 
     def geometry(self) -> dict[str, Any]:
         """What the script of the page knows of the scan, in plain types."""
-        bins = [
-            math.ceil(size / factor)
-            for size, factor in zip(self.grid.shape, self.factors, strict=True)
-        ]
+        bins = _num_bins(self.grid, self.factors)
         bin_mm = np.multiply(self.factors, self.grid.spacing_mm)
         return {
             "shape": list(self.grid.shape),
@@ -135,30 +133,43 @@ def pack_volumes(
     free_bytes -= _base64_bytes(packed_labels) + _base64_bytes(differences or b"")
     bytes_per_bin = 4 / 3 / _BEST_RATIO  # in base64 three bytes take four
     spacing_mm = SPACING_MM
-    factors: tuple[int, ...] = (0, 0, 0)
+    tried_factors: Shape = (0, 0, 0)
     slope = (high - low) / 255
+    # Coarser and coarser, until the page is small enough; a single bin is taken whatever its size.
     while True:
-        requested_factors = tuple(
-            min(size, max(1, round(spacing_mm / step)))
-            for size, step in zip(oriented.shape, oriented.spacing_mm, strict=True)
-        )
-        num_bins = math.prod(
-            math.ceil(size / factor)
-            for size, factor in zip(oriented.shape, requested_factors, strict=True)
-        )
+        factors = _factors_near(spacing_mm, oriented)
+        num_bins = math.prod(_num_bins(oriented, factors))
         # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step
         # along one axis may do.
         may_fit = num_bins * bytes_per_bin <= free_bytes or num_bins == 1
-        if requested_factors != factors and may_fit:
-            factors = requested_factors
+        if factors != tried_factors and may_fit:
+            tried_factors = factors
             binned = _binned(image, factors, low, slope)
             packed_image = packed_nifti(binned, _binned_grid(oriented, factors), slope, low)
-            if _base64_bytes(packed_image) <= free_bytes or num_bins == 1:
+            num_bytes = _base64_bytes(packed_image)
+            if num_bytes <= free_bytes or num_bins == 1:
                 return ViewerVolumes(
                     packed_image, packed_labels, differences, box, oriented, factors, slope
                 )
-            bytes_per_bin = _base64_bytes(packed_image) / num_bins
+            bytes_per_bin = num_bytes / num_bins
         spacing_mm *= 1.03
+
+
+def _factors_near(spacing_mm: float, grid: VoxelGrid) -> Shape:
+    """Count the voxels of a bin along each axis whose bins have about a spacing."""
+    z, y, x = (
+        min(size, max(1, round(spacing_mm / step_mm)))
+        for size, step_mm in zip(grid.shape, grid.spacing_mm, strict=True)
+    )
+    return z, y, x
+
+
+def _num_bins(grid: VoxelGrid, factors: Shape) -> Shape:
+    """Count the bins along each axis; the last one may have fewer voxels."""
+    depth, height, width = (
+        math.ceil(size / factor) for size, factor in zip(grid.shape, factors, strict=True)
+    )
+    return depth, height, width
 
 
 def _packed_labels(
@@ -175,48 +186,37 @@ def _packed_labels(
     Returns:
         The box, the label map, and the differences.
     """
-    label_maps = [labels] if reference is None else [labels, reference]
-    bounds = _label_bounds(label_maps) or VoxelBox((0, 0, 0), (1, 1, 1))
+    is_labelled = (plane > 0 for plane in labels)
+    if reference is not None:
+        is_labelled = (
+            (plane > 0) | (expected > 0) for plane, expected in zip(labels, reference, strict=True)
+        )
+    # A page without labels still has a label map, of one voxel.
+    bounds = VoxelBox.around(is_labelled) or VoxelBox((0, 0, 0), (1, 1, 1))
+    inner_labels = labels[bounds.slices()]
     step = 1
     while True:
-        at = tuple(
-            slice(begin, stop, step) for begin, stop in zip(bounds.start, bounds.stop, strict=True)
-        )
-        small_labels = labels[at]
+        # Every `step`-th voxel along each axis.
+        thinned = (slice(None, None, step),) * 3
+        small_labels = inner_labels[thinned]
         box = LabelBox(bounds.start, step, small_labels.shape)
+        z_mm, y_mm, x_mm = grid.spacing_mm
+        x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(list(bounds.start)).tolist()
         box_grid = VoxelGrid(
             small_labels.shape,
-            tuple(step * size_mm for size_mm in grid.spacing_mm),  # type: ignore[arg-type]
-            tuple(grid.index_to_world_xyz_mm(list(bounds.start)).tolist()),
+            (step * z_mm, step * y_mm, step * x_mm),
+            (x0_mm, y0_mm, z0_mm),
             grid.direction,
         )
         packed = packed_nifti(small_labels.astype(np.uint8, copy=False), box_grid, is_labels=True)
         differences = None
         if reference is not None:
-            kinds = _differences(small_labels, reference[at])
+            kinds = _differences(small_labels, reference[bounds.slices()][thinned])
             differences = packed_nifti(kinds, box_grid)
         num_bytes = _base64_bytes(packed) + _base64_bytes(differences or b"")
         if num_bytes <= max_bytes or max(small_labels.shape) == 1:
             return box, packed, differences
         step += 1
-
-
-def _label_bounds(label_maps: Sequence[np.ndarray]) -> VoxelBox | None:
-    """Find the box around the labels of several maps (D, H, W); None without any label."""
-    shape = label_maps[0].shape
-    is_labelled = [np.zeros(size, dtype=bool) for size in shape]
-    for label_map in label_maps:
-        for index, plane in enumerate(label_map):
-            mask = plane > 0
-            is_labelled[0][index] |= mask.any()
-            is_labelled[1] |= mask.any(axis=1)
-            is_labelled[2] |= mask.any(axis=0)
-    if not is_labelled[0].any():
-        return None
-    ends = [np.flatnonzero(line)[[0, -1]] for line in is_labelled]
-    first = tuple(int(low) for low, _ in ends)
-    stop = tuple(int(high) + 1 for _, high in ends)
-    return VoxelBox(first, stop)  # type: ignore[arg-type]
 
 
 def _differences(labels: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -229,36 +229,32 @@ def _differences(labels: np.ndarray, target: np.ndarray) -> np.ndarray:
     return kinds
 
 
-def _binned_grid(grid: VoxelGrid, factors: tuple[int, ...]) -> VoxelGrid:
+def _binned_grid(grid: VoxelGrid, factors: Shape) -> VoxelGrid:
     """Grid of bins of whole voxels, each at the centre of its voxels."""
-    shape = tuple(
-        math.ceil(size / factor) for size, factor in zip(grid.shape, factors, strict=True)
-    )
-    steps_mm = [step * factor for step, factor in zip(grid.spacing_mm, factors, strict=True)]
+    z_mm, y_mm, x_mm = np.multiply(grid.spacing_mm, factors).tolist()
     first = [(factor - 1) / 2 for factor in factors]
+    x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(first).tolist()
     return VoxelGrid(
-        shape,  # type: ignore[arg-type]
-        tuple(steps_mm),  # type: ignore[arg-type]
-        tuple(grid.index_to_world_xyz_mm(first).tolist()),
-        grid.direction,
+        _num_bins(grid, factors), (z_mm, y_mm, x_mm), (x0_mm, y0_mm, z0_mm), grid.direction
     )
 
 
-def _binned(image: np.ndarray, factors: tuple[int, ...], low: float, slope: float) -> np.ndarray:
+def _binned(image: np.ndarray, factors: Shape, low: float, slope: float) -> np.ndarray:
     """Average bins of voxels, and map them to 0 … 255, plane by plane.
 
     The last bins of an axis may have fewer voxels.
     """
+    _, height, width = image.shape
+    # First row and column of each bin, and the pixels of each bin of a plane.
+    rows = np.arange(0, height, factors[1])
+    columns = np.arange(0, width, factors[2])
+    counts = np.outer(np.diff([*rows, height]), np.diff([*columns, width]))
     planes = []
-    rows, columns = (
-        np.arange(0, size, factor)
-        for size, factor in zip(image.shape[1:], factors[1:], strict=True)
-    )
-    counts = np.outer(np.diff([*rows, image.shape[1]]), np.diff([*columns, image.shape[2]]))
     for start in range(0, len(image), factors[0]):
-        plane = image[start : start + factors[0]].mean(axis=0, dtype=np.float32)
-        plane = np.add.reduceat(np.add.reduceat(plane, rows, axis=0), columns, axis=1) / counts
-        planes.append(np.clip(np.rint((plane - low) / slope), 0, 255).astype(np.uint8))
+        mean_plane = image[start : start + factors[0]].mean(axis=0, dtype=np.float32)
+        sums = np.add.reduceat(np.add.reduceat(mean_plane, rows, axis=0), columns, axis=1)
+        values = np.rint((sums / counts - low) / slope)
+        planes.append(np.clip(values, 0, 255).astype(np.uint8))
     return np.stack(planes)
 
 
@@ -319,42 +315,38 @@ def write_viewer(
         UserError: If the file cannot be written.
     """
     # The window of the task is what the networks see.
-    windows = {"network": window} if window else {"all": None}
+    windows: dict[str, Any] = {"network": window} if window else {"all": None}
+    if is_ct:
+        windows |= CT_WINDOWS_HU
+    differences = DIFFERENCES if volumes.differences is not None else []
     # niivue's world is RAS.
     places = [{"name": name, "mm": [-x, -y, z]} for name, (x, y, z) in words.places.items()]
     data: dict[str, Any] = {
-        "windows": [
-            {"name": name, "range": range_hu}
-            for name, range_hu in (windows | (CT_WINDOWS_HU if is_ct else {})).items()
-        ],
-        "labels": [asdict(one) for one in structures],
-        "differences": [asdict(one) for one in DIFFERENCES] if volumes.differences else [],
+        "windows": [{"name": name, "range": limits} for name, limits in windows.items()],
+        "labels": [asdict(structure) for structure in structures],
+        "differences": [asdict(structure) for structure in differences],
         "places": places,
         "is_ct": is_ct,
         "scan": volumes.geometry(),
     }
-    templates = Environment(
-        loader=FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = templates.get_template("viewer.html").render(
-        words=words,
-        structures=structures,
-        data=data,
-        # A name may contain `</script>`.
-        json=Markup(json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")),
-        css=Markup((_FOLDER / "viewer.css").read_text(encoding="utf-8")),
-        overlay=Markup((_FOLDER / "overlay.js").read_text(encoding="utf-8")),
-        js=Markup((_FOLDER / "viewer.js").read_text(encoding="utf-8")),
-        niivue=Markup(_niivue()),
-        volumes={
-            name: base64.b64encode(volume).decode()
-            for name in ("image", "labels", "differences")
-            if (volume := getattr(volumes, name)) is not None
-        },
+    files = {"image": volumes.image, "labels": volumes.labels}
+    if volumes.differences is not None:
+        files["differences"] = volumes.differences
+    page = (
+        open_templates(_FOLDER)
+        .get_template("viewer.html")
+        .render(
+            words=words,
+            structures=structures,
+            data=data,
+            # A name may contain `</script>`.
+            json=Markup(json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")),
+            css=Markup((_FOLDER / "viewer.css").read_text(encoding="utf-8")),
+            overlay=Markup((_FOLDER / "overlay.js").read_text(encoding="utf-8")),
+            js=Markup((_FOLDER / "viewer.js").read_text(encoding="utf-8")),
+            niivue=Markup(_niivue()),
+            volumes={name: base64.b64encode(content).decode() for name, content in files.items()},
+        )
     )
     replace_text(path, page)
 

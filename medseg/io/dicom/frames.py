@@ -483,20 +483,34 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     if sop_class.startswith(uid.SecondaryCaptureImageStorage):
         return "secondary capture"
     if not has_pixels:
-        # What should be an image of the series and has none is damaged; another object has none.
-        is_image_class = class_words[-2:] == ["Image", "Storage"]
-        is_wanted_class = is_image_class and (not wanted_modality or wanted_modality in class_words)
-        if is_wanted_class or not class_words:  # no words: the class is missing
-            raise UserError(
-                "the DICOM file is truncated or damaged: its header ends before an image; "
-                "copy or export it again."
-            )
+        _refuse_lost_image(class_words, wanted_modality)
         return NO_PIXELS
     if wanted_modality and modality not in ("", wanted_modality):
         return f"{plain(modality)} image"
     if wanted_modality and not modality and wanted_modality not in class_words:
         return "image of unknown modality"
     return "colour image" if _is_colour(header) else ""
+
+
+def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
+    """Refuse an object without an image that should be an image of the series.
+
+    Args:
+        class_words: Words of the name of its class; empty where the header lacks the class.
+        wanted_modality: As for `_other_kind`.
+
+    Raises:
+        UserError: If it should; the message has no path.
+    """
+    is_wanted_class = class_words[-2:] == ["Image", "Storage"]
+    if wanted_modality and wanted_modality not in class_words:
+        is_wanted_class = False
+    # An object of unknown class may have been one.
+    if is_wanted_class or not class_words:
+        raise UserError(
+            "the DICOM file is truncated or damaged: its header ends before an image; "
+            "copy or export it again."
+        )
 
 
 def _is_colour(header: FileDataset) -> bool:
@@ -671,6 +685,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     is_plain = syntax in PLAIN_SYNTAXES
     num_bytes = rows * columns * num_frames * bits // 8
     expected = f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits"
+    # Encoded pixels are decoded only when they are read; their tag shows that they are there.
     tag, length = _read_element_start(file)
     if is_plain and length == UNDEFINED_LENGTH:
         raise UserError(
@@ -690,10 +705,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
                 f"{expected}, but the DICOM file holds {length} bytes of them; it is damaged: "
                 "copy or export it again."
             )
-        if os.fstat(file.fileno()).st_size < file.tell() + num_bytes:
-            raise UserError(
-                "the DICOM file is truncated: it ends within its pixels; copy or export it again."
-            )
+        _check_size(file, num_bytes)
     is_signed = _whole(header, "PixelRepresentation", 0) == 1
     return PixelFormat(
         (rows, columns),
@@ -703,6 +715,18 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         bits_stored=stored,
         padding=_read_padding(header, is_signed=is_signed),
     )
+
+
+def _check_size(file: BinaryIO, num_bytes: int) -> None:
+    """Refuse a file that ends before all bytes of its pixels, which begin at its position.
+
+    Raises:
+        UserError: If it does; the message has no path.
+    """
+    if os.fstat(file.fileno()).st_size < file.tell() + num_bytes:
+        raise UserError(
+            "the DICOM file is truncated: it ends within its pixels; copy or export it again."
+        )
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:

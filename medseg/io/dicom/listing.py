@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain
 from medseg.io.dicom.read import fault_of
-from medseg.io.dicom.stacks import find_stacks, natural, read_images, slice_folders
+from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, slice_folders
 from medseg.wording import first_few
 
 KERNEL = [name for name, *_ in PHASES].index("kernel")
@@ -102,9 +102,9 @@ def list_series(
     folders = slice_folders(images)
     owners = [folders.owner(image.path) for image in loose]
     listed: list[ListedSeries] = []
-    for (_, uid), same in by_series.items():
+    for (_, uid), of_series in by_series.items():
         doubtful = [image for image, owner in zip(loose, owners, strict=True) if owner == uid]
-        listed += _list_one(same, doubtful, is_unique=num_scopes[uid] == 1)
+        listed += _list_one(of_series, doubtful, is_unique=num_scopes[uid] == 1)
     listed.sort(key=_order)
     return [*listed, *map(_loose_file, loose)]
 
@@ -139,38 +139,56 @@ def _list_one(
         doubtful: Files of an unknown series that can only belong to it.
         is_unique: See `ListedSeries`.
     """
-    frames = [image for image in images if isinstance(image, Frame)]
-    others = [image for image in images if isinstance(image, NoSlice)]
-    unreadable = [image for image in others if image.is_unreadable]
+    frames: list[Frame] = []
+    others: list[NoSlice] = []
+    for image in images:
+        if isinstance(image, Frame):
+            frames.append(image)
+        else:
+            others.append(image)
     stacks, alone = find_stacks(frames)
+    damage = _damage([image for image in others if image.is_unreadable])
     paths = list(dict.fromkeys(image.path for image in images))
-    damage = _damage(unreadable, "") or _damage(doubtful, "it may lack ")
     whole = ListedSeries(
         series=images[0].series,
         folder=Path(os.path.commonpath([path.parent for path in paths])),
         files=(*paths, *(image.path for image in doubtful)),
         num_bytes=sum(path.stat().st_size for path in paths),
         num_slices=len(images),
-        fault=_damage(unreadable, "") or _reasons([*others, *alone]),
+        fault=damage or _reasons([*others, *alone]),
         is_unique=is_unique,
         kernel=frames[0].phases[KERNEL] if frames else "",
     )
     if not stacks:
         yield whole
+    # A file that cannot be read may be a slice of any of its stacks.
+    if not damage and doubtful:
+        damage = f"it may lack {_damage(doubtful)}"
     for stack in stacks:
-        first = stack.frames[0]
-        yield replace(
-            whole,
-            series=stack.series,
-            num_slices=stack.num_positions,
-            fault=damage or fault_of(stack),
-            part=stack.part,
-            phase=stack.phase,
-            kernel=first.phases[KERNEL],
-            thickness_mm=first.thickness_mm,
-            spacing_mm=stack.spacing_mm,
-            shape=first.pixels.shape,
-        )
+        yield _of_stack(stack, whole, damage)
+
+
+def _of_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
+    """Describe a stack of a series.
+
+    Args:
+        stack: The stack.
+        whole: The series as a whole.
+        damage: What cannot be read of the series, or "".
+    """
+    first = stack.frames[0]
+    return replace(
+        whole,
+        series=stack.series,
+        num_slices=stack.num_positions,
+        fault=damage or fault_of(stack),
+        part=stack.part,
+        phase=stack.phase,
+        kernel=first.phases[KERNEL],
+        thickness_mm=first.thickness_mm,
+        spacing_mm=stack.spacing_mm,
+        shape=first.pixels.shape,
+    )
 
 
 def _loose_file(image: NoSlice) -> ListedSeries:
@@ -181,16 +199,16 @@ def _loose_file(image: NoSlice) -> ListedSeries:
         (image.path,),
         image.path.stat().st_size,
         num_slices=0,
-        fault=_damage([image], ""),
+        fault=_damage([image]),
     )
 
 
-def _damage(unreadable: Sequence[NoSlice], begin: str) -> str:
+def _damage(unreadable: Sequence[NoSlice]) -> str:
     """Name files that cannot be read; "" without one."""
     if not unreadable:
         return ""
     names = first_few([f"'{image.path.name}'" for image in unreadable], 1)
-    return f"{begin}{names}: {unreadable[0].reason}"
+    return f"{names}: {unreadable[0].reason}"
 
 
 def _reasons(others: Iterable[NoSlice]) -> str:

@@ -198,29 +198,33 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     negative.
     """
     pixels = frame.pixels
+    # One beyond the largest unsigned value of the type, and of the bits that are used of it.
     stop = 1 << 8 * pixels.dtype.itemsize
     limit = 1 << pixels.bits_stored
-    highest = int(stored.max())
     if pixels.dtype.kind == "i":
-        lacks_sign = (
-            frame.is_hu
-            and limit < stop
-            and frame.intercept > AIR_HU / 2
-            and stored.min() >= 0
-            and limit // 2 <= highest < limit
-        )
-        if not lacks_sign:
-            return stored
-        return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
+        return _with_sign_bits(stored, frame) if limit < stop else stored
     if not frame.is_hu:
         return stored & (limit - 1)
     first_negative = max(limit // 2, stop - MAX_PADDING)
     if limit < stop:
         # A negative number of few bits has ones in all unused bits.
         first_negative = stop - limit
+    highest = int(stored.max())
     if highest < min(limit, first_negative):
         return stored
     # Large values that are possible HU are meant as they are.
     if limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16:
         return stored
     return np.where(stored >= first_negative, stored.astype(np.int64) - stop, stored & (limit - 1))
+
+
+def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
+    """Give signed values of few bits their sign, where the writer has left it out."""
+    # With an intercept near that of air, values of CT need no sign.
+    if not frame.is_hu or frame.intercept <= AIR_HU / 2:
+        return stored
+    limit = 1 << frame.pixels.bits_stored
+    lacks_sign = stored.min() >= 0 and limit // 2 <= int(stored.max()) < limit
+    if not lacks_sign:
+        return stored
+    return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)

@@ -390,13 +390,10 @@ def choose_stack(
     folders = slice_folders(images)
     contents = _sort_contents(_in_scope(images, choice))
     candidates = _stacks_with(contents.stacks, only_file)
+    # A series of one stack may be named as its own part 1.
     chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
     if len(chosen) > 1:
-        raise SeveralSeriesError(
-            f"{path}: expected one {kind}, but it holds {len(chosen)}: "
-            f"{_list(chosen, contents.stacks)}; choose one with series=, or in the "
-            "column series of a case table."
-        )
+        raise _several(path, kind, chosen, contents.stacks)
     if chosen:
         uids = {chosen[0].series.uid}
     else:
@@ -404,19 +401,20 @@ def choose_stack(
         # named series or, without any stack, all.
         uids = _uids_of(contents.images, choice if candidates else parse_series(None), only_file)
     _refuse_unreadable(contents, uids, folders)
-    # Nothing selects a series: all that the folder holds is of interest.
-    is_any = not choice.name and only_file is None
-    left_out = [image for image in contents.left_out if is_any or image.series.uid in uids]
+    left_out = contents.left_out
+    # Where nothing selects a series, all that the folder holds is of interest.
+    is_selected = bool(choice.name) or only_file is not None
+    if is_selected:
+        left_out = [image for image in left_out if image.series.uid in uids]
     if not candidates:
-        raise UserError(_no_stack(path, kind, left_out))
+        raise _no_stack(path, kind, left_out)
     if not chosen:
-        raise UserError(_no_such_series(path, choice, candidates, contents.stacks))
+        raise _no_such_series(path, choice, candidates, contents.stacks)
     _check_patient(path, chosen[0])
     findings = _left_out_findings(left_out, uids)
-    if is_any:
-        return chosen[0], findings + _unreadable_findings(contents.unreadable)
-    loose = [image for image in contents.unreadable if not image.series.uid]
-    return chosen[0], findings + _loose_findings(loose)
+    if is_selected:
+        return chosen[0], findings + _loose_findings(contents.unreadable)
+    return chosen[0], findings + _unreadable_findings(contents.unreadable)
 
 
 def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
@@ -437,9 +435,19 @@ def _uids_of(
     }
 
 
-def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> str:
-    """Write the refusal of a path without a stack, with what was found instead."""
-    return (
+def _several(
+    path: Path, kind: str, stacks: Sequence[Stack], all_stacks: Sequence[Stack]
+) -> SeveralSeriesError:
+    """Refuse a path with several stacks to choose from."""
+    return SeveralSeriesError(
+        f"{path}: expected one {kind}, but it holds {len(stacks)}: {_list(stacks, all_stacks)}; "
+        "choose one with series=, or in the column series of a case table."
+    )
+
+
+def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> UserError:
+    """Refuse a path without a stack, with what was found instead."""
+    return UserError(
         f"{path}: expected a {kind} of at least two slices, but found only "
         f"{_count_reasons(left_out) or 'no image'}; give the folder of a {kind}."
     )
@@ -447,12 +455,12 @@ def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> str:
 
 def _no_such_series(
     path: Path, choice: SeriesChoice, candidates: Sequence[Stack], all_stacks: Sequence[Stack]
-) -> str:
-    """Write the refusal of a value of `series=` that names none of the candidates."""
+) -> UserError:
+    """Refuse a value of `series=` that names none of the candidates."""
     name = choice.name
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
-    return (
+    return UserError(
         f"{path}: there is no series={plain(name)} among "
         f"{_list(candidates, all_stacks)}; give one of them."
     )
@@ -466,8 +474,9 @@ def _refuse_unreadable(contents: Contents, uids: set[str], folders: SliceFolders
     """
     broken = []
     for image in contents.unreadable:
-        uid = image.series.uid or folders.owner(image.path)
-        if uid in uids or image.series.uid in uids:
+        owner = image.series.uid or folders.owner(image.path)
+        # Without any stack, `uids` may hold the empty UID of files that do not tell theirs.
+        if owner in uids or image.series.uid in uids:
             broken.append(image)
     if broken:
         paths = first_few([image.path for image in broken], 1)
@@ -518,8 +527,9 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
     return warnings_of("reading", sentences)
 
 
-def _loose_findings(loose: Sequence[NoSlice]) -> list[Finding]:
+def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
     """Warn of files that cannot be read and do not tell their series, which may be this one."""
+    loose = [image for image in unreadable if not image.series.uid]
     if not loose:
         return []
     names = first_few([f"'{image.path.name}'" for image in loose], 1)
@@ -552,7 +562,6 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     key = plain(_shortest_name(series, all_series))
     if stack.part:
         key += f"/{stack.part}"
-    words = [f"series={key}"]
     properties = []
     if len({candidate.scope for candidate in all_series}) > 1:
         properties.append(f"patient {plain(series.patient or 'unknown')}")
@@ -563,12 +572,13 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     if series.description:
         properties.append(shown(series.description))
     properties.append(stack.phase)
-    properties = [text for text in properties if text]
-    if properties:
-        words.append(", ".join(properties))
     spacing = " x ".join(f"{mm:.3g}" for mm in stack.spacing_mm)
-    words.append(f"({len(stack.frames)} slices, {spacing} mm)")
-    return " ".join(words)
+    words = [
+        f"series={key}",
+        ", ".join(filter(None, properties)),
+        f"({len(stack.frames)} slices, {spacing} mm)",
+    ]
+    return " ".join(filter(None, words))
 
 
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:

@@ -1,0 +1,16 @@
+"""Templates of HTML pages: a missing value is an error, and texts are escaped."""
+
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+
+def open_templates(folder: Path) -> Environment:
+    """Open the templates of a folder."""
+    return Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
