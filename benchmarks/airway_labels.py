@@ -21,9 +21,10 @@ from benchmarks.instruments import given_arguments
 from medseg.data.case_table import Case, write_case_table
 from medseg.data.importers.formats import read_cases
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.read import read_image, read_labels
+from medseg.io.read import read_labels
 from medseg.io.write import write_labels
 from medseg.preprocess.orient import orient
+from medseg.studies.pieces import oriented_image, oriented_labels
 
 AIRWAY, IGNORED = 3, 255
 # Denser voxels are no air, whatever the slice thickness.
@@ -62,11 +63,9 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
     """
     if case.labels is None:
         return case
-    scan = read_image(case.image, case.series)
-    stored, grid, _ = orient(scan.array, scan.grid)
+    stored, grid = oriented_image(case)
     image_hu = case.hu.apply(stored)
-    volume = read_labels(case.labels)
-    labels, _, _ = orient(volume.array, volume.grid)
+    labels, _ = oriented_labels(case)
     labels = labels.astype(np.uint8)
     if is_sure:
         airway = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz")

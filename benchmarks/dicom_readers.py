@@ -12,6 +12,7 @@ turns others; dcmqi and dcmjs also read an oblique one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray)
         arguments = ["--inputDICOM", str(seg), "--outputDirectory", folder, "-t", "nrrd", "-p", "s"]
         subprocess.run([program, *arguments], check=True, capture_output=True)
         about = json.loads((Path(folder) / "s-meta.json").read_text(encoding="utf-8"))
-        segments = [segment for group in about["segmentAttributes"] for segment in group]
+        segments = itertools.chain(*about["segmentAttributes"])
         for structure, segment in zip(STRUCTURES, segments, strict=True):
             image = SimpleITK.ReadImage(str(Path(folder) / f"s-{segment['labelID']}.nrrd"))
             voxels = np.argwhere(SimpleITK.GetArrayFromImage(image))
@@ -184,9 +185,9 @@ def by_rt_utils(readers: Path, series: Path, rtstruct: Path, labels: np.ndarray)
         _, y, x, z = masks[structure.name]
         mask = np.zeros(labels.shape, bool)
         mask[z, y, x] = True
-        own = labels == structure.value
-        near = ndimage.binary_dilation(own, np.ones((1, 3, 3)))
-        inner = ndimage.binary_erosion(own, np.ones((1, 3, 3)))
+        written = labels == structure.value
+        near = ndimage.binary_dilation(written, np.ones((1, 3, 3)))
+        inner = ndimage.binary_erosion(written, np.ones((1, 3, 3)))
         wrong = int((mask & ~near).sum() + (inner & ~mask).sum())
         results.append(check("rt-utils", f"{structure.name}: voxels off the edge", wrong, 0))
     return results

@@ -22,10 +22,11 @@ from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_text
-from medseg.io.read import read_image, read_labels
+from medseg.io.read import read_labels
 from medseg.io.tables import markdown_table, write_csv
 from medseg.metrics.scores import score_region, volume_ml
 from medseg.preprocess.orient import orient
+from medseg.studies.pieces import oriented_image
 
 SIDES = {"left_lung": 1, "right_lung": 2}
 EFFUSION = "effusion.nii.gz"
@@ -76,8 +77,7 @@ def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
         scan, and how much of them is called this side (`…_called_ml`, `…_share`). Values that do
         not exist are None.
     """
-    scan = read_image(case.image, case.series)
-    image, grid, _ = orient(scan.array, scan.grid)
+    image, grid = oriented_image(case)
     image_hu = case.hu.apply(image)
     pred = _oriented(prediction)
     others = {"airway": read_airway(image_hu, grid, airway_file)}
@@ -134,6 +134,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             groups.setdefault(f"{row['trust'] or 'all'}, {health}", []).append(row)
     summaries = []
     for kind, sides in sorted(groups.items()):
+        # A side that was not found has no distance; the median is that of the others.
         finite_mm = [row["hd95_mm"] for row in sides if math.isfinite(row["hd95_mm"])]
         summaries.append(
             {

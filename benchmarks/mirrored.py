@@ -22,12 +22,13 @@ from medseg.anatomy.mirrored.cues import SENTENCES, MirrorEvidence, mirror_evide
 from medseg.data.case_table import Case
 from medseg.data.importers.formats import read_cases
 from medseg.io.atomic import replace_text
-from medseg.io.read import read_image, read_labels
+from medseg.io.read import read_image
 from medseg.io.tables import markdown_table, write_csv
 from medseg.io.volume import Volume
 from medseg.phantom.case_folders import write_phantoms
 from medseg.prediction.segmenter import Segmenter
 from medseg.preprocess.orient import orient
+from medseg.studies.pieces import oriented_image, oriented_labels
 from medseg.task import Channel, Region, Task
 
 TASK = Task(
@@ -76,13 +77,11 @@ def measure(case: Case, source: str) -> Row:
         without lungs); the cues and their `sum`; and for the scan as it is and `flipped`, whether
         it is called mirrored, and whether two independent cues say so.
     """
-    scan = read_image(case.image, case.series)
-    stored, grid, _ = orient(scan.array, scan.grid)
+    stored, grid = oriented_image(case)
     image_hu = case.hu.apply(stored)
     labels = np.zeros(stored.shape, dtype=np.uint8)
     if case.labels is not None:
-        volume = read_labels(case.labels)
-        labels = orient(volume.array, volume.grid)[0].astype(np.uint8)
+        labels = oriented_labels(case)[0].astype(np.uint8)
     evidence = mirror_evidence(image_hu, labels, grid.spacing_mm, TASK)
     flipped = mirror_evidence(
         image_hu[:, :, ::-1], OTHER_SIDE[labels[:, :, ::-1]], grid.spacing_mm, TASK

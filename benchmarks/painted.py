@@ -19,11 +19,10 @@ from benchmarks.instruments import given_arguments
 from medseg.anatomy.disease import KINDS, paint_disease, paint_fluid
 from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
 from medseg.data.sampler import sample_rng
-from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
 from medseg.preprocess.intensity import HU_LIMITS
-from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED
+from medseg.studies.pieces import oriented_image, oriented_labels
 
 SIDES = (1, 2)
 # Probability of disease and of fluid for each lung, by copy.
@@ -64,16 +63,14 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
         return [copy]
     if case.labels is None:
         return []
-    volume = read_labels(case.labels)
-    labels_array, grid, _ = orient(volume.array, volume.grid)
+    labels_array, grid = oriented_labels(case)
     labels = torch.from_numpy(labels_array.astype(np.uint8))
     present = [value for value in SIDES if bool((labels == value).any())]
     if not present:
         return []
-    scan = read_image(case.image, case.series)
-    stored, _, _ = orient(scan.array, scan.grid)
+    stored, _ = oriented_image(case)
     hu = torch.from_numpy(case.hu.apply(stored).astype(np.float32).clip(*HU_LIMITS))
-
+    # Each copy has its own disease, the same whenever it is painted.
     disease_probability, fluid_probability = COPIES[number]
     rng = sample_rng(zlib.crc32(case.name.encode()), FIRST_STREAM + number)
     for value in present:

@@ -229,11 +229,11 @@ def kept_outputs() -> Iterator[None]:
         return bodies[0]
 
     def refine_once(
-        images: Sequence[np.ndarray], grid: VoxelGrid, crop: Crop, region: Region, *more: Any
+        images: Sequence[np.ndarray], grid: VoxelGrid, crop: Crop, region: Region, *others: Any
     ) -> Prediction:
         key = (region.name, crop)
         if key not in refined:
-            refined[key] = refine(images, grid, crop, region, *more)
+            refined[key] = refine(images, grid, crop, region, *others)
         return refined[key]
 
     with (
@@ -245,9 +245,15 @@ def kept_outputs() -> Iterator[None]:
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """Add up what each rule changes; gains are those of the regions that it changes."""
+    changed_by_rule: dict[str, list[Row]] = {}
+    for row in rows:
+        # A rule that changes nothing has a line too.
+        changed_rows = changed_by_rule.setdefault(row["rule"], [])
+        if row["changed_voxels"]:
+            changed_rows.append(row)
     summaries = []
-    for rule in dict.fromkeys(row["rule"] for row in rows):
-        changed = [row for row in rows if row["rule"] == rule and row["changed_voxels"]]
+    for rule, changed in changed_by_rule.items():
+        # A region without a reference, or that the reference does not show, has no Dice.
         gains = [row["gain"] for row in changed if row["gain"] is not None]
         summaries.append(
             {

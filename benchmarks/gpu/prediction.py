@@ -77,7 +77,8 @@ def compare(
     report: Report, name: str, result: Segmentation, reference: Segmentation, bound: float
 ) -> None:
     """Check the Dice of each label of two results."""
-    labels, expected = (torch.from_numpy(each.labels.array) for each in (result, reference))
+    labels = torch.from_numpy(result.labels.array)
+    expected = torch.from_numpy(reference.labels.array)
     values = sorted(set(expected.unique().tolist()) - {0})
     report.holds(f"{name}: labels", bool(values), str(values), "at least one")
     for value, dice in dice_per_label(labels, expected, values).items():

@@ -16,7 +16,7 @@ from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.runs.folder import read_summary
 from medseg.studies.pooled import POOLED_CSV
-from medseg.studies.recipes import failure_of, last_checkpoint, note_recipe, train_steps
+from medseg.studies.recipes import last_checkpoint, note_recipe, run_and_get_failure, train_steps
 
 Keys = Mapping[str, Any]
 """Key of a command, as on its command line, to its value in Python."""
@@ -124,6 +124,6 @@ def _run(step: Sequence[str]) -> None:
     Raises:
         UserError: If it fails, with its last message.
     """
-    failure = failure_of(step)
+    failure = run_and_get_failure(step)
     if failure:
         raise UserError(failure)

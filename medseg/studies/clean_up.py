@@ -229,26 +229,36 @@ def _choose_for_part(
     Returns:
         What was chosen, and the rows of the table.
     """
-    chosen = CleanUp(part)
+    nothing = CleanUp(part)
+    chosen = nothing
     rows: list[dict[str, Any]] = []
     best_dice = -math.inf
     for removal in scores:
-        if removal == CleanUp(part) or removal.fill_holes:
+        if removal == nothing or removal.fill_holes:
             continue
-        row = _compare(removal, CleanUp(part), scores, patients)
+        row = _compare(removal, nothing, scores, patients)
         rows.append(row)
         # Of equal ones the first, which removes least.
-        if row["p"] <= level and row["dice"] > max(row["dice_before"], best_dice):
+        if _is_established(row, level) and row["dice"] > best_dice:
             chosen, best_dice = removal, row["dice"]
     for row in rows:
         row["taken"] = "yes" if row["clean_up"] == str(chosen) else ""
     filled = replace(chosen, fill_holes=True)
+    # Only parts of a single label have it.
     if filled not in scores:
         return chosen, rows
     row = _compare(filled, chosen, scores, patients)
-    is_taken = row["p"] <= level and row["dice"] > row["dice_before"]
-    row["taken"] = "yes" if is_taken else ""
-    return (filled if is_taken else chosen), [*rows, row]
+    rows.append(row)
+    if not _is_established(row, level):
+        row["taken"] = ""
+        return chosen, rows
+    row["taken"] = "yes"
+    return filled, rows
+
+
+def _is_established(row: Mapping[str, Any], level: float) -> bool:
+    """Whether the mean Dice rises, and the test says that it is no chance."""
+    return row["p"] <= level and row["dice"] > row["dice_before"]
 
 
 def _compare(

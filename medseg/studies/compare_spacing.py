@@ -38,15 +38,15 @@ from medseg.report.spacings import (
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.recipes import (
+    arguments_for_train,
     check_names,
     compose_train,
-    failure_of,
     folder_name,
     label_values_argument,
     last_checkpoint,
     merge_arguments,
+    run_and_get_failure,
     run_until_failure,
-    train_arguments,
     train_steps,
 )
 from medseg.training.network import find_divisor
@@ -99,7 +99,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         0, or 1 if a row failed; the rows after it still run.
     """
     output = Path(config.output).absolute()
-    arguments = train_arguments(HydraConfig.get().overrides.task, CompareSpacingConfig)
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
     # All rows are checked before the first runs.
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     check_names(list(rows), "runs")
@@ -113,26 +113,28 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    reference = [
-        label_values_argument(config.data.label_values or {}),
-        *(argument for argument in arguments if argument.startswith("task")),
-    ]
-    failed: dict[Path, str] = {}
+    # What `evaluate` must know of the labels, and does not read from a checkpoint.
+    task_arguments = [argument for argument in arguments if argument.startswith("task")]
+    reference = [label_values_argument(config.data.label_values or {}), *task_arguments]
+    # Rows may share runs: a run that failed in one row is not tried again in the next.
+    failed_runs: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         folder = output / folder_name(name)
         try:
-            strategy = run_row(name, stages, folder, table, grids, reference, failed)
+            strategy = run_row(name, stages, folder, table, grids, reference, failed_runs)
         except UserError as error:
             say(f"{name}: {error}")
-            strategy = Strategy(name, {}, [], {}, str(error))
+            strategy = Strategy(name, costs={}, scores=[], missing={}, failure=str(error))
         strategies.append(strategy)
         write(strategies, output, patients)
     print("\n" + (output / "comparison.md").read_text(encoding="utf-8"))
     print(f"{output / 'comparison.csv'}, comparison.md, comparison.png")
-    has_failures = any(strategy.failure or strategy.missing for strategy in strategies)
-    return EXIT_FAILED if has_failures else 0
+    for strategy in strategies:
+        if strategy.failure or strategy.missing:
+            return EXIT_FAILED
+    return 0
 
 
 def stages_of(
@@ -170,7 +172,7 @@ def run_row(
     table: Path,
     grids: Mapping[str, VoxelGrid],
     reference: Sequence[str],
-    failed: dict[Path, str],
+    failed_runs: dict[Path, str],
 ) -> Strategy:
     """Train both stages of a row, predict and score the held-out cases.
 
@@ -183,13 +185,13 @@ def run_row(
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
         reference: Arguments of `evaluate` that give the meaning of the reference labels.
-        failed: Runs that failed in an earlier row, and why; a run that fails now is added.
+        failed_runs: Runs that failed in an earlier row, and why; a run that fails now is added.
 
     Raises:
         UserError: If a stage could not be trained, or nothing could be predicted or scored.
     """
     for stage in stages:
-        train(stage, failed)
+        train(stage, failed_runs)
     coarse, fine = stages
     # Named after the runs: results of other runs must not be scored if a case fails now.
     runs_name = f"{coarse.run_dir.name}-{fine.run_dir.name}"
@@ -197,7 +199,7 @@ def run_row(
     reports, reasons = _predict(stages, table, list(grids), predictions)
     scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
-    evaluate_failure = failure_of(["evaluate", *files, "pictures=false", *reference])
+    evaluate_failure = run_and_get_failure(["evaluate", *files, "pictures=false", *reference])
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
@@ -205,12 +207,15 @@ def run_row(
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
-    crop_shapes = [crop_shape(fine.config, report) for report in reports.values()]
-    # A prediction that found no region has no crop.
-    known_crop_shapes = [shape for shape in crop_shapes if shape is not None]
+    crop_shapes = []
+    for report in reports.values():
+        shape = crop_shape(fine.config, report)
+        # A prediction that found no region has no crop.
+        if shape is not None:
+            crop_shapes.append(shape)
     costs = {
         coarse.name: stage_costs(coarse, max(scan_shapes, key=math.prod)),
-        fine.name: stage_costs(fine, max(known_crop_shapes, key=math.prod, default=None)),
+        fine.name: stage_costs(fine, max(crop_shapes, key=math.prod, default=None)),
     }
     return Strategy(name, costs, entries, missing)
 
@@ -244,7 +249,7 @@ def _predict(
     step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
-    failure = failure_of(step)
+    failure = run_and_get_failure(step)
     reports = {}
     for case in cases:
         path = folder / f"{case}.json"
@@ -265,20 +270,20 @@ def failed_predictions(predictions: Path) -> dict[str, str]:
     return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
-def train(stage: Stage, failed: dict[Path, str]) -> None:
+def train(stage: Stage, failed_runs: dict[Path, str]) -> None:
     """Train or resume a stage; a run that failed in an earlier row is not tried again.
 
     Raises:
         UserError: If the training failed.
     """
-    if stage.run_dir not in failed:
+    if stage.run_dir not in failed_runs:
         code = run_until_failure(train_steps(stage.run_dir, *stage.arguments))
         if code == 0:
             return
         message = read_summary(stage.run_dir).get("message")
         reason = message or f"exit code {code}; see the message above"
-        failed[stage.run_dir] = f"the {stage.name} stage could not be trained: {reason}"
-    raise UserError(failed[stage.run_dir])
+        failed_runs[stage.run_dir] = f"the {stage.name} stage could not be trained: {reason}"
+    raise UserError(failed_runs[stage.run_dir])
 
 
 def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from medseg.studies.folds import WHOLE, Folds, check_folds, make_folds, organ_va
 from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
     Step,
+    arguments_for_train,
     check_experiments,
     coarse_arguments,
     evaluate_step,
@@ -33,7 +34,6 @@ from medseg.studies.recipes import (
     recipe_of,
     run_steps,
     stage_steps,
-    train_arguments,
     train_steps,
 )
 from medseg.task_options import make_task
@@ -54,7 +54,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
         SystemExit: With the exit code of the command that failed.
     """
     output = Path(config.output)
-    arguments = train_arguments(HydraConfig.get().overrides.task, CrossValidateConfig)
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, CrossValidateConfig)
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)

@@ -7,15 +7,19 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from medseg.cascade.bound import calibrate, count_covered
+from medseg.cascade.bound import DiceBound, calibrate, count_covered
 from medseg.config.schema import CrossValidateConfig
 from medseg.data.case_table import Case
 from medseg.io.atomic import replace_text
 from medseg.studies.fold_tables import Row
-from medseg.studies.held_out import TRUSTED
+from medseg.studies.held_out import TRUSTED, patients_of
 from medseg.studies.recipes import BOUND, experiments
 
-LEVEL = 0.9  # of the lower bound on Dice
+LEVEL = 0.9
+"""Share of patients whose regions all reach the lower bound on Dice."""
+
+Scores = dict[str, list[tuple[float, float]]]
+"""Patient to agreement of the stages and Dice of each region of each scan."""
 
 
 def write_bound(
@@ -32,17 +36,11 @@ def write_bound(
         config: Names the experiments, which the file keeps, and the folder.
     """
     output = Path(config.output)
-    # Per fold and patient: agreement of the stages and Dice of each region of each scan.
-    folds: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        if row["agreement"] is None or row["trust"] not in TRUSTED:
-            continue
-        patient = cases[row["case"]].patient or row["case"]
-        fold_scores = folds.setdefault(row["fold"], {})
-        fold_scores.setdefault(patient, []).append((row["agreement"], row["dice"]))
-    scores: dict[str, list[tuple[float, float]]] = {}
-    for fold_scores in folds.values():
+    folds = _scores_by_fold(rows, patients_of(cases.values()))
+    scores: Scores = {}
+    for fold_scores in folds:
         scores |= fold_scores
+    # Of an earlier start: `make_weights` must not take it where there is none now.
     (output / BOUND).unlink(missing_ok=True)
     bound = calibrate(scores, LEVEL)
     if bound is None:
@@ -51,11 +49,10 @@ def write_bound(
     replace_text(output / BOUND, json.dumps(calibrated))
     median_bound = median(bound.at(agreement) for agreement, _ in chain(*scores.values()))
     text = (
-        f"Lower bound on Dice at a level of {LEVEL:.0%}: "
-        f"1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g}), "
-        f"from {len(scores)} patients; its median over their regions is {median_bound:.3f}."
+        f"{formula_text(bound)}, from {len(scores)} patients; "
+        f"its median over their regions is {median_bound:.3f}."
     )
-    covered = count_covered(list(folds.values()), LEVEL)
+    covered = count_covered(folds, LEVEL)
     if covered is not None:
         text += (
             " Each fold tested with the bound that the other folds give: "
@@ -63,3 +60,23 @@ def write_bound(
         )
     table = (output / "folds.md").read_text(encoding="utf-8")
     replace_text(output / "folds.md", f"{table}\n{text}\n")
+
+
+def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Scores]:
+    """Collect the scores that count, for each fold that has some."""
+    folds: dict[int, Scores] = {}
+    for row in rows:
+        if row["agreement"] is None or row["trust"] not in TRUSTED:
+            continue
+        fold_scores = folds.setdefault(row["fold"], {})
+        patient_scores = fold_scores.setdefault(patients[row["case"]], [])
+        patient_scores.append((row["agreement"], row["dice"]))
+    return list(folds.values())
+
+
+def formula_text(bound: DiceBound) -> str:
+    """Write how the bound follows from the agreement of the stages."""
+    return (
+        f"Lower bound on Dice at a level of {LEVEL:.0%}: "
+        f"1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g})"
+    )

@@ -131,14 +131,19 @@ def _section(rows: Sequence[Row]) -> str:
     }
     columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
     lines = [markdown_table(rows, columns, formats)]
-    present = [row for row in rows if row["volume_ref_ml"] > 0]
-    absent = [row for row in rows if row["volume_ref_ml"] == 0]
-    for trust in dict.fromkeys(row["trust"] for row in present):
-        scores = [row for row in present if row["trust"] == trust]
-        worst = min(scores, key=lambda row: row["dice"])
-        mean = sum(row["dice"] for row in scores) / len(scores)
+    # Of each trust in the reference, those with the region; dictionaries keep the order.
+    present: dict[str, list[Row]] = {}
+    absent: list[Row] = []
+    for row in rows:
+        if row["volume_ref_ml"] > 0:
+            present.setdefault(row["trust"], []).append(row)
+        else:
+            absent.append(row)
+    for trust, trust_rows in present.items():
+        worst = min(trust_rows, key=lambda row: row["dice"])
+        mean = sum(row["dice"] for row in trust_rows) / len(trust_rows)
         lines.append(
-            f"Mean Dice, {trust or 'all'} ({len(scores)}): {mean:.4f}, "
+            f"Mean Dice, {trust or 'all'} ({len(trust_rows)}): {mean:.4f}, "
             f"worst {worst['dice']:.4f}: {_where(worst)}\n"
         )
     if absent:

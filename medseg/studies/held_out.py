@@ -1,6 +1,6 @@
 """Held-out predictions of a study beside their references."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,11 @@ from medseg.task import LabelValues, Task
 
 TRUSTED = ("", "reference")
 """Trust in a reference that may decide something; the others are known to be doubtful."""
+
+
+def patients_of(cases: Iterable[Case]) -> dict[str, str]:
+    """Map the name of each scan to its patient; a scan without one is a patient of its own."""
+    return {case.name: case.patient or case.name for case in cases}
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class HeldOut:
 
     @property
     def patients(self) -> dict[str, str]:
-        """Name of each scan to its patient; a scan without one is a patient of its own."""
-        return {case.name: case.patient or case.name for case in self.cases}
+        """Name of each scan to its patient, see `patients_of`."""
+        return patients_of(self.cases)
 
     def trusted_parts(self, case: Case) -> list[str]:
         """Regions, or labels in a task without regions, whose reference is not doubtful."""

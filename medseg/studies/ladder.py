@@ -34,12 +34,12 @@ from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
 from medseg.studies.recipes import (
+    arguments_for_train,
     check_names,
     compose_train,
     folder_name,
     merge_arguments,
     run_steps,
-    train_arguments,
     train_steps,
 )
 from medseg.training.extensions import make_loss
@@ -123,7 +123,7 @@ def ladder(config: LadderConfig) -> int:
         raise UserError("output: a folder is needed")
     output = Path(config.output)
     shape = input_shape(config)
-    arguments = train_arguments(HydraConfig.get().overrides.task, LadderConfig)
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, LadderConfig)
     rows = list(ladder_rows(config, arguments))
     # All rows are checked before the first is measured.
     configs = [compose(row) for row in rows]
@@ -282,6 +282,7 @@ def measure_row(
     except ValueError as error:
         if baseline is None:
             raise UserError(f"memory.{error}") from error
+        # Its bytes are counted without values, so they are known on any device.
         is_timed = False
     make_other: Callable[[], nn.Module] | None = None
     if baseline:

@@ -16,6 +16,8 @@ from medseg.data.importers.formats import read_cases
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import read_csv
+from medseg.studies.fold_bound import LEVEL, formula_text
+from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
     BOUND,
     check_experiments,
@@ -33,10 +35,6 @@ from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
 STAGES = ("coarse", "fine")
-METRICS_FILE = "metrics.csv"
-"""Scores of `evaluate`, a row for each case and region."""
-LEVEL = 0.9
-"""Share of patients whose regions all reach the lower bound on Dice."""
 CALIBRATING = ("", "reference", "approximate")
 """Trust in a reference that calibrates the bound; what a `partial` one leaves out is unknown."""
 
@@ -126,9 +124,9 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     if folds:
         return coarse_arguments(config, folds)
-    own = text_of(str(last_checkpoint(runs / "all" / "coarse")))
+    checkpoint = text_of(str(last_checkpoint(runs / "all" / "coarse")))
     return {
-        experiment: [f"stage.coarse={own}"]
+        experiment: [f"stage.coarse={checkpoint}"]
         for experiment in config.fine
         if sees_coarse_stage(experiment, "fine")
     }
@@ -188,10 +186,7 @@ def _calibrated_bound(config: MakeWeightsConfig, held_out: Sequence[Case]) -> di
     if bound is None:
         print(f"{len(regions_of)} held-out patients are too few for a bound on Dice")
         return None
-    print(
-        f"Lower bound on Dice at a level of {LEVEL:.0%}: 1 - {bound.factor:.3g} * (1 - agreement "
-        f"of the stages + {bound.offset:g}), from {bound.num_patients} held-out patients"
-    )
+    print(f"{formula_text(bound)}, from {bound.num_patients} held-out patients")
     return asdict(bound)
 
 

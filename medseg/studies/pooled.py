@@ -11,6 +11,7 @@ from medseg.data.case_table import Case
 from medseg.io.atomic import replace_text
 from medseg.io.tables import latex_table, markdown_table, write_csv
 from medseg.runs.folder import read_summary
+from medseg.studies.held_out import patients_of
 
 Row = Mapping[str, Any]
 
@@ -61,22 +62,25 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
         groups[row["region"], row["trust"]].append(row)
     pooled = []
     for (region, trust), group in groups.items():
-        present = [row for row in group if row["volume_ref_ml"] > 0]
-        absent = [row for row in group if row["volume_ref_ml"] == 0]
-        pooled_row: dict[str, Any] = {
-            "region": region,
-            "trust": trust,
-            "patients": len({patients[row["case"]] for row in present}),
-            "scans": len(present),
-            "not_found": sum(row["volume_pred_ml"] == 0 for row in present),
-            "false_regions": sum(row["volume_pred_ml"] > 0 for row in absent),
-        }
-        for metric in POOLED_METRICS:
-            means = _patient_means(present, metric, patients)
-            pooled_row[metric] = statistics.fmean(means) if means else None
-            pooled_row[f"{metric}_sd"] = statistics.stdev(means) if len(means) > 1 else None
-        pooled.append(pooled_row)
+        pooled.append({"region": region, "trust": trust, **_pooled_figures(group, patients)})
     return pooled
+
+
+def _pooled_figures(rows: Sequence[Row], patients: Mapping[str, str]) -> dict[str, Any]:
+    """Pool the scores of one region and trust, see `pooled_rows`."""
+    present = [row for row in rows if row["volume_ref_ml"] > 0]
+    absent = [row for row in rows if row["volume_ref_ml"] == 0]
+    figures: dict[str, Any] = {
+        "patients": len({patients[row["case"]] for row in present}),
+        "scans": len(present),
+        "not_found": sum(row["volume_pred_ml"] == 0 for row in present),
+        "false_regions": sum(row["volume_pred_ml"] > 0 for row in absent),
+    }
+    for metric in POOLED_METRICS:
+        means = _patient_means(present, metric, patients)
+        figures[metric] = statistics.fmean(means) if means else None
+        figures[f"{metric}_sd"] = statistics.stdev(means) if len(means) > 1 else None
+    return figures
 
 
 def _patient_means(rows: Sequence[Row], metric: str, patients: Mapping[str, str]) -> list[float]:
@@ -114,8 +118,7 @@ def write_pooled(
         costs: From `fold_costs`.
         output: Folder of the study.
     """
-    patients = {name: case.patient or name for name, case in cases.items()}
-    pooled = pooled_rows(rows, patients)
+    pooled = pooled_rows(rows, patients_of(cases.values()))
     write_csv(output / POOLED_CSV, pooled)
     readable = [_readable(row) for row in pooled]
     scores = markdown_table(readable, COLUMNS)

@@ -85,13 +85,13 @@ def run_until_failure(steps: Sequence[Step]) -> int:
     return 0
 
 
-def failure_of(step: Step) -> str:
-    """Print and run one command; its error stream is passed on, and its last message is kept.
+def run_and_get_failure(step: Step) -> str:
+    """Print and run one command; pass its error stream on, and return why it failed.
 
     A prediction or an evaluation in which single cases failed has not failed as a whole.
 
     Returns:
-        Why the command failed; empty where it did not.
+        Its exit code and its last message; empty where it did not fail.
 
     Raises:
         SystemExit: With the exit code of a command that was interrupted.
@@ -167,7 +167,7 @@ def stage_steps(
     folder: Path,
     data: Sequence[str],
     phantom_runs: Path,
-    more: Mapping[str, Sequence[str]] | None = None,
+    extra_arguments: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Step]:
     """Make the commands that train one stage.
 
@@ -181,7 +181,7 @@ def stage_steps(
             use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
             study.
-        more: Experiment to further arguments of its training, see `coarse_arguments`.
+        extra_arguments: Experiment to further arguments of its training, see `coarse_arguments`.
     """
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
@@ -197,8 +197,8 @@ def stage_steps(
         name = stage if number == len(chain) else f"{stage}_{number}"
         run_dir = folder / name
         arguments = [f"experiment={text_of(experiment)}", cache, *data, *begin]
-        if more is not None:
-            arguments += more.get(experiment, [])
+        if extra_arguments is not None:
+            arguments += extra_arguments.get(experiment, [])
         steps += train_steps(run_dir, *arguments)
         begin = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
@@ -233,12 +233,12 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
     }
 
 
-def check_experiments(config: RecipeConfig, more: Sequence[str] = ()) -> None:
+def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ()) -> None:
     """Refuse an experiment that `train` would refuse, before hours of training.
 
     Args:
         config: Names the experiments.
-        more: Further arguments of the trainings that are not on phantoms.
+        extra_arguments: Further arguments of the trainings that are not on phantoms.
 
     Raises:
         UserError: With its key.
@@ -246,10 +246,12 @@ def check_experiments(config: RecipeConfig, more: Sequence[str] = ()) -> None:
     for key, names in experiments(config).items():
         if names is None:
             continue
-        for name in [names] if isinstance(names, str) else names:
+        # A stage has a chain of experiments, a training on phantoms has one.
+        chain = [names] if isinstance(names, str) else names
+        for name in chain:
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             if not key.startswith("pretrain"):
-                arguments += more
+                arguments += extra_arguments
             # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
             if key == "fine" and sees_coarse_stage(name, key):
                 # Any file stands for the checkpoint that is still to be trained.
@@ -343,7 +345,7 @@ def key_of(argument: str) -> str:
     return argument.split("=", 1)[0].lstrip("+~")
 
 
-def train_arguments(arguments: Sequence[str], schema: type[TrainConfig]) -> list[str]:
+def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str]:
     """Keep the arguments of a study that `train` takes too.
 
     Args:
@@ -352,7 +354,12 @@ def train_arguments(arguments: Sequence[str], schema: type[TrainConfig]) -> list
     """
     train_keys = {field.name for field in fields(TrainConfig)}
     study_keys = {field.name for field in fields(schema)} - train_keys
-    return [argument for argument in arguments if key_of(argument).split(".")[0] not in study_keys]
+    kept = []
+    for argument in arguments:
+        top_key = key_of(argument).split(".")[0]
+        if top_key not in study_keys:
+            kept.append(argument)
+    return kept
 
 
 def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:

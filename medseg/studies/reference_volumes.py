@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, stdev
 
 import numpy as np
@@ -80,7 +81,7 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
             continue
         quantile = float(t.ppf((1 + SHARE) / 2, len(means) - 1))
         half_width = quantile * stdev(means) * math.sqrt(1 + 1 / len(means))
-        all_values = [value for values in logs_by_patient.values() for value in values]
+        all_values = list(chain(*logs_by_patient.values()))
         low = min(fmean(means) - half_width, *all_values)
         high = max(fmean(means) + half_width, *all_values)
         ranges_ml[part] = _rounded_outwards(math.exp(low), math.exp(high))

@@ -50,7 +50,7 @@ from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
-from medseg.studies.recipes import key_of, train_arguments
+from medseg.studies.recipes import arguments_for_train, key_of
 from medseg.targets import targets_first
 from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig
@@ -125,7 +125,7 @@ def composer(arguments: Sequence[str], sweep: SweepConfig) -> Compose:
     """
     common = [
         argument
-        for argument in train_arguments(arguments, SearchConfig)
+        for argument in arguments_for_train(arguments, SearchConfig)
         if key_of(argument) not in sweep.space
     ]
 
@@ -177,11 +177,10 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
     saved = decisive(earlier)
     current = decisive(plain(config))
-    changes = [
-        f"{key}: {saved.get(key)} then, {current.get(key)} now"
-        for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS)
-        if saved.get(key) != current.get(key)
-    ]
+    changes = []
+    for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS):
+        if saved.get(key) != current.get(key):
+            changes.append(f"{key}: {saved.get(key)} then, {current.get(key)} now")
     if changes:
         raise UserError(
             f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; "
@@ -252,23 +251,24 @@ def report_validations(trial: Trial, history: Path) -> str:
     Returns:
         Why the trial should end now; "" if it should continue, and always with two objectives.
     """
+    # Optuna prunes by a single value.
     if len(trial.study.directions) > 1:
         return ""
-    validations = [
-        (int(line["step"]), line["val_dice"])
-        for line in read_history(history)
-        if line.keys() >= {"step", "val_dice"}
-    ]
     last_step = trial.study.get_trials(deepcopy=False)[trial.number].last_step
-    new = [(step, dice) for step, dice in validations if last_step is None or step > last_step]
-    for step, dice in new:
-        trial.report(dice, step)
-    if not new or not trial.should_prune():
+    dices: list[float] = []
+    new_steps: list[int] = []
+    for line in read_history(history):
+        if not line.keys() >= {"step", "val_dice"}:
+            continue
+        step = int(line["step"])
+        dices.append(line["val_dice"])
+        if last_step is None or step > last_step:
+            new_steps.append(step)
+            trial.report(line["val_dice"], step)
+    if not new_steps or not trial.should_prune():
         return ""
-    best = max(dice for _, dice in validations)
-    last_new_step = new[-1][0]
     return (
-        f"its best Dice by step {last_new_step}, {best:.4f}, "
+        f"its best Dice by step {new_steps[-1]}, {max(dices):.4f}, "
         "lies below the median of the earlier trials there"
     )
 

@@ -20,11 +20,11 @@ from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
 from medseg.runs.status import Status, status_of
 from medseg.studies.recipes import (
+    arguments_for_train,
     check_names,
     compose_train,
     folder_name,
     merge_arguments,
-    train_arguments,
 )
 from medseg.training.assemble import make_data_module
 from medseg.training.options import TrainConfig
@@ -70,7 +70,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         f"steps={config.steps}",
         f"stage.validate_every={config.stage.validate_every}",
     ]
-    arguments = train_arguments(HydraConfig.get().overrides.task, TimeToDiceConfig)
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, TimeToDiceConfig)
     # All rows are checked before the first is trained.
     configs = {}
     for name, row_arguments in rows.items():
@@ -91,28 +91,92 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
             f"{limit_minutes:.1f} CPU minutes",
             flush=True,
         )
+        # Before the clock of the row starts: the first row would pay for the cache of all.
         make_data_module(row_config).prepare_data()
         points, outcome = train_row(row_config, config, limit_minutes)
-        reached = [point for point in points if point.get(config.metric, 0.0) >= config.target_dice]
-        last = reached[0] if reached else max(points, key=lambda point: point["cpu_minutes"])
-        table.append(
-            {
-                "row": name,
-                "arguments": " ".join(rows[name]),
-                "outcome": outcome,
-                "cpu_minutes": last["cpu_minutes"],
-                "ratio": last["cpu_minutes"] / table[0]["cpu_minutes"] if table else 1.0,
-                "step": last.get("step", max(point.get("step", 0.0) for point in points)),
-                "dice": max(point.get(config.metric, 0.0) for point in points),
-            }
-        )
+        line = {"row": name, "arguments": " ".join(rows[name]), "outcome": outcome}
+        line |= _figures(points, config)
+        line["ratio"] = 1.0
+        if table:
+            line["ratio"] = line["cpu_minutes"] / table[0]["cpu_minutes"]
+        table.append(line)
         write_csv(output / "time_to_dice.csv", table, list(COLUMNS), FORMATS)
         replace_text(output / "time_to_dice.md", markdown_table(table, COLUMNS, FORMATS))
         if outcome == Status.interrupted.value:
             return EXIT_RESUME
     print((output / "time_to_dice.md").read_text(encoding="utf-8"), end="")
     successes = ("reached", "stopped", "ended")
-    return 0 if all(row["outcome"] in successes for row in table) else EXIT_FAILED
+    return 0 if all(line["outcome"] in successes for line in table) else EXIT_FAILED
+
+
+def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]:
+    """CPU minutes and steps until a row reached the target, or until its end, and its best Dice."""
+    dices = [point.get(study.metric, 0.0) for point in points]
+    steps = [point.get("step", 0.0) for point in points]
+    last = max(points, key=lambda point: point["cpu_minutes"])
+    for point, dice in zip(points, dices, strict=True):
+        if dice >= study.target_dice:
+            last = point
+            break
+    return {
+        "cpu_minutes": last["cpu_minutes"],
+        # The end of a process is no validation, and has no step.
+        "step": last.get("step", max(steps)),
+        "dice": max(dices),
+    }
+
+
+class _Progress:
+    """Validations of a row over all its starts, with the CPU minutes until each.
+
+    Attributes:
+        points: The validations and the ends of processes so far, as `points.csv` holds them.
+    """
+
+    def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
+        self._begin_s = cpu_s()
+        self._history = run_dir / HISTORY_FILE
+        self._path = run_dir.parent / "points.csv"
+        self._study = study
+        lines = read_csv(self._path) if self._path.is_file() else []
+        self.points: list[Point] = []
+        for line in lines:
+            self.points.append({key: float(value) for key, value in line.items() if value})
+        self._earlier_minutes = max((point["cpu_minutes"] for point in self.points), default=0.0)
+
+    @property
+    def minutes(self) -> float:
+        """CPU minutes until now, with those of earlier starts."""
+        return self._earlier_minutes + (cpu_s() - self._begin_s) / 60
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether a validation has reached the target."""
+        study = self._study
+        return any(point.get(study.metric, 0.0) >= study.target_dice for point in self.points)
+
+    def add_validations(self) -> None:
+        """Add the validations since the last look."""
+        minutes = self.minutes
+        metric = self._study.metric
+        last_step = max((point.get("step", 0.0) for point in self.points), default=0.0)
+        for line in read_history(self._history):
+            if not line.keys() >= set(SCORES) or line["step"] <= last_step:
+                continue
+            self._add({key: line[key] for key in SCORES} | {"cpu_minutes": minutes})
+            print(
+                f"  step {line['step']:.0f}: {metric} {line[metric]:.4f} after "
+                f"{minutes:.2f} CPU minutes",
+                flush=True,
+            )
+
+    def end(self) -> None:
+        """Add the end of a process: the minutes since its last validation count too."""
+        self._add({"cpu_minutes": self.minutes})
+
+    def _add(self, point: Point) -> None:
+        self.points.append(point)
+        write_csv(self._path, self.points, (*SCORES, "cpu_minutes"))
 
 
 def train_row(
@@ -130,42 +194,26 @@ def train_row(
         steps are done), `interrupted`, or the reason of a failure.
     """
     run_dir = Path(config.run_dir)
-    begin_s = cpu_s()
-    path = run_dir.parent / "points.csv"
-    lines = read_csv(path) if path.is_file() else []
-    points = [{key: float(value) for key, value in line.items() if value} for line in lines]
-    earlier_minutes = max((point["cpu_minutes"] for point in points), default=0.0)
+    progress = _Progress(run_dir, study)
 
     def is_enough() -> bool:
-        """Add the validations since the last look to the points."""
-        minutes = earlier_minutes + (cpu_s() - begin_s) / 60
-        last_step = max((point.get("step", 0.0) for point in points), default=0.0)
-        for line in read_history(run_dir / HISTORY_FILE):
-            if line.keys() >= set(SCORES) and line["step"] > last_step:
-                points.append({key: line[key] for key in SCORES} | {"cpu_minutes": minutes})
-                write_csv(path, points, (*SCORES, "cpu_minutes"))
-                print(
-                    f"  step {line['step']:.0f}: {study.metric} {line[study.metric]:.4f} after "
-                    f"{minutes:.2f} CPU minutes",
-                    flush=True,
-                )
-        return is_reached() or minutes >= limit_minutes
-
-    def is_reached() -> bool:
-        return any(point.get(study.metric, 0.0) >= study.target_dice for point in points)
+        """Whether the training should end; asked again and again while it runs."""
+        progress.add_validations()
+        return progress.is_reached or progress.minutes >= limit_minutes
 
     has_run = (run_dir / CONFIG_FILE).is_file()
     status = status_of_run(run_dir) if has_run else Status.interrupted
+    # The validations of an earlier start may be in the history alone.
     if not is_enough() and status is not Status.finished:
         config.resume = str(run_dir) if has_run else None
         open_run(config)
         try:
             status = status_of(run_in_process(config, is_enough))
         finally:  # a study that is asked to stop leaves by SystemExit
-            is_enough()
-            points.append({"cpu_minutes": earlier_minutes + (cpu_s() - begin_s) / 60})
-            write_csv(path, points, (*SCORES, "cpu_minutes"))
-    if is_reached():
+            progress.add_validations()
+            progress.end()
+    points = progress.points
+    if progress.is_reached:
         return points, "reached"
     if status is Status.finished:
         return points, "ended"
@@ -181,15 +229,13 @@ def cpu_s() -> float:
 
     Those that have ended are included.
     """
-    own = psutil.Process()
-    total_s = own.cpu_times().children_user + own.cpu_times().children_system
-    for child in own.children(recursive=True):
+    study = psutil.Process()
+    study_times = study.cpu_times()
+    total_s = study_times.children_user + study_times.children_system
+    for child in study.children(recursive=True):
         try:
             times = child.cpu_times()
         except psutil.Error:
             continue  # it has just ended, and its parent counts it
-        total_s += sum(
-            getattr(times, name, 0.0)
-            for name in ("user", "system", "children_user", "children_system")
-        )
+        total_s += times.user + times.system + times.children_user + times.children_system
     return float(total_s)

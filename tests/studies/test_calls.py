@@ -36,7 +36,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (Path(output) / "pooled.csv").write_text("region,dice\nheart,0.9\n")
         return ""
 
-    monkeypatch.setattr(calls, "failure_of", run)
+    monkeypatch.setattr(calls, "run_and_get_failure", run)
     return called
 
 

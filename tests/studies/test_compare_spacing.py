@@ -21,7 +21,7 @@ from medseg.io.tables import write_csv
 from medseg.report.spacings import Strategy
 from medseg.studies import compare_spacing as app
 from medseg.studies import recipes
-from medseg.studies.recipes import failure_of
+from medseg.studies.recipes import run_and_get_failure
 
 
 def compose(*overrides: str) -> CompareSpacingConfig:
@@ -154,7 +154,7 @@ class Commands:
         self.failures = failures
         self.boxes: dict[str, dict[str, object]] = {"a": {}, "b": {}}
         self.failed: dict[str, str] = {}
-        monkeypatch.setattr(app, "failure_of", self.run)
+        monkeypatch.setattr(app, "run_and_get_failure", self.run)
         monkeypatch.setattr(app, "train", lambda stage, failed: None)
 
     def run(self, step: Sequence[str]) -> str:
@@ -285,5 +285,5 @@ def test_the_last_message_of_a_command_is_its_failure(
     )
     program.chmod(0o755)
     monkeypatch.setattr(recipes, "MEDSEG", (str(program),))
-    assert failure_of([command, "input=x"]) == failure
+    assert run_and_get_failure([command, "input=x"]) == failure
     assert capfd.readouterr().err == "medseg: first\nmedseg: coarse=x does not exist\n", "passed on"

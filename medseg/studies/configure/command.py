@@ -41,7 +41,7 @@ from medseg.studies.configure.setting import (
 )
 from medseg.studies.configure.times import Costs, Schedule
 from medseg.studies.cross_validate import check_folds
-from medseg.studies.recipes import key_of, search_paths
+from medseg.studies.recipes import arguments_for_train, search_paths
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.wording import shell_line
@@ -49,8 +49,6 @@ from medseg.wording import shell_line
 EXPERIMENT = "experiment.yaml"
 REPORT = "configure.md"
 FACTS = "configure.json"
-# Keys of `configure` that `train` does not have.
-OWN_KEYS = ("fit_gib", "hours", "num_folds", "timed_steps", "output")
 # Files of `conf/memory`, the fastest first: with bfloat16 where the device computes it fast.
 SWITCHES = ("plain", "checkpoint")
 # Multiple of the predicted time of a step from which on the setting is chosen anew.
@@ -77,7 +75,7 @@ def configure(config: ConfigureConfig) -> int:
     print(f"{len(cases)} cases: {extent_text(fingerprint)}", flush=True)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     wishes = Wishes(config.fit_gib, config.hours, config.num_folds, _switches(is_gpu=is_gpu))
-    arguments = train_keys()
+    arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
     pilot = Pilot(
         output / "pilot",
         cases,
@@ -189,22 +187,17 @@ def measured(
     return setting, costs
 
 
-def train_keys() -> list[str]:
-    """Keep the arguments of this command that `train` takes too."""
-    arguments = HydraConfig.get().overrides.task
-    return [argument for argument in arguments if key_of(argument) not in OWN_KEYS]
-
-
 def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
     """Write the command that trains the experiment."""
-    # The task of a data set is found by its cases again.
-    own = (f"task={IMPORTED}", VALUES)
+    # `cross_validate` finds the task of an imported data set by its cases again.
+    of_import = (f"task={IMPORTED}", VALUES)
+    typed = [_as_typed(argument) for argument in arguments if argument not in of_import]
     step = [
         "medseg",
         "cross_validate",
         *search_paths(),
         f"experiment={output / EXPERIMENT}",
-        *(_as_typed(argument) for argument in arguments if argument not in own),
+        *typed,
         f"num_folds={num_folds}",
         f"output={output / 'folds'}",
     ]
@@ -214,9 +207,9 @@ def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
 def _as_typed(argument: str) -> str:
     """Remove the quotes of Hydra from a path, which the command line of medseg adds itself."""
     key, _, value = argument.partition("=")
-    path = value[1:-1]
-    if key in PATH_KEYS and value == quote(path):
-        return f"{key}={path}"
+    unquoted = value[1:-1]
+    if key in PATH_KEYS and value == quote(unquoted):
+        return f"{key}={unquoted}"
     return argument
 
 

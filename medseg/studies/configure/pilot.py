@@ -24,9 +24,9 @@ from medseg.studies.configure.times import Costs
 from medseg.studies.recipes import (
     Step,
     evaluate_step,
-    failure_of,
     last_checkpoint,
     merge_arguments,
+    run_and_get_failure,
     search_paths,
 )
 from medseg.task import LabelValues, Task
@@ -168,7 +168,7 @@ class Pilot:
             UserError: If it fails.
         """
         start_s = time.perf_counter()
-        failure = failure_of(step)
+        failure = run_and_get_failure(step)
         if failure:
             raise UserError(failure)
         return time.perf_counter() - start_s
