@@ -109,8 +109,8 @@ COLUMNS = {
     "resident_mib": "resident MiB of `train`",
     "is_under": "under the budget",
 }
+# A candidate, and which of its blocks are recomputed.
 SwitchSet = tuple[Candidate, Option]
-"""A candidate, and which of its blocks are recomputed."""
 
 
 class Measured(NamedTuple):

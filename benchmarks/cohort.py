@@ -37,8 +37,8 @@ TIMEOUT_S = 3600.0
 FIRST = 54
 NUM_SLICES = 16
 PREDICT = [sys.executable, "-m", "medseg.commands.cli", "predict", "threads=1"]
+# Name of each `<case>.json` with its inode and time in ns, which change when it is rewritten.
 Journal = dict[str, tuple[int, int]]
-"""Name of each `<case>.json` with its inode and time in ns, which change when it is rewritten."""
 
 
 def main() -> None:

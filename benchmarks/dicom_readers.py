@@ -37,8 +37,8 @@ STRUCTURES = (
     Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
     Structure("lésion", 2, "#ff8000"),
 )
+# Largest difference of a colour of SEG, which is stored in 16 bits of CIELab.
 MAX_COLOUR = 3
-"""Largest difference of a colour of SEG, which is stored in 16 bits of CIELab."""
 MAX_MM = 1e-3
 SHAPE = (8, 64, 64)
 

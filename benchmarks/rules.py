@@ -68,6 +68,7 @@ class Switch:
 
 
 # Nothing in a component exceeds a share of 1.
+# The rules of `anatomy/` and `cascade/` that change a label or remove a region.
 RULES = {
     "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
     "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
@@ -83,7 +84,6 @@ RULES = {
     "absent_doubtful_tiny": Switch(contradictions, "MIN_DOUBTFUL_SHARE", 0.0),
     "absent_doubtful_gas": Switch(contradictions, "MAX_DOUBTFUL_GAS_SHARE", 1.0),
 }
-"""The rules of `anatomy/` and `cascade/` that change a label or remove a region."""
 
 
 def main() -> None:

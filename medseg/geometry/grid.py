@@ -16,14 +16,12 @@ from typing import Any
 
 import numpy as np
 
+# Largest entry of |DᵀD − I| of a direction that still counts as orthonormal. Headers store rounded
+# decimals.
 DIRECTION_TOLERANCE = 1e-3
-"""Largest entry of |DᵀD − I| of a direction that still counts as orthonormal.
 
-Headers store rounded decimals.
-"""
-
+# Differences below this part of a voxel are rounding noise.
 INDEX_TOLERANCE = 1e-6
-"""Differences below this part of a voxel are rounding noise."""
 
 Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
 IDENTITY: Matrix = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
@@ -98,7 +96,7 @@ class VoxelBox:
     def around(cls, planes: Iterable[np.ndarray]) -> VoxelBox | None:
         """Find the smallest box around the true voxels of planes (H, W), taken one by one.
 
-        So no mask of the volume need be in memory.
+        Unlike `from_mask`, it needs no mask of the volume in memory.
 
         Returns:
             The box; None without true voxels.
@@ -152,14 +150,14 @@ class VoxelBox:
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
         """Move the box by an offset in voxels, (z, y, x)."""
-        starts = [at + step for at, step in zip(self.start, offset, strict=True)]
-        stops = [at + step for at, step in zip(self.stop, offset, strict=True)]
+        starts = [start + step for start, step in zip(self.start, offset, strict=True)]
+        stops = [stop + step for stop, step in zip(self.stop, offset, strict=True)]
         return VoxelBox.of(starts, stops)
 
     def expanded(self, voxels: Sequence[int]) -> VoxelBox:
         """Add this many voxels on both sides of each axis, (z, y, x); negative numbers shrink."""
-        starts = [at - more for at, more in zip(self.start, voxels, strict=True)]
-        stops = [at + more for at, more in zip(self.stop, voxels, strict=True)]
+        starts = [start - margin for start, margin in zip(self.start, voxels, strict=True)]
+        stops = [stop + margin for stop, margin in zip(self.stop, voxels, strict=True)]
         return VoxelBox.of(starts, stops)
 
     def clipped(self, shape: Sequence[int]) -> VoxelBox:

@@ -103,8 +103,8 @@ class GridRule:
         return Crop(lattice, box.at_least(network_size(box.shape, divisor)), content)
 
 
+# Crops lie on the lattice, and are as small as the network allows.
 PLAIN = GridRule()
-"""Crops lie on the lattice, and are as small as the network allows."""
 
 
 def clamp_spacing(

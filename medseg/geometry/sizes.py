@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+# Size in voxels, (D, H, W).
 Shape = tuple[int, int, int]
-"""Size in voxels, (D, H, W)."""
 
 
 def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:

@@ -99,13 +99,7 @@ def export_network(
             something else than in torch.
     """
     form = FORMATS[suffix]
-    for module in form.modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise UserError(
-                f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
-            ) from error
+    _check_libraries(form)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
     # Sizes to compare the logits in, for each size to convert with. The first trial is for any
     # size; a network that reads its input size in Python is converted for that size alone.
@@ -141,6 +135,21 @@ def export_network(
         f"{name} cannot be converted to {form.name} for a variable input size{tiles} "
         f"({reasons[0][:300]}); choose the other format: model.onnx or model.xml"
     )
+
+
+def _check_libraries(form: Format) -> None:
+    """Import the libraries of a format.
+
+    Raises:
+        UserError: With the command that installs one that is missing.
+    """
+    for module in form.modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise UserError(
+                f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
+            ) from error
 
 
 def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:

@@ -100,7 +100,7 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
         )
     if precision == "bf16":
         _check_bf16()
-    cached_path = _kept_path(network.network, checksum) if checksum else None
+    cached_path = _cache_path(network.network, checksum) if checksum else None
     hint = "bf16" if precision == "bf16" else "f32"
     network.network.forward = _Compiled(
         network.network, network.in_channels, network.traits.small_size, hint, cached_path
@@ -156,7 +156,7 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
         return path.read_bytes(), path.with_suffix(".bin").read_bytes()
 
 
-def _kept_path(network: nn.Module, checksum: str) -> Path | None:
+def _cache_path(network: nn.Module, checksum: str) -> Path | None:
     """Path under which a converted network is kept on this machine.
 
     None for code of other packages, which may change unnoticed.

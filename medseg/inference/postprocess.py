@@ -17,10 +17,10 @@ from medseg.geometry.grid import VoxelBox
 # be a run, takes at most 100 MB.
 SLAB_VOXELS = 2**21
 
+# Returns the planes of a boolean volume, (d, H, W), for a range of z.
 Planes = Callable[[slice], np.ndarray]
-"""Returns the planes of a boolean volume, (d, H, W), for a range of z."""
+# Returns a part (d, h, w) of a boolean volume.
 Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
-"""Returns a part (d, h, w) of a boolean volume."""
 
 
 class Rejection(NamedTuple):

@@ -15,10 +15,10 @@ from medseg.findings import Finding, information_in, sentences_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.task import Task
 
+# Sentence of the finding `empty_result`.
 NO_LABEL = (
     "no label found at all: the result is empty; check that the scan shows the organs of the task"
 )
-"""Sentence of the finding `empty_result`."""
 
 
 @dataclass(frozen=True)

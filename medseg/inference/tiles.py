@@ -138,7 +138,8 @@ def _blend_tiles(
     if skips_air:
         is_skipped = _has_air_only(image, boxes)
         # At least one tile must go through the network: its result has the number of classes.
-        is_skipped[0] &= not all(is_skipped)
+        if all(is_skipped):
+            is_skipped[0] = False
     run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
     tiles = _tile_probs(run, image, run_boxes, batch_size, num_parallel)
     first = next(tiles)
@@ -177,9 +178,9 @@ def _axis_weights_on(
 
 def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
     """Whether each box of an image holds nothing but `AIR`."""
-    has_more = [(image[(..., *box.slices())] > AIR).any() for box in boxes]
+    has_body = [(image[(..., *box.slices())] > AIR).any() for box in boxes]
     # One transfer for all tiles: each would wait for the GPU.
-    return torch.stack(has_more).logical_not().tolist()
+    return torch.stack(has_body).logical_not().tolist()
 
 
 def _tile_probs(

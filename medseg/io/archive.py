@@ -13,8 +13,8 @@ from pathlib import Path
 from medseg.errors import UserError
 from medseg.io.scratch import scratch_folder
 
+# Bit of the flags of a member that needs a password.
 ENCRYPTED = 0x1
-"""Bit of the flags of a member that needs a password."""
 
 
 def is_archive(path: Path) -> bool:

@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from medseg.errors import UserError
 
 PART_PREFIX = ".medseg-"
+# A temporary file that was last written longer ago is that of a process that was killed.
 STALE_AFTER_S = 3600.0
-"""A temporary file that was last written longer ago is that of a process that was killed."""
 
 # Answers of file systems without locks, such as some network and FUSE mounts.
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})

@@ -35,8 +35,8 @@ class Identity(NamedTuple):
         return f"{message.rstrip('.')} ({name})." if name else message
 
 
+# Identity of a scan that is no DICOM series.
 UNKNOWN = Identity()
-"""Identity of a scan that is no DICOM series."""
 
 
 def written_date(date: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from medseg.errors import UserError
 
+# Suffixes of volume files, the longer ones first, and their formats.
 SUFFIXES = {
     ".nii.gz": "nifti",
     ".nii": "nifti",
@@ -14,19 +15,18 @@ SUFFIXES = {
     ".mha": "metaimage",
     ".mhd": "metaimage",
 }
-"""Suffixes of volume files, the longer ones first, and their formats."""
 
+# Suffix of segmentations of 3D Slicer, which are NRRD files.
 SEGMENTATION_SUFFIX = ".seg.nrrd"
-"""Suffix of segmentations of 3D Slicer, which are NRRD files."""
 
+# Suffixes of DICOM results; such files are no scans.
 DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX = ".seg.dcm", ".rtstruct.dcm"
-"""Suffixes of DICOM results; such files are no scans."""
 
 WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd", SEGMENTATION_SUFFIX)
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 
+# Name of the image in a folder of a case, as in TotalSegmentator's data set.
 CASE_IMAGES = ("ct", "mri")
-"""Name of the image in a folder of a case, as in TotalSegmentator's data set."""
 
 
 # Control characters, line separators, and bytes of a file name that are no UTF-8.

@@ -33,11 +33,9 @@ class Structure:
         return red, green, blue
 
 
+# Code of the NIfTI header extension, as TotalSegmentator writes it. Caret's own (30) makes nibabel
+# 5 refuse the content.
 EXTENSION_CODE = 0
-"""Code of the NIfTI header extension, as TotalSegmentator writes it.
-
-Caret's own (30) makes nibabel 5 refuse the content.
-"""
 
 
 def nifti_extension(structures: Sequence[Structure]) -> bytes:

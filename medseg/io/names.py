@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Error handler that turns such a surrogate into its byte and back. Python's own file functions do
+# the same.
 RAW_NAMES = "surrogateescape"
-"""Error handler that turns such a surrogate into its byte and back.
-
-Python's own file functions do the same.
-"""
 
 # A byte as `RAW_NAMES` keeps it, or half of a UTF-16 pair: neither can be encoded.
 _SURROGATE = re.compile("[\ud800-\udfff]")

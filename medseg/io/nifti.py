@@ -34,20 +34,20 @@ from medseg.io.volume import (
 )
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
+# Spatial units of `xyzt_units` other than the millimetre: metre and micrometre.
 UNIT_MM = {1: 1000.0, 3: 0.001}
-"""Spatial units of `xyzt_units` other than the millimetre: metre and micrometre."""
 
+# Code of an sform or qform in the coordinates of the scanner.
 SCANNER_CODE = 1
-"""Code of an sform or qform in the coordinates of the scanner."""
 
+# Largest difference of sform and qform that counts as rounding of their 32-bit numbers.
 FORM_TOLERANCE_VOXELS = 0.1
-"""Largest difference of sform and qform that counts as rounding of their 32-bit numbers."""
 
+# Largest relative difference of pixdim and the sform's steps that counts as rounding.
 SPACING_TOLERANCE = 1e-3
-"""Largest relative difference of pixdim and the sform's steps that counts as rounding."""
 
+# Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding.
 QUATERNION_TOLERANCE = 1e-5
-"""Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding."""
 
 GEOMETRY_FIELDS = (
     *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
@@ -55,17 +55,15 @@ GEOMETRY_FIELDS = (
 )
 
 
+# Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL).
 LABEL_INTENT = 1002
-"""Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL)."""
 
+# Compression level of ISA-L (0 to 3). Label maps become smaller than with zlib's level 1, in an
+# eighth of its time.
 GZIP_LEVEL = 2
-"""Compression level of ISA-L (0 to 3).
 
-Label maps become smaller than with zlib's level 1, in an eighth of its time.
-"""
-
+# Bytes of the header of NIfTI-2, the longer one.
 HEADER_BYTES = 540
-"""Bytes of the header of NIfTI-2, the longer one."""
 
 
 def _parse(path: Path, block: bytes) -> Nifti1Header:

@@ -35,11 +35,11 @@ from medseg.io.volume import (
 )
 from medseg.task import AIR_HU
 
+# Longer headers are not read: no program writes them.
 MAX_HEADER_BYTES = 2**20
-"""Longer headers are not read: no program writes them."""
 
+# Largest number of files that a pattern of a header may name.
 MAX_DATA_FILES = 100_000
-"""Largest number of files that a pattern of a header may name."""
 
 # Patterns of one word. No number is so long that a C program reads it in another way than Python.
 NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
@@ -98,6 +98,7 @@ META_ORIGINS = ("Offset", "Position", "Origin")
 META_DIRECTIONS = ("TransformMatrix", "Rotation", "Orientation")
 META_ORDERS = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
 META_SPACINGS = ("ElementSpacing", "ElementSize")
+# Fields of MetaImage that SimpleITK gets.
 META_GEOMETRY: Rules = {
     "NDims": (None, "[34]", "3 or 4 axes"),
     "DimSize": SIZES,
@@ -107,7 +108,6 @@ META_GEOMETRY: Rules = {
     **dict.fromkeys(META_ORIGINS, NUMBERS),
     **dict.fromkeys(META_DIRECTIONS, (2, NUMBER, "a matrix of all axes")),
 }
-"""Fields of MetaImage that SimpleITK gets."""
 
 META_RULES: Rules = {
     **META_GEOMETRY,
@@ -117,13 +117,14 @@ META_RULES: Rules = {
     "HeaderSize": NUM_BYTES,
     "DistanceUnits": LENGTHS,
 }
+# Spaces of NRRD whose axes are those of the patient.
 LPS_SPACES = re.compile(
     r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
     r"(-time|t)?",
     re.I,
 )
-"""Spaces of NRRD whose axes are those of the patient."""
 
+# NumPy's codes of the pixel types by their names in SimpleITK.
 NUMPY_CODES = {
     "8-bit unsigned integer": "u1",
     "8-bit signed integer": "i1",
@@ -136,7 +137,6 @@ NUMPY_CODES = {
     "32-bit float": "f4",
     "64-bit float": "f8",
 }
-"""NumPy's codes of the pixel types by their names in SimpleITK."""
 
 
 def is_nrrd(path: Path) -> bool:

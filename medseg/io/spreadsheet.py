@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from medseg.io.atomic import replace_bytes
 
+# Longest text that Excel takes in a cell.
 MAX_CELL_CHARACTERS = 32_767
-"""Longest text that Excel takes in a cell."""
 
 # Excel counts days from here.
 FIRST_DATE = date(1900, 3, 1)

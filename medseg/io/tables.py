@@ -11,8 +11,8 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.text import read_text
 
+# First characters of the cells that a spreadsheet would run as formulas.
 FORMULA_SIGNS = ("=", "+", "-", "@")
-"""First characters of the cells that a spreadsheet would run as formulas."""
 
 # Characters that are commands in LaTeX to their escapes; the backslash first, as others bring one.
 LATEX_CHARACTERS = {
@@ -24,17 +24,13 @@ LATEX_CHARACTERS = {
 }
 
 Rows = Sequence[Mapping[str, Any]]
+# Keys of the rows in order, or key to heading. None takes every key of the rows in the order of
+# first appearance.
 Columns = Sequence[str] | Mapping[str, str] | None
-"""Keys of the rows in order, or key to heading.
 
-None takes every key of the rows in the order of first appearance.
-"""
-
+# Column key to a format such as `.4f`, or to a function of the value. Other values are written by
+# `str`.
 Formats = Mapping[str, str | Callable[[Any], str]] | None
-"""Column key to a format such as `.4f`, or to a function of the value.
-
-Other values are written by `str`.
-"""
 
 
 def write_csv(

@@ -13,11 +13,11 @@ import yaml
 
 from medseg.errors import UserError, first_line
 
+# Limit of tables and JSON files: a history of a million steps has a tenth of it.
 MAX_TEXT_BYTES = 2**28
-"""Limit of tables and JSON files: a history of a million steps has a tenth of it."""
 
+# Limit of configurations, which have some 20 kB; parsing takes about 10 s for each MiB.
 MAX_YAML_BYTES = 2**20
-"""Limit of configurations, which have some 20 kB; parsing takes about 10 s for each MiB."""
 
 
 # A byte of a file name that is not UTF-8, as JSON and YAML write it.

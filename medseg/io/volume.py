@@ -25,48 +25,44 @@ from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.scratch import new_array
 from medseg.task import AIR_HU
 
+# No scanner resolves a tenth of a micrometre: below it the spacing is damaged.
 MIN_SPACING_MM = 1e-4
-"""No scanner resolves a tenth of a micrometre: below it the spacing is damaged."""
 
+# Scanners measure positions from a point in their room. With much larger numbers, rounding would
+# merge neighbouring voxels.
 MAX_ORIGIN_MM = 1e6
-"""Scanners measure positions from a point in their room.
 
-With much larger numbers, rounding would merge neighbouring voxels.
-"""
-
+# No scanner's table is longer: beyond it the spacing is in another unit, or damaged.
 MAX_EXTENT_MM = 4e3
-"""No scanner's table is longer: beyond it the spacing is in another unit, or damaged."""
 
+# Largest volume of a scan, 8 m³, for the same reason.
 MAX_FIELD_MM3 = 8e9
-"""Largest volume of a scan, 8 m³, for the same reason."""
 
+# Bytes that are decoded at once: large enough for speed, small beside a volume.
 SLAB_BYTES = 2**20
-"""Bytes that are decoded at once: large enough for speed, small beside a volume."""
 
+# Bytes of a compressed stream that are taken from the file at once.
 PACKED_BYTES = 2**18
-"""Bytes of a compressed stream that are taken from the file at once."""
 
+# Longest text of one voxel; a longer word is not a number.
 MAX_WORD_BYTES = 100
-"""Longest text of one voxel; a longer word is not a number."""
 
+# Largest factor by which decoding enlarges bytes; a header that promises more is damaged.
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
-"""Largest factor by which decoding enlarges bytes; a header that promises more is damaged."""
 
+# Above this size and `SURE_RATIO`, decode once to verify the promised length.
 SURE_BYTES = 2**28
-"""Above this size and `SURE_RATIO`, decode once to verify the promised length."""
 
+# Ratio of voxel bytes to compressed bytes that real scans hardly reach.
 SURE_RATIO = 16
-"""Ratio of voxel bytes to compressed bytes that real scans hardly reach."""
 
+# Largest relative error of a scaled label that counts as rounding. It is the distance of
+# neighbouring 32-bit numbers near 1: half of it for the slope and the intercept of a header, which
+# most formats store in 32 bits, and half for the value or its product.
 ROUNDING = 2.0**-23
-"""Largest relative error of a scaled label that counts as rounding.
 
-It is the distance of neighbouring 32-bit numbers near 1: half of it for the slope and the intercept
-of a header, which most formats store in 32 bits, and half for the value or its product.
-"""
-
+# Largest distance from a whole number that counts as rounding, however large the label is.
 MAX_ROUNDING = 0.25
-"""Largest distance from a whole number that counts as rounding, however large the label is."""
 
 IMAGE_DTYPES = (np.int16, np.float32)
 LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32, np.int64)

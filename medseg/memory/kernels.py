@@ -126,15 +126,15 @@ class KernelCosts:
         """Measure operations, large ones by one or two parts of them."""
         parts = {key: parts_of(call) for key, call in missing.items()}
         with torch.no_grad():
-            larger = {key: calls[-1][1] for key, calls in parts.items() if calls}
+            larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
             lasting = self._lasting(larger)
+            # Operations that cannot run alone are missing from here on.
             workspaces = self._workspaces(larger)
-            # An operation without a workspace on its larger part has none on the whole.
-            smaller = {
-                key: parts[key][0][1]
-                for key, workspace in workspaces.items()
-                if workspace and len(parts[key]) > 1
-            }
+            smaller: dict[str, Call] = {}
+            for key, workspace in workspaces.items():
+                # An operation without a workspace on its larger part has none on the whole.
+                if workspace and len(parts[key]) > 1:
+                    smaller[key] = parts[key][0].call
             smaller_workspaces = self._workspaces(smaller)
             written = {
                 key: self._written_share(larger[key], size) for key, size in workspaces.items()
@@ -148,10 +148,10 @@ class KernelCosts:
                 self.unmeasured[str(call.operation)] = reason
                 costs[key] = NOTHING
                 continue
-            share = parts[key][-1][0]
+            share = parts[key][-1].share
             points = [(share, workspaces[key])]
             if key in smaller_workspaces:
-                points.insert(0, (parts[key][0][0], smaller_workspaces[key]))
+                points.insert(0, (parts[key][0].share, smaller_workspaces[key]))
             workspace = continued(points)
             seconds = median(durations_s[key]) / share
             costs[key] = Cost(workspace, round(written[key] * workspace), lasting[key], seconds)
@@ -385,28 +385,34 @@ def continued(points: Sequence[tuple[float, int]]) -> int:
     return max(0, round(num_bytes + slope * (1 - share)))
 
 
-def parts_of(call: Call) -> list[tuple[float, Call]]:
-    """Divide a large operation into parts of its slices.
+class Part(NamedTuple):
+    """An operation on some of the slices of a larger one, and their share of all slices."""
 
-    Each part comes with its share of the whole, the largest last. A small operation is its only
-    part; one that is too large and cannot be divided has none.
+    share: float
+    call: Call
+
+
+def parts_of(call: Call) -> list[Part]:
+    """Divide a large operation into parts of its slices, the largest last.
+
+    A small operation is its only part; one that is too large and cannot be divided has none.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]
     sizes = [math.prod(operand.shape) * operand.dtype.itemsize for operand in operands]
     if max(sizes, default=0) <= MEASURED_BYTES:
-        return [(1.0, call)]
+        return [Part(1.0, call)]
     weight = None
     if call.operation in WEIGHTS:
         weight = call.arguments[WEIGHTS[call.operation]]
     depths = [operand.shape[-3] for operand in operands if _has_slices(operand, weight)]
     divisor = math.gcd(*depths)  # 0 without depths
     if divisor < LEAST_DIVISOR:
-        return [(1.0, call)] if sum(sizes) <= MAX_BYTES else []
+        return [Part(1.0, call)] if sum(sizes) <= MAX_BYTES else []
     num_slices = max(1, divisor * MEASURED_BYTES // max(sizes))
     fewer_slices = max(1, num_slices // 2)
     return [
-        (number / divisor, _part(call, weight, number, divisor))
+        Part(number / divisor, _cut(call, weight, number, divisor))
         for number in sorted({fewer_slices, num_slices})
     ]
 
@@ -416,7 +422,7 @@ def _has_slices(leaf: Any, weight: Operand | None) -> bool:
     return _is_operand(leaf) and len(leaf.shape) == 5 and leaf is not weight
 
 
-def _part(call: Call, weight: Operand | None, numerator: int, denominator: int) -> Call:
+def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -> Call:
     """Take a share of the slices of an operation.
 
     All tensors (N, C, D, H, W) but the weight are cut, and sizes among the other arguments.

@@ -16,8 +16,8 @@ from medseg.io.text import read_json
 from medseg.nnunet.plan import SUPPORTED, NnunetPlan, PlanError, configurations_of, read_plan
 
 PLANS, DATASET = "plans.json", "dataset.json"
+# Checkpoints of a fold; the first that is there is taken.
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
-"""Checkpoints of a fold; the first that is there is taken."""
 
 FOLD = re.compile(r"fold_(\d+|all)")
 # Files of version 1, and results of a search that only a pickle states; neither is opened.

@@ -14,8 +14,8 @@ from typing import Any
 from medseg.geometry.sizes import Shape
 from medseg.io.volume import MIN_SPACING_MM
 
+# Names of the configurations of nnU-Net.
 SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
-"""Names of the configurations of nnU-Net."""
 
 # Limits that no plan of nnU-Net comes near: a hostile one must not keep the program busy.
 MAX_SPACING_MM = 100.0

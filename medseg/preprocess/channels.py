@@ -24,8 +24,8 @@ from medseg.preprocess.orient import orient, orientation_of
 from medseg.preprocess.resample import resample_image
 from medseg.preprocess.scale import AS_STORED, HuScale
 
+# A channel that leaves more than this share of the first uncovered is warned of.
 SHARE_TOLD = 0.01
-"""A channel that leaves more than this share of the first uncovered is warned of."""
 
 
 def resample_to(
@@ -148,46 +148,51 @@ def read_channels(
     from medseg.io.read import read_image
 
     names = ["image", *(f"image_{number}" for number in range(1, len(paths)))]
-    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
-    if missing:
-        case = next((str(path) for path in paths if path is not None), "the case")
-        raise UserError(
-            f"{case}: expected the channels {', '.join(names)}, but {', '.join(missing)} is "
-            "missing; give a file for each."
-        )
-    channels: list[np.ndarray] = []
-    findings: list[Finding] = []
+    channel_paths = _checked_paths(names, paths)
     scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
     modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
-    for number, (name, path, fill, scale, modality) in enumerate(
-        zip(names, paths, outside, scales, modalities, strict=True)
-    ):
-        assert path is not None, "refused above"
-        is_first = number == 0
-        # A path that occurs several times is a file with several volumes.
-        index, num_volumes = paths[:number].count(path), paths.count(path)
-        volume = read_image(
-            path,
-            series if is_first else None,
-            modality,
-            index,
-            num_volumes,
-            files if is_first else (),
+    # A path that occurs several times is a file with several volumes.
+    num_volumes = channel_paths.count(channel_paths[0])
+    first = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
+    first = replace(first, array=scales[0].apply(first.array))
+    if len(paths) == 1:
+        return first.array[None], first
+    channels = [first.array]
+    findings = [finding.within(names[0]) for finding in first.findings]
+    for number in range(1, len(paths)):
+        name = names[number]
+        path = channel_paths[number]
+        index = channel_paths[:number].count(path)
+        num_volumes = channel_paths.count(path)
+        volume = read_image(path, None, modalities[number], index, num_volumes, ())
+        image, uncovered = place_channel(
+            scales[number].apply(volume.array),
+            volume.grid,
+            first.grid,
+            outside[number],
+            name,
+            f"{path}: ",
+            str(paths[0]),
         )
-        image = scale.apply(volume.array)
-        if is_first:
-            first = replace(volume, array=image)
-        else:
-            image, uncovered = place_channel(
-                image, volume.grid, first.grid, fill, name, f"{path}: ", str(paths[0])
-            )
-            findings += uncovered
         channels.append(image)
-        if len(paths) > 1:
-            findings += [finding.within(name) for finding in volume.findings]
-        else:
-            findings += volume.findings
+        findings += uncovered
+        findings += [finding.within(name) for finding in volume.findings]
     volume = replace(first, findings=tuple(findings))
-    if len(channels) == 1:
-        return channels[0][None], volume
     return np.stack(channels).astype(np.float32, copy=False), volume
+
+
+def _checked_paths(names: Sequence[str], paths: Sequence[Path | None]) -> list[Path]:
+    """Refuse a case without a file for each channel.
+
+    Raises:
+        UserError: With the names of those that are missing.
+    """
+    present = [path for path in paths if path is not None]
+    if len(present) == len(paths):
+        return present
+    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
+    case = str(present[0]) if present else "the case"
+    raise UserError(
+        f"{case}: expected the channels {', '.join(names)}, but {', '.join(missing)} is "
+        "missing; give a file for each."
+    )

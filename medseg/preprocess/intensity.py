@@ -35,15 +35,13 @@ HU_LIMITS = (AIR_HU, MAX_HU)
 AIR = -1.0
 
 
+# Half way between air and soft tissue. The half unit makes images in whole HU and unrounded ones
+# agree.
 BODY_HU = -500.5
-"""Half way between air and soft tissue.
-
-The half unit makes images in whole HU and unrounded ones agree.
-"""
 
 PERCENTILES = (0.5, 99.5)
+# Largest number of voxels for the percentiles; of more only every second, third … is used.
 MAX_VALUES = 2**24
-"""Largest number of voxels for the percentiles; of more only every second, third … is used."""
 
 
 class Intensity(NamedTuple):

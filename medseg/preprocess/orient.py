@@ -7,8 +7,8 @@ import numpy as np
 
 from medseg.geometry.grid import VoxelGrid
 
+# Names of the faces of an oriented volume, per axis (z, y, x): low end, high end.
 FACES = (("lower", "upper"), ("front", "back"), ("right", "left"))
-"""Names of the faces of an oriented volume, per axis (z, y, x): low end, high end."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,16 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
     """
     # Rows and columns of a direction count x, y, z; array axes count z, y, x.
     cosines = np.asarray(grid.direction)[::-1, ::-1]
-    order = max(
-        permutations(range(3)), key=lambda o: round(sum(abs(cosines[a, o[a]]) for a in range(3)), 6)
-    )
-    flips = tuple(bool(cosines[a, order[a]] < 0) for a in range(3))
-    return Orientation((order[0], order[1], order[2]), (flips[0], flips[1], flips[2]))
+
+    def nearness(order: tuple[int, ...]) -> float:
+        """Sum the cosines between the new axes and the stored ones that would take their place."""
+        total = sum(abs(cosines[axis, stored]) for axis, stored in enumerate(order))
+        # Rounded: noise must not decide between orders that are equally near.
+        return round(total, 6)
+
+    z, y, x = max(permutations(range(3)), key=nearness)
+    flips = (bool(cosines[0, z] < 0), bool(cosines[1, y] < 0), bool(cosines[2, x] < 0))
+    return Orientation((z, y, x), flips)
 
 
 def ras_orientation_of(grid: VoxelGrid) -> Orientation:

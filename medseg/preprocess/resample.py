@@ -153,10 +153,11 @@ def axis_taps(
         tilt = -first_moment / np.maximum(second_moment, 1e-12)
         weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
     weight /= weight.sum(1, keepdims=True)
-    used = (np.abs(weight) > 1e-9).any(0)
+    # An axis that stays has one tap, which needs no sum, see `_neighbours`.
+    is_used = (np.abs(weight) > 1e-9).any(0)
     # Positions beyond the outermost centres take the outermost values.
-    index = np.clip(index[:, used], 0, num_inputs - 1)
-    return AxisTaps(start, index, weight[:, used].astype(np.float32), scale)
+    index = np.clip(index[:, is_used], 0, num_inputs - 1)
+    return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
@@ -205,9 +206,14 @@ def plan_slabs(
         axes.append(taps_of_axis)
     if any(len(axis.index) == 0 for axis in axes):
         return
-    z, y, _ = axes
-    whole, *in_plane = (axis.part(0, len(axis.index)) for axis in axes)
-    planes, rows, columns = (along.stop - along.start for along, _, _ in (whole, *in_plane))
+    z, y, x = axes
+    # Source range, target range and taps: of a slab all rows and columns, but a part of the planes.
+    along_z = z.part(0, len(z.index))
+    along_y = y.part(0, len(y.index))
+    along_x = x.part(0, len(x.index))
+    planes, rows, columns = (
+        source_range.stop - source_range.start for source_range, _, _ in (along_z, along_y, along_x)
+    )
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (rows * columns)
     else:
@@ -216,7 +222,8 @@ def plan_slabs(
         step = round(num_fitting * len(z.index) / planes)
     step = max(step, MIN_COARSE_PLANES if z.scale > 1.0 else 1)
     for start in range(0, len(z.index), step):
-        sources, targets, taps = zip(z.part(start, start + step), *in_plane, strict=True)
+        part_of_z = z.part(start, start + step)
+        sources, targets, taps = zip(part_of_z, along_y, along_x, strict=True)
         yield Slab(sources, targets, taps)
 
 

@@ -30,10 +30,12 @@ class HuScale:
             return values
         has_whole_factors = float(self.slope).is_integer() and float(self.offset).is_integer()
         is_whole = values.dtype == np.int16 and has_whole_factors
+        # A negative slope exchanges the ends.
         ends = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
         limits = np.iinfo(np.int16)
         fits = limits.min <= min(ends) and max(ends) <= limits.max
-        image_hu = np.empty(values.shape, np.int16 if is_whole and fits else np.float32)
+        dtype = np.int16 if is_whole and fits else np.float32
+        image_hu = np.empty(values.shape, dtype)
         # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24
         # are exact in float32.
         slope, offset = np.float32(self.slope), np.float32(self.offset)
@@ -42,5 +44,5 @@ class HuScale:
         return image_hu
 
 
+# Scale of files whose values are HU already, as in nearly all.
 AS_STORED = HuScale()
-"""Scale of files whose values are HU already, as in nearly all."""

@@ -27,13 +27,13 @@ _SMALL_HEIGHT_PX = 200
 # With fewer results a chart per key shows nothing that the table does not.
 _MIN_RESULTS = 4
 _MAX_KEYS = 9
+# Points of a curve; a longer history is thinned evenly and keeps its end.
 _MAX_POINTS = 200
-"""Points of a curve; a longer history is thinned evenly and keeps its end."""
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
+# A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice.
 _LEAST_ERROR = 0.0005
-"""A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice."""
+# An axis is logarithmic where its largest value is at least so many times the smallest.
 _LOG_RATIO = 8.0
-"""An axis is logarithmic where its largest value is at least so many times the smallest."""
 _RATE_NAMES = ("lr", "learning_rate")
 
 Rows = list[dict[str, Any]]

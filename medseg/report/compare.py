@@ -129,13 +129,11 @@ class Metric(NamedTuple):
     better: int
 
 
+# Result of a search as in `study.json`. It has `name`, `objectives` (metric key to `maximize` or
+# `minimize`), `space` (searched key to its distribution), `num_trials` planned in all, `best`
+# (names of the best runs: one, or the front of two objectives) and `importances` (searched key to
+# its share in [0, 1]; empty for few results).
 Study = Mapping[str, Any]
-"""Result of a search as in `study.json`.
-
-It has `name`, `objectives` (metric key to `maximize` or `minimize`), `space` (searched key to its
-distribution), `num_trials` planned in all, `best` (names of the best runs: one, or the front of two
-objectives) and `importances` (searched key to its share in [0, 1]; empty for few results).
-"""
 
 
 def write_duration(duration_s: float) -> str:

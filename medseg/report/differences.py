@@ -49,8 +49,8 @@ class Difference(NamedTuple):
 
 
 _SCORES = ("baseline_mean", "mean", "difference", "ci95_low", "ci95_high")
+# Formats of a CSV table with the fields of `Difference`.
 FORMATS = {**dict.fromkeys(_SCORES, ".6f"), "wilcoxon_p": ".4g"}
-"""Formats of a CSV table with the fields of `Difference`."""
 
 
 def paired_difference(

@@ -13,17 +13,15 @@ from medseg.report.plots import shortened, write_png
 BACKGROUND = "#0d1117"
 TEXT = "#e6edf3"
 COLOURS = ("#38bdf8", "#fb923c", "#4ade80", "#f472b6", "#facc15", "#a78bfa", "#2dd4bf", "#f87171")
+# Voxels in the reference only, in the prediction only, and with different labels in both. The style
+# sheet of the pages has the same colours.
 ERROR_COLOURS = {"missed": "#ff2fd0", "extra": "#ffe800", "other label": "#ffffff"}
-"""Voxels in the reference only, in the prediction only, and with different labels in both.
-
-The style sheet of the pages has the same colours.
-"""
 _FILL_OPACITY = 0.32
 _ERROR_OPACITY = 0.75
 _DPI = 100
 
+# Axis of an oriented volume (z, y, x) that each plane is a slice of.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
-"""Axis of an oriented volume (z, y, x) that each plane is a slice of."""
 
 # Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a
 # sagittal one.

@@ -12,8 +12,8 @@ from medseg.io.label_table import Structure
 from medseg.report.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
 from medseg.report.plots import shortened, write_png
 
+# Up to this number of labels, each has its own line; more labels are written three to a line.
 MAX_LONG = 6
-"""Up to this number of labels, each has its own line; more labels are written three to a line."""
 
 _WIDTH_PX = 1280
 _PANEL_PX = 424

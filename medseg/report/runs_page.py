@@ -28,8 +28,8 @@ from medseg.report.html import data_uri, render_page
 
 # A reader can distinguish so many hues; more settings get shades by rank.
 _NUM_HUES = 8
+# Settings with a column in the table of cases.
 _MAX_CASE_SETTINGS = 8
-"""Settings with a column in the table of cases."""
 
 
 def render(

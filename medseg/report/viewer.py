@@ -25,17 +25,17 @@ from medseg.preprocess.orient import orient
 from medseg.report.overlay import ERROR_COLOURS, grey_range
 from medseg.report.templates import open_templates
 
+# Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one.
 SPACING_MM = 1.5
-"""Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one."""
 
+# HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone.
 CT_RANGE_HU = (-1024.0, 1024.0)
-"""HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone."""
 
+# Differences to a reference: voxels of it alone, of the prediction alone, with two labels.
 DIFFERENCES = [
     Structure(name, value, colour)
     for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)
 ]
-"""Differences to a reference: voxels of it alone, of the prediction alone, with two labels."""
 
 _FOLDER = Path(__file__).parent / "viewer_page"
 _PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes

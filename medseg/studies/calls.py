@@ -18,8 +18,8 @@ from medseg.runs.folder import read_summary
 from medseg.studies.pooled import POOLED_CSV
 from medseg.studies.recipes import last_checkpoint, note_recipe, run_and_get_failure, train_steps
 
+# Key of a command, as on its command line, to its value in Python.
 Keys = Mapping[str, Any]
-"""Key of a command, as on its command line, to its value in Python."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from medseg.studies.held_out import HeldOut
 from medseg.studies.reference_volumes import ReferenceVolume
 from medseg.task import CleanUp, Task
 
+# Level of the test, divided by the number of candidates (Bonferroni).
 LEVEL = 0.05
-"""Level of the test, divided by the number of candidates (Bonferroni)."""
+# Candidates for the least volume of a component, as shares of the median reference volume.
 SHARES = (0.01, 0.1)
-"""Candidates for the least volume of a component, as shares of the median reference volume."""
 CLEAN_UP_CSV = "clean_up.csv"
 CLEAN_UP_MD = "clean_up.md"
 COLUMNS = {
@@ -44,10 +44,10 @@ COLUMNS = {
 }
 FORMATS: Formats = {"dice_before": ".4f", "dice": ".4f", "p": ".2g"}
 
+# Case to the Dice coefficient of one part.
 Scores = dict[str, float]
-"""Case to the Dice coefficient of one part."""
+# Case and part to the Dice coefficient.
 Dices = dict[tuple[str, str], float]
-"""Case and part to the Dice coefficient."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from medseg.studies.fold_tables import Row
 from medseg.studies.held_out import TRUSTED, patients_of
 from medseg.studies.recipes import BOUND, experiments
 
+# Share of patients whose regions all reach the lower bound on Dice.
 LEVEL = 0.9
-"""Share of patients whose regions all reach the lower bound on Dice."""
 
+# Patient to agreement of the stages and Dice of each region of each scan.
 Scores = dict[str, list[tuple[float, float]]]
-"""Patient to agreement of the stages and Dice of each region of each scan."""
 
 
 def write_bound(

@@ -11,8 +11,8 @@ from medseg.evaluation.matching import Reference, read_pair
 from medseg.geometry.grid import VoxelGrid
 from medseg.task import LabelValues, Task
 
+# Trust in a reference that may decide something; the others are known to be doubtful.
 TRUSTED = ("", "reference")
-"""Trust in a reference that may decide something; the others are known to be doubtful."""
 
 
 def patients_of(cases: Iterable[Case]) -> dict[str, str]:

@@ -35,8 +35,8 @@ from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
 STAGES = ("coarse", "fine")
+# Trust in a reference that calibrates the bound; what a `partial` one leaves out is unknown.
 CALIBRATING = ("", "reference", "approximate")
-"""Trust in a reference that calibrates the bound; what a `partial` one leaves out is unknown."""
 
 
 def make_weights(config: MakeWeightsConfig) -> int:

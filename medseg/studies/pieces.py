@@ -32,8 +32,8 @@ LEAST_MM = 15.0
 # A half chest with less than this share of a region's voxels shows a sliver of it, whose side
 # nothing in view tells.
 LEAST_SHARE = 0.1
+# Trust in the reference of such a region, so that its scores stand apart.
 SLIVER = "sliver"
-"""Trust in the reference of such a region, so that its scores stand apart."""
 HALVES = ("right_half", "left_half")
 Files = tuple[Path, Path]
 

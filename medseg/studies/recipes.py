@@ -36,13 +36,13 @@ from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import shell_line
 
+# File of `cross_validate` with the lower bound on Dice.
 BOUND = "bound.json"
-"""File of `cross_validate` with the lower bound on Dice."""
+# File beside the runs of a fold with the experiments and arguments that they come from.
 EXPERIMENTS = "experiments.json"
-"""File beside the runs of a fold with the experiments and arguments that they come from."""
 DIGEST_LENGTH = 12
+# Arguments of `medseg`, the command first.
 Step = Sequence[str]
-"""Arguments of `medseg`, the command first."""
 
 MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
 # Provider of a folder that `--config-dir` added to Hydra's search path.

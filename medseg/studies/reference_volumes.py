@@ -13,10 +13,10 @@ from medseg.anatomy.plausibility import touches_border
 from medseg.metrics.scores import volume_ml
 from medseg.studies.held_out import HeldOut
 
+# With fewer patients the interval is so wide that it checks nothing.
 LEAST_PATIENTS = 5
-"""With fewer patients the interval is so wide that it checks nothing."""
+# Share of patients whose volumes lie in their range.
 SHARE = 0.99
-"""Share of patients whose volumes lie in their range."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
 # With fewer results an importance is noise.
 MIN_FOR_IMPORTANCES = 8
 
+# Composes `train` with the values of a trial.
 Compose = Callable[[Mapping[str, str]], DictConfig]
-"""Composes `train` with the values of a trial."""
 
 
 def search(config: SearchConfig) -> int:

@@ -42,11 +42,9 @@ COLUMNS = {
 FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
 SCORES = ("step", "val_dice", "val_dice_worst")
 
+# `SCORES` of a validation and `cpu_minutes` until then. The end of a process has `cpu_minutes`
+# only.
 Point = Mapping[str, float]
-"""`SCORES` of a validation and `cpu_minutes` until then.
-
-The end of a process has `cpu_minutes` only.
-"""
 
 
 def time_to_dice(config: TimeToDiceConfig) -> int:

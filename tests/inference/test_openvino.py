@@ -162,8 +162,8 @@ def test_networks_of_other_packages_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert backend._kept_path(make().networks[0], "a") is not None
-    assert backend._kept_path(Other(1, 2, width=4, depth=1), "a") is None
+    assert backend._cache_path(make().networks[0], "a") is not None
+    assert backend._cache_path(Other(1, 2, width=4, depth=1), "a") is None
 
 
 @needs_openvino

@@ -11,17 +11,13 @@ import numpy as np
 from contourpy import FillType, contour_generator
 from scipy.spatial import cKDTree
 
+# Pixel centres nearer than this to an outline count as inside. Some programs draw through the
+# centres of the outermost pixels.
 EDGE_PX = 1e-3
-"""Pixel centres nearer than this to an outline count as inside.
 
-Some programs draw through the centres of the outermost pixels.
-"""
-
+# Nearest points of an outline to try as the end of a keyhole. A hole and its outline have at least
+# as many points.
 NUM_NEIGHBOURS = 4
-"""Nearest points of an outline to try as the end of a keyhole.
-
-A hole and its outline have at least as many points.
-"""
 
 
 def outlines(mask: np.ndarray) -> list[np.ndarray]:

@@ -23,23 +23,24 @@ from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
+# Longer texts are cut in messages; those of the standard are shorter.
 MAX_PLAIN = 100
-"""Longer texts are cut in messages; those of the standard are shorter."""
 
+# A header with more pixels per slice (8192 × 8192) is damaged.
 MAX_SLICE_PIXELS = 2**26
-"""A header with more pixels per slice (8192 × 8192) is damaged."""
 
+# A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices.
 MAX_INFLATED_BYTES = 2**29
-"""A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices."""
 
+# Slopes and intercepts of CT, MR and PET are far below it.
 MAX_RESCALE = 1e6
-"""Slopes and intercepts of CT, MR and PET are far below it."""
 
+# Modalities whose objects are not images of a scanner.
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
-"""Modalities whose objects are not images of a scanner."""
 
 NO_PIXELS = "object without an image"
 
+# Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each.
 MACROS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "ImageOrientationPatient": "PlaneOrientationSequence",
@@ -61,26 +62,26 @@ MACROS = {
     "DiffusionBValue": "MRDiffusionSequence",
     "FrameAcquisitionDateTime": "FrameContentSequence",
 }
-"""Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each."""
 
+# Rescale types of CT whose values are HU; US means unspecified.
 HU_TYPES = ("", "HU", "HU_MOD", "US")
-"""Rescale types of CT whose values are HU; US means unspecified."""
 
+# Encodings whose pixels are read from the file as they are.
 PLAIN_SYNTAXES = (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
-"""Encodings whose pixels are read from the file as they are."""
 
+# Encodings that always lose detail.
 LOSSY_SYNTAXES = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLossless)
-"""Encodings that always lose detail."""
 
+# Encodings that may lose detail.
 MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
-"""Encodings that may lose detail."""
 
+# Tag of the pixels (7FE0,0010), little or big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
-"""Tag of the pixels (7FE0,0010), little or big endian."""
 
+# Length of an element of compressed pixels, whose end is marked instead.
 UNDEFINED_LENGTH = 2**32 - 1
-"""Length of an element of compressed pixels, whose end is marked instead."""
 
+# What distinguishes the volumes of one series: name, field of a file, field of a frame.
 PHASES = (
     ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
     ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
@@ -93,8 +94,8 @@ PHASES = (
     ("image type", "ImageType", "FrameType"),
     ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
-"""What distinguishes the volumes of one series: name, field of a file, field of a frame."""
 
+# Tags of all fields that are read of a header.
 FIELDS = [
     Tag(keyword)
     for keyword in (
@@ -106,7 +107,6 @@ FIELDS = [
     "ModalityLUTSequence", *MACROS, *(keyword for _, keyword, _ in PHASES),
     )
 ]  # fmt: skip
-"""Tags of all fields that are read of a header."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from medseg.io.volume import Volume, shown
 LABEL_MAP_STORAGE = "1.2.840.10008.5.1.4.1.1.66.7"
 KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetStorage: "RTSTRUCT"}
 
+# Contours that enclose an area; points and open lines do not.
 CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
-"""Contours that enclose an area; points and open lines do not."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from medseg.io.dicom.read import fault_of
 from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, slice_folders
 from medseg.wording import first_few
 
+# Place of the kernel among `PHASES`.
 KERNEL = [name for name, *_ in PHASES].index("kernel")
-"""Place of the kernel among `PHASES`."""
 
 
 @dataclass(frozen=True, eq=False)

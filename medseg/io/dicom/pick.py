@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.stacks import group_by, natural
 
+# Rules of `series_pick=`; any other value is a text or pattern.
 THINNEST, LARGEST = "thinnest", "largest"
-"""Rules of `series_pick=`; any other value is a text or pattern."""
 
 
 def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:

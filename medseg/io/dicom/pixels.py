@@ -22,38 +22,34 @@ from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.task import AIR_HU
 
+# The largest value of a 12-bit CT. Tissue has values between air and this, so that such padding
+# counts as tissue.
 DENSEST_HU = 3071
-"""The largest value of a 12-bit CT.
 
-Tissue has values between air and this, so that such padding counts as tissue.
-"""
-
+# Largest distance of the padding of unsigned pixels from the end of their range.
 MAX_PADDING = 4096
-"""Largest distance of the padding of unsigned pixels from the end of their range."""
 
 MAX_INT16 = 2**15 - 1
 
 # Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the
 # process.
+# Decoders of imagecodecs by transfer syntax.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
     **dict.fromkeys(uid.JPEG2000TransferSyntaxes, imagecodecs.jpeg2k_decode),
 }
-"""Decoders of imagecodecs by transfer syntax."""
 
+# Some writers fill up an RLE code with zeros, each pair of which becomes a byte.
 MAX_SURPLUS_BYTES = 16
-"""Some writers fill up an RLE code with zeros, each pair of which becomes a byte."""
 
+# Some writers append bytes to the end of a code, not always zeros.
 JPEG_TAIL_BYTES = 10
-"""Some writers append bytes to the end of a code, not always zeros."""
 
 
+# Reads a file whose pixels are compressed. Where it holds several slices, a cache of one file saves
+# time.
 READ_FILE = partial(dcmread, force=True)
-"""Reads a file whose pixels are compressed.
-
-Where it holds several slices, a cache of one file saves time.
-"""
 
 
 def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) -> np.ndarray:

@@ -32,20 +32,18 @@ from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
 from medseg.wording import first_few
 
+# Largest distance of a slice from its position on an even, straight stack. Positions are rounded
+# decimals.
 JITTER_TOLERANCE_MM = 0.1
-"""Largest distance of a slice from its position on an even, straight stack.
 
-Positions are rounded decimals.
-"""
-
+# Wider gaps are not interpolated: a lobe may end in between.
 MAX_GAP_MM = 10.0
-"""Wider gaps are not interpolated: a lobe may end in between."""
 
+# Largest share of missing slices that are interpolated.
 MAX_FILLED_SHARE = 0.1
-"""Largest share of missing slices that are interpolated."""
 
+# Gantries tilt by 30° at most.
 MAX_TILT_DEG = 45.0
-"""Gantries tilt by 30° at most."""
 
 
 @dataclass(frozen=True, eq=False)

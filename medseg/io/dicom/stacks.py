@@ -25,14 +25,14 @@ from medseg.wording import first_few
 
 Item = TypeVar("Item")
 
+# Slices nearer than this have one position: the thinnest CT slices are ten times as far apart.
 SAME_POSITION_MM = 0.01
-"""Slices nearer than this have one position: the thinnest CT slices are ten times as far apart."""
 
+# Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
 SAME_SPACING = 1e-3
-"""Pixel spacings with a smaller relative difference are equal: headers store rounded decimals."""
 
+# Largest number of series that a message lists; it counts the others.
 MAX_LISTED = 10
-"""Largest number of series that a message lists; it counts the others."""
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:

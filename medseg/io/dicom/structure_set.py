@@ -26,11 +26,9 @@ from medseg.io.dicom.structures import (
 )
 from medseg.io.label_table import Structure
 
+# SOP class by which structure sets refer to a study. It is Detached Study Management, which is
+# retired and still expected.
 STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
-"""SOP class by which structure sets refer to a study.
-
-It is Detached Study Management, which is retired and still expected.
-"""
 
 
 def write_structure_set(

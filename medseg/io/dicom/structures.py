@@ -18,6 +18,7 @@ from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.label_table import Structure
 
+# Fields by which an object refers to its source.
 IDENTITY = (
     "SOPClassUID",
     "SOPInstanceUID",
@@ -25,14 +26,15 @@ IDENTITY = (
     "StudyInstanceUID",
     "FrameOfReferenceUID",
 )
-"""Fields by which an object refers to its source."""
 
+# Name of this encoding in DICOM.
 UTF_8 = "ISO_IR 192"
-"""Name of this encoding in DICOM."""
 
+# Characters of a segment's label, of the name of a region of interest, and of a code's meaning.
 MAX_NAME = 64
-"""Characters of a segment's label, of the name of a region of interest, and of a code's meaning."""
 
+# Fields of patient, study and frame of reference that must be present and may be empty. Public
+# series lack some.
 TYPE_2 = (
     "PatientName",
     "PatientID",
@@ -45,24 +47,20 @@ TYPE_2 = (
     "ReferringPhysicianName",
     "PositionReferenceIndicator",
 )
-"""Fields of patient, study and frame of reference that must be present and may be empty.
 
-Public series lack some.
-"""
-
+# What the description of a result calls it.
 KIND_NAMES = {"SEG": "segmentation", "RTSTRUCT": "structure set"}
-"""What the description of a result calls it."""
 
+# Last digit of the series number of a result.
 KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
-"""Last digit of the series number of a result."""
 
 FIRST_NUMBER = 90_000
+# Numbers of DICOM have 32 bits.
 MAX_SOURCE_NUMBER = 10**8
-"""Numbers of DICOM have 32 bits."""
 
 
+# Those of them that must be a date or a time, and their types.
 DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
-"""Those of them that must be a date or a time, and their types."""
 
 
 class DerivedSeries(NamedTuple):
