@@ -160,9 +160,9 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     Raises:
         UserError: If the file cannot be opened.
     """
-    lock = FileLock(
-        path, timeout=-1 if wait_s is None else wait_s, poll_interval=0.1, fallback_to_soft=False
-    )
+    # filelock waits without limit where the timeout is negative.
+    timeout_s = -1 if wait_s is None else wait_s
+    lock = FileLock(path, timeout=timeout_s, poll_interval=0.1, fallback_to_soft=False)
     is_held = True
     try:
         lock.acquire()

@@ -312,12 +312,7 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
                 f"{path}: expected the field '{key}' in the header, but it is missing or empty; "
                 "check the file."
             )
-    # `( 1 , 2 )` becomes `(1,2)`, and `(1)(2)` two words.
-    blanks = re.compile(r"(?<=[(,])\s+|\s+(?=[,)])")
-    values = {
-        key: " ".join(blanks.sub("", value.replace(")", ") ")).split())
-        for key, value in fields.items()
-    }
+    values = {key: _with_single_blanks(value) for key, value in fields.items()}
     for key, (power, pattern, expected) in rules.items():
         if key not in values:
             continue
@@ -333,6 +328,18 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
                 f"{shown(fields[key])}; repair the header or export the scan again."
             )
     return values
+
+
+def _with_single_blanks(value: str) -> str:
+    """Write a value with single blanks between its words.
+
+    Example:
+        >>> _with_single_blanks("( 1 , 2 )  3"), _with_single_blanks("(1)(2)")
+        ('(1,2) 3', '(1) (2)')
+    """
+    separated = value.replace(")", ") ")
+    without_inner = re.sub(r"(?<=[(,])\s+|\s+(?=[,)])", "", separated)
+    return " ".join(without_inner.split())
 
 
 def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[VoxelGrid, str]:
@@ -430,13 +437,17 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
             encoding = "deflate"
         elif "BinaryData" in values and "BinaryData" not in true_keys:
             encoding = "text"
+    byte_order = ">" if is_big_endian else "<"
+    # Files of their own begin with the voxels.
+    if files != (path,):
+        offset = 0
     return lazy_volume(
         path,
         stored,
-        np.dtype(f"{'>' if is_big_endian else '<'}{code}"),
+        np.dtype(f"{byte_order}{code}"),
         files,
         encoding,
-        offset=offset if files == (path,) else 0,
+        offset=offset,
         num_lines=int(values.get("line skip", 0)),
         num_skipped=int(values.get("byte skip", values.get("HeaderSize", 0))),
         findings=tuple(warnings_of("reading", _assumptions(values))),

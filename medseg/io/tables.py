@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -163,21 +163,23 @@ def latex_table(
         \end{tabular}
     """
     headings = _headings(rows, columns)
-    heading, *lines = (
-        " & ".join(map(_latex_text, cells)) + r" \\"
-        for cells in [headings.values(), *_cells(rows, headings, formats, missing)]
-    )
+    lines = [_latex_line(cells) for cells in _cells(rows, headings, formats, missing)]
     return "\n".join(
         [
             rf"\begin{{tabular}}{{{'l' * len(headings)}}}",
             r"\toprule",
-            heading,
+            _latex_line(headings.values()),
             r"\midrule",
             *lines,
             r"\bottomrule",
             "\\end{tabular}\n",
         ]
     )
+
+
+def _latex_line(cells: Iterable[str]) -> str:
+    """Write a line of a table."""
+    return " & ".join(map(_latex_text, cells)) + r" \\"
 
 
 def _latex_text(cell: str) -> str:

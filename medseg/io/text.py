@@ -88,8 +88,9 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
         return mapping
 
     text = read_text(path)
+    hook = unique if unique_keys else None
     try:
-        return json.loads(text, object_pairs_hook=unique if unique_keys else None)
+        return json.loads(text, object_pairs_hook=hook)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: expected JSON, but the file is damaged ({first_line(error)}); "

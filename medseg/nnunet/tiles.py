@@ -110,9 +110,11 @@ def mirrored(
     for number in range(1, len(dimensions) + 1):
         combinations += itertools.combinations(dimensions, number)
     sums = _MirroredSums((1, num_heads, *tile.shape[2:]))
-    for chosen in combinations:
-        sums.begin(chosen)
-        run(torch.flip(tile, chosen) if chosen else tile, sums.add)
+    for flipped in combinations:
+        sums.begin(flipped)
+        # A flip along no axis would copy the tile.
+        seen = torch.flip(tile, flipped) if flipped else tile
+        run(seen, sums.add)
     # In parts: the sums may be a temporary file, which memory need not hold as a whole.
     for planes in sums.logits.split(MEAN_PLANES, dim=2):
         take(planes.div_(len(combinations)))

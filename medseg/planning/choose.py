@@ -244,12 +244,13 @@ def reasons(
     for candidate in candidates:
         alternative = candidate.option(blocks)
         # A candidate that differs in one switch shows what this switch does.
-        differing = [
-            key for key, value in option.switches.items() if alternative.switches[key] != value
-        ]
+        differing = []
+        for key, value in option.switches.items():
+            if alternative.switches[key] != value:
+                differing.append(key)
         if len(differing) != 1:
             continue
-        key = differing[0]
+        (key,) = differing
         chosen_text = text_of(option.switches[key])
         alternative_text = text_of(alternative.switches[key])
         undone.append((f"{key}={chosen_text} instead of {alternative_text}", alternative))

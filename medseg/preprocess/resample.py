@@ -220,7 +220,8 @@ def plan_slabs(
         # Target planes of the source planes that fit.
         num_fitting = SLAB_VOXELS / (len(y.index) * columns)
         step = round(num_fitting * len(z.index) / planes)
-    step = max(step, MIN_COARSE_PLANES if z.scale > 1.0 else 1)
+    least_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
+    step = max(step, least_step)
     for start in range(0, len(z.index), step):
         part_of_z = z.part(start, start + step)
         sources, targets, taps = zip(part_of_z, along_y, along_x, strict=True)

@@ -1,6 +1,7 @@
 """Viewer of a case: scan, label map, differences to a reference, and its report as text."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,17 +130,18 @@ def write_case_viewer(
     """
     from medseg.report.viewer import ViewerWords, write_viewer
 
-    rows = {
-        value: written_figures(statistics.labels.get(name, {}))
-        for name, value in task.labels.items()
-    }
-    for name, dice in packed.dice.items():
-        rows[task.labels[name]]["Dice"] = f"{dice:.3f}"
-    columns = list(dict.fromkeys(heading for row in rows.values() for heading in row))
-    places = {
-        "most differences": packed.worst_xyz_mm,
-        "stages differ most": report.most_disputed_xyz_mm,
-    }
+    rows: dict[int, dict[str, str]] = {}
+    for name, value in task.labels.items():
+        rows[value] = written_figures(statistics.labels.get(name, {}))
+        if name in packed.dice:
+            rows[value]["Dice"] = f"{packed.dice[name]:.3f}"
+    # A label without voxels has no figures in HU, so the rows differ in their headings.
+    columns = list(dict.fromkeys(chain(*rows.values())))
+    places: dict[str, Sequence[float]] = {}
+    if packed.worst_xyz_mm is not None:
+        places["most differences"] = packed.worst_xyz_mm
+    if report.most_disputed_xyz_mm is not None:
+        places["stages differ most"] = report.most_disputed_xyz_mm
     total = written_figures(statistics.total)
     words = ViewerWords(
         path.name.removesuffix(SUFFIX),
@@ -151,7 +153,7 @@ def write_case_viewer(
         report.agreements,
         USUAL_AGREEMENT,
         describe_bounds(report.dice_at_least),
-        {name: point for name, point in places.items() if point is not None},
+        places,
         [total.get(heading, "") for heading in columns],
         str(report.identity),
     )

@@ -6,6 +6,7 @@ It refers to the pictures and viewers beside it, needs no network, and works fro
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
@@ -119,7 +120,7 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
     from medseg.report.html import render_page
 
     num_by_status = Counter(card.status_words for card in cards)
-    num_by_code = Counter(code for card in cards for code in card.codes)
+    num_by_code = Counter(chain(*(card.codes for card in cards)))
     statuses = [words for words in STATUS_WORDS.values() if num_by_status[words]]
     page = render_page(
         "index.html",

@@ -251,15 +251,16 @@ def overlay_montage(
         axis = PLANES[panel.plane]
         place: list[int | slice] = list(view.slices())
         place[axis] = panel.index
-        at = tuple(place)
+        shown_part = tuple(place)
+        outlined = None if reference is None else reference[shown_part]
         axes = canvas.draw_slice(
             panel.box_px,
-            image_hu[at],
+            image_hu[shown_part],
             list(label_names),
             window_hu,
             is_up=panel.plane != "axial",
-            filled=pred[at],
-            outlined=None if reference is None else reference[at],
+            filled=pred[shown_part],
+            outlined=outlined,
             shows_errors=True,
         )
         caption = f"{panel.plane} {panel.index + 1}/{image_hu.shape[axis]}"

@@ -429,9 +429,11 @@ def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     names = [strategy.name for strategy in strategies]
     means = [means_of(strategy) for strategy in strategies]
     fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
-    durations_s = [
-        prediction_costs(strategy)[0] if strategy.scores else None for strategy in strategies
-    ]
+    durations_s: list[float | None] = []
+    for strategy in strategies:
+        mean_s, _ = prediction_costs(strategy)
+        # Without a predicted case there is no mean, and no bar.
+        durations_s.append(mean_s if strategy.scores else None)
     panels = []
     for thickness in (*THICKNESSES, ALL):
         # A strategy without cases of this thickness has no mean.

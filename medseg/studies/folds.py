@@ -71,10 +71,10 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
         labels_of_organ = {region.name: region.labels for region in task.regions}
     else:
         labels_of_organ = {name: (name,) for name in task.labels}
-    return {
-        organ: [value for value, label in label_values.items() if label in labels]
-        for organ, labels in labels_of_organ.items()
-    }
+    values_of_organ = {}
+    for organ, labels in labels_of_organ.items():
+        values_of_organ[organ] = [value for value, label in label_values.items() if label in labels]
+    return values_of_organ
 
 
 def held_out_scans(

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -55,14 +55,11 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
     values = list(chain(*organs.values()))
     has_organ = np.array([np.isin(plane, values).any() for plane in labels])
     depth, height, width = labels.shape
-    boxes = {
-        name: VoxelBox((start, 0, 0), (stop, height, width))
-        for name, (start, stop) in slice_ranges(has_organ, grid.spacing_mm[0])
-    }
-    boxes |= {
-        name: VoxelBox((0, 0, start), (depth, height, stop))
-        for name, (start, stop) in halves(labels, list(organs.values()))
-    }
+    boxes: dict[str, VoxelBox] = {}
+    for name, (start, stop) in slice_ranges(has_organ, grid.spacing_mm[0]):
+        boxes[name] = VoxelBox((start, 0, 0), (stop, height, width))
+    for name, (start, stop) in halves(labels, list(organs.values())):
+        boxes[name] = VoxelBox((0, 0, start), (depth, height, stop))
     files = _files(case, boxes, folder)
     if not _exist(files):
         image, image_grid = oriented_image(case)
@@ -96,7 +93,8 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     """
     labels, grid = oriented_labels(case)
     present = [values for values in organs if np.isin(labels, values).any()]
-    files = _files(case, ["diseased"] if present else [], folder)
+    names = ["diseased"] if present else []
+    files = _files(case, names, folder)
     if not _exist(files):
         scan, scan_grid = oriented_image(case)
         # Each case has its own disease, the same in every study.
@@ -196,14 +194,13 @@ def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
     return labels, grid
 
 
-def _files(
-    case: Case, names: Sequence[str] | Mapping[str, VoxelBox], folder: Path
-) -> dict[str, Files]:
+def _files(case: Case, names: Iterable[str], folder: Path) -> dict[str, Files]:
     """Name the files of image and labels of each part of a case."""
-    return {
-        name: (folder / f"{case.name}_{name}.nii.gz", folder / f"{case.name}_{name}_labels.nii.gz")
-        for name in names
-    }
+    files = {}
+    for name in names:
+        stem = f"{case.name}_{name}"
+        files[name] = (folder / f"{stem}.nii.gz", folder / f"{stem}_labels.nii.gz")
+    return files
 
 
 def _exist(files: Mapping[str, Files]) -> bool:
@@ -211,7 +208,9 @@ def _exist(files: Mapping[str, Files]) -> bool:
 
 
 def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:
-    return [
-        replace(case, name=f"{case.name}_{name}", image=image_path, labels=labels_path, series=None)
-        for name, (image_path, labels_path) in files.items()
-    ]
+    parts = []
+    for name, (image, labels) in files.items():
+        # What is written is no DICOM series any more.
+        part = replace(case, name=f"{case.name}_{name}", image=image, labels=labels, series=None)
+        parts.append(part)
+    return parts

@@ -139,10 +139,10 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
     """
     height, width = shape
     # The rows whose centres an edge crosses: from its upper end on, without its lower end.
-    first, last = (
-        np.ceil(side(starts[:, 0], stops[:, 0])).clip(0, height).astype(int)
-        for side in (np.minimum, np.maximum)
-    )
+    upper = np.minimum(starts[:, 0], stops[:, 0])
+    lower = np.maximum(starts[:, 0], stops[:, 0])
+    first = np.ceil(upper).clip(0, height).astype(int)
+    last = np.ceil(lower).clip(0, height).astype(int)
     counts = last - first
     # One entry for each crossing of an edge with a row.
     edges = np.repeat(np.arange(len(starts)), counts)

@@ -568,13 +568,20 @@ def _slice(
         slope=1.0 if slope is None else slope,
         intercept=0.0 if intercept is None else intercept,
         has_rescale=has_rescale,
-        phases=tuple(
-            _text(header.get(keyword)) or _text(field_of(places, frame_keyword))
-            for _, keyword, frame_keyword in PHASES
-        ),
+        phases=_read_phases(places),
         warnings=tuple(sentences),
         thickness_mm=_read_thickness(places),
     )
+
+
+def _read_phases(places: tuple[Dataset, ...]) -> tuple[str, ...]:
+    """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
+    header = places[-1]
+    phases = []
+    for _, keyword, frame_keyword in PHASES:
+        value = _text(header.get(keyword)) or _text(field_of(places, frame_keyword))
+        phases.append(value)
+    return tuple(phases)
 
 
 def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
@@ -707,11 +714,12 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
             )
         _check_size(file, num_bytes)
     is_signed = _whole(header, "PixelRepresentation", 0) == 1
+    kind = "i" if is_signed else "u"
     return PixelFormat(
         (rows, columns),
         syntax,
         offset=file.tell() if is_plain else None,
-        dtype=np.dtype(f"<{'i' if is_signed else 'u'}{bits // 8}"),
+        dtype=np.dtype(f"<{kind}{bits // 8}"),
         bits_stored=stored,
         padding=_read_padding(header, is_signed=is_signed),
     )

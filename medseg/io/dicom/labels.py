@@ -464,10 +464,10 @@ def _at_slice(
     # one nearer.
     middles_mm = (plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2
     planes = np.searchsorted(middles_mm - 1e-6, heights_mm)
-    y, x = (
-        nearest((along(axis) - (corners @ axis)[planes]) / step_mm)
-        for axis, step_mm in zip(axes[::-1], spacing_mm, strict=True)
-    )
+    along_row, along_column = axes
+    row_mm, column_mm = spacing_mm
+    y = nearest((along(along_column) - (corners @ along_column)[planes]) / row_mm)
+    x = nearest((along(along_row) - (corners @ along_row)[planes]) / column_mm)
     height, width = labels.shape[1:]
     is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
     is_inside = is_near & (y >= 0) & (y < height) & (x >= 0) & (x < width)

@@ -101,11 +101,13 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
         return _decode_by_pydicom(dataset, syntax, index)
-    offsets = dataset.get("ExtendedOffsetTable"), dataset.get("ExtendedOffsetTableLengths")
+    offsets = dataset.get("ExtendedOffsetTable")
+    lengths = dataset.get("ExtendedOffsetTableLengths")
+    has_table = offsets is not None and lengths is not None
     code = get_frame(
         dataset.PixelData,
         index,
-        extended_offsets=None if None in offsets else offsets,
+        extended_offsets=(offsets, lengths) if has_table else None,
         number_of_frames=int(dataset.get("NumberOfFrames") or 1),
     )
     if syntax in uid.JPEG2000TransferSyntaxes:
@@ -118,7 +120,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
             raise ValueError("the code does not start or end as it should")
         parameters = _get_jpg_parameters(code)
     bits = parameters["precision"]
-    values = np.empty(pixels.shape, np.uint8 if bits <= 8 else np.uint16)
+    dtype = np.uint8 if bits <= 8 else np.uint16
+    values = np.empty(pixels.shape, dtype)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
     # The header decides on the sign: codes without one hold the lower bits, and some have a wrong

@@ -7,7 +7,7 @@ read.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,10 +184,9 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
                 parts.append((phase, slices, heights_mm))
             else:
                 alone += part
-    has_parts = len(parts) > 1
-    stacks = [
-        Stack(number if has_parts else 0, *part) for number, part in enumerate(parts, start=1)
-    ]
+    stacks = [Stack(number, *part) for number, part in enumerate(parts, start=1)]
+    if len(stacks) == 1:
+        stacks = [replace(stacks[0], part=0)]
     reason = "single slice without neighbours"
     left_out = [NoSlice(frame.path, frame.series, reason, is_image=True) for frame in alone]
     return stacks, left_out
@@ -394,12 +393,14 @@ def choose_stack(
     chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
+    # Files that cannot be read may be why there is none, and are refused first: those of the named
+    # series or, without any stack, all.
     if chosen:
         uids = {chosen[0].series.uid}
+    elif candidates:
+        uids = _uids_of(contents.images, choice, only_file)
     else:
-        # Files that cannot be read may be why there is none, and are refused first: those of the
-        # named series or, without any stack, all.
-        uids = _uids_of(contents.images, choice if candidates else parse_series(None), only_file)
+        uids = _uids_of(contents.images, parse_series(None), only_file)
     _refuse_unreadable(contents, uids, folders)
     left_out = contents.left_out
     # Where nothing selects a series, all that the folder holds is of interest.

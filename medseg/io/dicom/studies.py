@@ -170,7 +170,9 @@ def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[s
     Returns:
         Such files by the UID of that volume.
     """
-    slices = [(uid, path) for uid in folder.positions for path in folder.files[uid]]
+    slices: list[tuple[str, Path]] = []
+    for uid in folder.positions:
+        slices += [(uid, path) for path in folder.files[uid]]
     folders = SliceFolders(slices)
     copies = broken_copies(folder.dicom, {path for _, path in slices})
     owned: dict[str, list[Path]] = {}

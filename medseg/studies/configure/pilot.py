@@ -181,9 +181,9 @@ def pick_cases(
 
     Folds and sides of the table are removed.
     """
-    plain_cases = [
-        (replace(case, split=None, fold=None, fold_sides=()), values) for case, values in cases
-    ]
+    plain_cases = []
+    for case, label_values in cases:
+        plain_cases.append((replace(case, split=None, fold=None, fold_sides=()), label_values))
     largest = next(pair for pair in plain_cases if pair[0].name == fingerprint.largest.name)
     others = [pair for pair in plain_cases if pair[0].patient != largest[0].patient]
     return largest, others[:NUM_TRAINED]
