@@ -98,7 +98,8 @@ def _mediastinum(image_hu: np.ndarray, grid: VoxelGrid) -> VoxelGrid:
     box = fine.box_from(grid, body).clipped(fine.shape)
     middle = (box.start[2] + box.stop[2]) // 2
     half = round(HALF_WIDTH_MM / GRID_MM)
-    columns = VoxelBox((0, 0, middle - half), (fine.shape[0], fine.shape[1], middle + half))
+    depth, height, _ = fine.shape
+    columns = VoxelBox((0, 0, middle - half), (depth, height, middle + half))
     return fine.crop(box.intersect(columns))
 
 
@@ -182,7 +183,8 @@ def _is_beside_lung(hu: np.ndarray, place: tuple[slice, slice, slice]) -> bool:
     high = place[0].stop - 1
     # The middle of the tube parts the right side of the body from the left one.
     x = (place[2].start + place[2].stop) // 2
-    is_lung = (hu[[low, high]] > LUNG_HU[0]) & (hu[[low, high]] < LUNG_HU[1])
+    ends_hu = hu[[low, high]]
+    is_lung = (ends_hu > LUNG_HU[0]) & (ends_hu < LUNG_HU[1])
     right_mm2 = GRID_MM**2 * is_lung[:, :, :x].sum(axis=(1, 2))
     left_mm2 = GRID_MM**2 * is_lung[:, :, x:].sum(axis=(1, 2))
     lowest_mm2, highest_mm2 = right_mm2 + left_mm2

@@ -127,8 +127,8 @@ def journal(output: Path) -> Journal:
 def per_minute(output: Path) -> float:
     """Count the results per minute, without the first tenth of them."""
     ends_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
-    first = len(ends_s) // 10
-    return 60 * (len(ends_s) - 1 - first) / (ends_s[-1] - ends_s[first])
+    counted_s = ends_s[len(ends_s) // 10 :]
+    return 60 * (len(counted_s) - 1) / (counted_s[-1] - counted_s[0])
 
 
 def run_plain(scans: Path, output: Path, num_processes: int) -> float:

@@ -23,7 +23,8 @@ DIRECTION_TOLERANCE = 1e-3
 # Differences below this part of a voxel are rounding noise.
 INDEX_TOLERANCE = 1e-6
 
-Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
+Row = tuple[float, float, float]
+Matrix = tuple[Row, Row, Row]
 IDENTITY: Matrix = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
@@ -112,7 +113,9 @@ class VoxelBox:
             return None
         in_plane = cls.from_mask(footprint[None])
         assert in_plane is not None, "a plane has true voxels"
-        return cls((filled[0], *in_plane.start[1:]), (filled[-1] + 1, *in_plane.stop[1:]))
+        _, y_start, x_start = in_plane.start
+        _, y_stop, x_stop = in_plane.stop
+        return cls((filled[0], y_start, x_start), (filled[-1] + 1, y_stop, x_stop))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -356,7 +359,9 @@ class VoxelGrid:
                 first[axis] = self.shape[axis] - 1
         # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its
         # column.
-        columns_zyx = np.array(self.direction)[:, ::-1][:, list(order)] * np.where(flips, -1.0, 1.0)
+        stored_columns_zyx = np.array(self.direction)[:, ::-1]
+        signs = np.where(flips, -1.0, 1.0)
+        columns_zyx = stored_columns_zyx[:, list(order)] * signs
         return self._moved(
             [self.shape[axis] for axis in order],
             [self.spacing_mm[axis] for axis in order],
@@ -404,8 +409,10 @@ class VoxelGrid:
         scale, offset = np.transpose(other.axis_map_to(self))
         # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding
         # 0.5.
-        starts = np.floor(scale * (np.array(box.start) - 0.5) + offset + 0.5 + INDEX_TOLERANCE)
-        stops = np.ceil(scale * (np.array(box.stop) - 0.5) + offset + 0.5 - INDEX_TOLERANCE)
+        low_faces = scale * (np.array(box.start) - 0.5) + offset + 0.5
+        high_faces = scale * (np.array(box.stop) - 0.5) + offset + 0.5
+        starts = np.floor(low_faces + INDEX_TOLERANCE)
+        stops = np.ceil(high_faces - INDEX_TOLERANCE)
         # An axis with voxels keeps at least one, an empty one none.
         stops = np.maximum(stops, starts + 1)
         is_empty = np.equal(box.start, box.stop)
@@ -423,8 +430,10 @@ class VoxelGrid:
         scale, offset = np.transpose(other.axis_map_to(self))
         # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid; centres
         # of this lattice are whole numbers.
-        starts = np.ceil(offset - 0.5 * scale - INDEX_TOLERANCE)
-        stops = np.floor(offset + (np.array(other.shape) - 0.5) * scale + INDEX_TOLERANCE) + 1
+        low_faces = offset - 0.5 * scale
+        high_faces = offset + (np.array(other.shape) - 0.5) * scale
+        starts = np.ceil(low_faces - INDEX_TOLERANCE)
+        stops = np.floor(high_faces + INDEX_TOLERANCE) + 1
         return VoxelBox.of(starts, np.maximum(starts, stops))
 
 

@@ -1,5 +1,6 @@
 """Sizes of arrays in voxels, and the sizes that a network takes."""
 
+import operator
 from collections.abc import Sequence
 
 # Size in voxels, (D, H, W).
@@ -27,7 +28,8 @@ def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     if min(divisor) < 1:
         raise ValueError(f"divisors must be 1 or more, got {tuple(divisor)}")
     # -(-a // b) rounds up.
-    z, y, x = (-(-length // step) * step for length, step in zip(shape, divisor, strict=True))
+    multiples = [-(-length // step) for length, step in zip(shape, divisor, strict=True)]
+    z, y, x = map(operator.mul, multiples, divisor)
     if (z, y, x) == tuple(divisor):
         return 2 * z, 2 * y, 2 * x
     return z, y, x

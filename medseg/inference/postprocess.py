@@ -89,9 +89,11 @@ class Runs:
             is_first: Whether the first plane of the slab is that of the volume.
             is_last: Whether its last plane is.
         """
-        row_start = self.start % self.plane
-        is_open = (self.start % self.row == 0) | (self.stop % self.row == self.row - 1)
-        is_open |= (row_start < self.row) | (row_start >= self.plane - self.row)
+        # The faces left and right, then those in front and behind, then those below and above.
+        is_open = self.start % self.row == 0
+        is_open |= self.stop % self.row == self.row - 1
+        in_plane = self.start % self.plane
+        is_open |= (in_plane < self.row) | (in_plane >= self.plane - self.row)
         if is_first:
             is_open |= self.start < self.plane
         if is_last:
@@ -197,8 +199,13 @@ def remove_components(
     z, y, x = box.slices()
 
     def planes_of(where: Part) -> Planes:
-        # Planes of the box are asked for; the mask is one of the whole volume.
-        return lambda planes: where((slice(z.start + planes.start, z.start + planes.stop), y, x))
+        """Make the planes of the box from a mask of the whole volume."""
+
+        def read(planes: slice) -> np.ndarray:
+            whole_planes = slice(z.start + planes.start, z.start + planes.stop)
+            return where((whole_planes, y, x))
+
+        return read
 
     counted = [planes_of(rejection.where) for rejection in rejections]
     mask = partial(_mask_of, inner, value)
@@ -299,5 +306,7 @@ def _join(num: int, pairs: np.ndarray) -> tuple[int, np.ndarray]:
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    graph = coo_array((np.ones(pairs.shape[1], dtype=bool), (pairs[0], pairs[1])), shape=(num, num))
+    edges = (pairs[0], pairs[1])
+    is_edge = np.ones(pairs.shape[1], dtype=bool)
+    graph = coo_array((is_edge, edges), shape=(num, num))
     return connected_components(graph, directed=False)

@@ -55,10 +55,11 @@ def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
         Bytes for each plane of its output, and for the planes beside them that its kernel reaches.
     """
     kernel, stride = conv.kernel_size[0], conv.stride[0]
-    into = ITEMSIZE * conv.in_channels * area
-    out = ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
+    input_bytes = ITEMSIZE * conv.in_channels * area
+    output_bytes = ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
     # The last summand is the copy in fp32 for the statistics.
-    return WORKSPACE * (stride * into + out) + out, WORKSPACE * (kernel - stride) * into
+    bytes_per_plane = WORKSPACE * (stride * input_bytes + output_bytes) + output_bytes
+    return bytes_per_plane, WORKSPACE * (kernel - stride) * input_bytes
 
 
 class Features:
@@ -216,7 +217,8 @@ class SlabPass:
         padding, high, wide = cast(Shape, conv.padding)
         # The planes that the kernel reaches are read, so along z nothing is padded.
         first = start * stride - padding
-        planes = source.read(first, first + (stop - start - 1) * stride + conv.kernel_size[0])
+        num_planes = (stop - start - 1) * stride + conv.kernel_size[0]
+        planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         return F.conv3d(planes, weight, conv.bias, conv.stride, (0, high, wide))
 

@@ -245,8 +245,11 @@ class _UnetPass(SlabPass):
             voxels.add_(self.convolve(head.detail, image, low * step, high * step))
             voxels = head.activation(voxels)
             # Zeros beyond the ends, as in the convolution of the whole.
-            first, last = (start - low) * step - reach, (stop - low) * step + reach
-            padding = (0, 0, 0, 0, max(-first, 0), max(last - voxels.shape[2], 0))
+            first = (start - low) * step - reach
+            last = (stop - low) * step + reach
+            num_before = max(-first, 0)
+            num_after = max(last - voxels.shape[2], 0)
+            padding = (0, 0, 0, 0, num_before, num_after)
             voxels = F.pad(voxels[:, :, max(first, 0) : last], padding)
             weight, bias = head.conv.weight, head.conv.bias
             take(F.conv3d(voxels, weight, bias, 1, (0, padding_y, padding_x)))

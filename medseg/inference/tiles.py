@@ -157,8 +157,10 @@ def _blend_tiles(
             sums[:, -num_final:] = 0
             lowest = box.start[0]
         z, y, x = box.start
-        weight = weights_z[z][:, None, None] * weights_y[y][:, None] * weights_x[x]
-        view = sums[(..., *box.slices()[1:])]
+        plane_weights, row_weights = weights_z[z][:, None, None], weights_y[y][:, None]
+        weight = plane_weights * row_weights * weights_x[x]
+        _, rows, columns = box.slices()
+        view = sums[..., rows, columns]
         if skips:
             # The background has probability one, all other classes zero.
             view[0].add_(weight)
@@ -347,7 +349,8 @@ def tile_boxes(
     )
     boxes = []
     for z, y, x in product(z_starts, y_starts, x_starts):
-        boxes.append(VoxelBox((z, y, x), (z + depth, y + height, x + width)))
+        stop = (z + depth, y + height, x + width)
+        boxes.append(VoxelBox((z, y, x), stop))
     return boxes
 
 
@@ -378,4 +381,8 @@ def axis_weights(
     total = np.zeros(size)
     for start in starts:
         total[start : start + length] += profile
-    return {start: (profile / total[start : start + length]).astype(np.float32) for start in starts}
+    weights = {}
+    for start in starts:
+        share = profile / total[start : start + length]
+        weights[start] = share.astype(np.float32)
+    return weights

@@ -262,7 +262,8 @@ def _disagreement(
     last = [size - 1 for size in shape[::-1]]
     corners = np.array([(*np.multiply(corner, last), 1) for corner in np.ndindex(2, 2, 2)])
     offsets = corners @ (affine - other_affine).T[:, :3]
-    return float(np.abs(offsets @ np.linalg.inv(affine[:3, :3]).T).max())
+    offsets_voxels = offsets @ np.linalg.inv(affine[:3, :3]).T
+    return float(np.abs(offsets_voxels).max())
 
 
 def grid_of_header(

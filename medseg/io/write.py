@@ -85,7 +85,9 @@ def _narrowed(labels: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: If none does.
     """
-    low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
+    low, high = 0, 0
+    if labels.size:
+        low, high = int(labels.min()), int(labels.max())
     for dtype in LABEL_DTYPES[:4]:
         limits = np.iinfo(dtype)
         if limits.min <= low and high <= limits.max:

@@ -184,8 +184,8 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
             raise ValueError(
                 f"checkpointing must be one of {POLICIES} or a tuple of block names, got {policy!r}"
             )
-        count = {"none": 0, "sqrt": math.ceil(math.sqrt(len(names))), "all": len(names)}[policy]
-        return names[:count]
+        counts = {"none": 0, "sqrt": math.ceil(math.sqrt(len(names))), "all": len(names)}
+        return names[: counts[policy]]
     chosen: set[str] = set()
     for pattern in policy:
         matches = names_below(names, pattern)

@@ -58,7 +58,8 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
     content = load_checkpoint(path, source, NUMPY_TYPES, "nnU-Net")
     weights = content.get(WEIGHTS)
     if not isinstance(weights, dict):
-        keys = ", ".join(str(key)[:40] for key in list(content)[:5]) or "nothing"
+        first_keys = [str(key)[:40] for key in list(content)[:5]]
+        keys = ", ".join(first_keys) or "nothing"
         raise UserError(
             f"{source}: expected a checkpoint of nnU-Net with {WEIGHTS}, but it holds {keys}; give "
             "the folder as nnU-Net wrote it"
@@ -90,7 +91,8 @@ def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
     if axes is None:
         return ()
     are_axes = isinstance(axes, (list, tuple)) and all(axis in (0, 1, 2) for axis in axes)
-    if not are_axes or len(set(axes)) != len(axes):
+    has_repeated = are_axes and len(set(axes)) != len(axes)
+    if not are_axes or has_repeated:
         raise UserError(
             f"{source}: expected inference_allowed_mirroring_axes among 0, 1 and 2, got "
             f"{str(axes)[:60]}; take another copy"

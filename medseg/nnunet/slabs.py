@@ -72,9 +72,12 @@ class _Upsampled:
     def read(self, start: int, stop: int) -> Tensor:
         """Planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
         low, high = max(start, 0), min(stop, self.depth)
-        first, last = low // self._step, -(-high // self._step)
+        first = low // self._step
+        last = -(-high // self._step)  # rounded up
         planes: Tensor = self._conv(self._deeper.read(first, last))
-        planes = planes[:, :, low - first * self._step : high - first * self._step]
+        # The deeper planes may begin before the first one and end after the last one.
+        num_before = first * self._step
+        planes = planes[:, :, low - num_before : high - num_before]
         return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
 
 

@@ -166,17 +166,18 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
         Coefficients, float64, longer by `FILTER_MARGIN` at each end of the axes; in a temporary
         file where it is large.
     """
-    margins = [FILTER_MARGIN if axis in axes else 0 for axis in range(3)]
+    z_margin, y_margin, x_margin = (FILTER_MARGIN if axis in axes else 0 for axis in range(3))
     height, width = planes[0].shape
     depth = len(planes)
-    shape = (depth + 2 * margins[0], height + 2 * margins[1], width + 2 * margins[2])
+    shape = (depth + 2 * z_margin, height + 2 * y_margin, width + 2 * x_margin)
     with scratch_at_most(MAX_COEFFICIENTS_BYTES):
         coefficients = new_array(shape, np.float64)
-    inner = ((margins[1],) * 2, (margins[2],) * 2)
-    for number, plane in enumerate(planes):
-        coefficients[margins[0] + number] = np.pad(plane.astype(np.float64), inner, mode="edge")
-    coefficients[: margins[0]] = coefficients[margins[0]]
-    coefficients[margins[0] + depth :] = coefficients[margins[0] + depth - 1]
+    in_plane = ((y_margin, y_margin), (x_margin, x_margin))
+    for number, plane in enumerate(planes, start=z_margin):
+        coefficients[number] = np.pad(plane.astype(np.float64), in_plane, mode="edge")
+    end = z_margin + depth
+    coefficients[:z_margin] = coefficients[z_margin]
+    coefficients[end:] = coefficients[end - 1]
     if 0 in axes:
         rows = max(1, FILTER_ELEMENTS // (shape[0] * shape[2]))
         for start in range(0, shape[1], rows):

@@ -210,10 +210,12 @@ def finished_planes(
         if z == depth:
             return
         for y, x in itertools.product(y_starts, x_starts):
-            at = (slice(None), slice(z, z + tile[0]), slice(y, y + tile[1]), slice(x, x + tile[2]))
-            target = _TileSums(sums, weights, z, at[2:])
-            mirrored(run, image[at][None].contiguous(), axes, num_heads, target.add)
-            _add(weight_sums, weights, z, at[2:])
+            rows = slice(y, y + tile[1])
+            columns = slice(x, x + tile[2])
+            part = image[:, z : z + tile[0], rows, columns]
+            target = _TileSums(sums, weights, z, (rows, columns))
+            mirrored(run, part[None].contiguous(), axes, num_heads, target.add)
+            _add(weight_sums, weights, z, (rows, columns))
 
 
 class _TileSums:
@@ -237,8 +239,9 @@ class _TileSums:
         """Weight and add the next planes (1, K, d', h, w)."""
         first, last = self._num_added, self._num_added + planes.shape[2]
         self._num_added = last
-        logits = planes[0].mul_(self._weights[first:last])
-        _add(self._sums, logits.transpose(0, 1), self._start + first, (slice(None), *self._at))
+        weighted = planes[0].mul_(self._weights[first:last]).transpose(0, 1)
+        # The window has an axis of heads before rows and columns.
+        _add(self._sums, weighted, self._start + first, (slice(None), *self._at))
 
 
 def _add(sums: Tensor, values: Tensor, start: int, at: tuple[slice, ...]) -> None:

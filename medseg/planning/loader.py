@@ -67,7 +67,8 @@ def default_workers(num_processors: int) -> list[int]:
         >>> default_workers(6)
         [0, 1, 2, 4]
     """
-    return [0] + [2**n for n in range(num_processors.bit_length()) if 2**n <= num_processors]
+    powers = [2**exponent for exponent in range(num_processors.bit_length())]
+    return [0, *powers]
 
 
 def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool) -> list[Setting]:

@@ -68,15 +68,17 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     # Slices from the one nearest to the box' start to the one nearest to its end.
     first = min(max(z, 0), depth - 1)
     stop = max(min(box.stop[0], depth), first + 1)
-    inner = VoxelBox((first, y, x), (stop, *box.stop[1:])).clipped(array.shape)
+    _, y_stop, x_stop = box.stop
+    inner = VoxelBox((first, y, x), (stop, y_stop, x_stop)).clipped(array.shape)
     if inner.is_empty:
         return crop
     rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
     planes = array[inner.slices()]
     start = min(max(first - z, 0), box.shape[0] - 1)
-    crop[start : start + len(planes), rows, columns] = planes[: box.shape[0] - start]
+    end = start + len(planes)
+    crop[start:end, rows, columns] = planes[: box.shape[0] - start]
     crop[:start, rows, columns] = planes[0]
-    crop[start + len(planes) :, rows, columns] = planes[-1]
+    crop[end:, rows, columns] = planes[-1]
     return crop
 
 
@@ -148,9 +150,10 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
     """
     if crop.content is None:
         return image
-    inner = crop.content.intersect(crop.box).shifted([-start for start in crop.box.start]).slices()
+    seen = crop.content.intersect(crop.box)
+    in_crop = seen.shifted([-start for start in crop.box.start]).slices()
     erased = image.new_full(image.shape, outside)
-    erased[inner] = image[inner]
+    erased[in_crop] = image[in_crop]
     return erased
 
 

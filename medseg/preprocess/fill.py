@@ -111,7 +111,8 @@ def _is_noisy(image_hu: np.ndarray, fill: float) -> bool:
     num_equal = num_pairs = 0
     for plane in image_hu[:: max(1, len(image_hu) // NOISE_SLICES)]:
         is_tissue = (plane > BODY_HU) & (plane != fill)
-        pairs = is_tissue[:, 1:] & is_tissue[:, :-1]
-        num_pairs += int(np.count_nonzero(pairs))
-        num_equal += int(np.count_nonzero((plane[:, 1:] == plane[:, :-1]) & pairs))
+        is_pair = is_tissue[:, 1:] & is_tissue[:, :-1]
+        is_equal = plane[:, 1:] == plane[:, :-1]
+        num_pairs += int(np.count_nonzero(is_pair))
+        num_equal += int(np.count_nonzero(is_equal & is_pair))
     return num_pairs >= MIN_PAIRS and num_equal <= MAX_EQUAL_SHARE * num_pairs

@@ -96,7 +96,8 @@ def draw_lr_range(
         label = f"suggested: {suggested:.2g}"
         axes.axvline(suggested, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
     # A last step that exploded would flatten all others.
-    ylim = (0.9 * min(losses), min(max(losses), 2.0 * losses[0]) * 1.1)
+    highest = min(max(losses), 2.0 * losses[0])
+    ylim = (0.9 * min(losses), 1.1 * highest)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
     axes.legend(frameon=False, fontsize=9)
     write_png(figure, path)
@@ -165,8 +166,10 @@ def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
         axes.set(xlim=(0, 1.25 * max(numbers) or 1))
     else:
         axes.scatter(numbers, places, color=colours, s=30)
-        span = max(max(numbers) - min(numbers), 0.01)
-        axes.set(xlim=(min(numbers) - 0.2 * span, max(numbers) + 0.6 * span))
+        low, high = min(numbers), max(numbers)
+        span = max(high - low, 0.01)
+        # Room at the right for the text of the largest value.
+        axes.set(xlim=(low - 0.2 * span, high + 0.6 * span))
     for place, value in zip(places, numbers, strict=True):
         axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
 

@@ -123,7 +123,11 @@ def pack_volumes(
         is_ct: Whether the values are HU; others are drawn between their percentiles.
         max_mb: Largest size of the page in 10⁶ bytes.
     """
-    low, high = CT_RANGE_HU if is_ct else grey_range(image[:: max(1, len(image) // 32)], None)
+    low, high = CT_RANGE_HU
+    if not is_ct:
+        # The percentiles of about 32 slices.
+        some_slices = image[:: max(1, len(image) // 32)]
+        low, high = grey_range(some_slices, None)
     image, oriented, orientation = orient(image, grid)
     labels = orientation.to_lps(labels)
     if reference is not None:

@@ -91,7 +91,8 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
     # The corners are centres of voxels: the crop extends half a crop voxel beyond them.
     half = (high - low) / np.maximum(sizes - 1, 1) / 2
-    return float(np.all((indices >= low - half) & (indices <= high + half), axis=1).mean())
+    is_inside = (indices >= low - half) & (indices <= high + half)
+    return float(is_inside.all(axis=1).mean())
 
 
 def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]) -> None:

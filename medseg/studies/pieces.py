@@ -160,7 +160,8 @@ def halves(
     num_present = sum(bool(np.isin(labels, values).any()) for values in organs)
     if num_present != 2:
         return
-    columns = np.flatnonzero(np.isin(labels, list(chain(*organs))).any(axis=(0, 1)))
+    is_organ = np.isin(labels, list(chain(*organs)))
+    columns = np.flatnonzero(is_organ.any(axis=(0, 1)))
     middle = int(columns[0] + columns[-1] + 1) // 2
     yield HALVES[0], (0, middle)
     yield HALVES[1], (middle, labels.shape[2])

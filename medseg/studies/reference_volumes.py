@@ -1,7 +1,6 @@
 """Volumes of the labels in the references of a study, and the range that is plausible for them."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -70,10 +69,13 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
     """
     from scipy.stats import t  # takes half a second
 
-    logs: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    logs: dict[str, dict[str, list[float]]] = {}
     for volume in volumes:
-        if not volume.is_cut:
-            logs[volume.part][volume.patient].append(math.log(volume.volume_ml))
+        if volume.is_cut:
+            continue
+        logs_of_part = logs.setdefault(volume.part, {})
+        logs_of_patient = logs_of_part.setdefault(volume.patient, [])
+        logs_of_patient.append(math.log(volume.volume_ml))
     ranges_ml = {}
     for part, logs_by_patient in logs.items():
         means = [fmean(values) for values in logs_by_patient.values()]

@@ -3,6 +3,7 @@
 Outlines are found by marching squares; holes are joined to them by keyholes.
 """
 
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -35,16 +36,21 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         same line.
     """
     pixels = np.argwhere(mask)
-    low, high = pixels.min(axis=0), pixels.max(axis=0) + 1
+    low = pixels.min(axis=0)
+    last_row, last_column = pixels.max(axis=0)
+    inner = mask[low[0] : last_row + 1, low[1] : last_column + 1]
     # A border of background closes the outlines at the edge of the slice.
-    box = np.pad(mask[low[0] : high[0], low[1] : high[1]], 1)
+    box = np.pad(inner, 1)
     generator = contour_generator(
         z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
     )
     filled: Any = generator.filled(0.5, 2.0)
     parts = []
     for points, ends in zip(*filled, strict=True):
-        rings = [points[start : stop - 1, ::-1] + (low - 1) for start, stop in pairwise(ends)]
+        rings = []
+        for start, stop in pairwise(ends):
+            # The last point repeats the first; contourpy gives x before y, in the padded box.
+            rings.append(points[start : stop - 1, ::-1] + (low - 1))
         part = rings[0]
         for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
             gate, start = _keyhole(part, hole)
@@ -95,9 +101,10 @@ def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
 
 def _corners(ring: np.ndarray) -> np.ndarray:
     """Drop the points of a closed polygon on the straight line between their neighbours."""
-    before = ring - np.roll(ring, 1, axis=0)
-    after = np.roll(ring, -1, axis=0) - ring
-    is_corner = before[:, 0] * after[:, 1] != before[:, 1] * after[:, 0]
+    y_before, x_before = (ring - np.roll(ring, 1, axis=0)).T
+    y_after, x_after = (np.roll(ring, -1, axis=0) - ring).T
+    # Parallel steps have the cross product 0; coordinates in half pixels make it exact.
+    is_corner = y_before * x_after != x_before * y_after
     return np.asarray(ring[is_corner])
 
 
@@ -116,11 +123,13 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
+    # A view: what is set in it is set in the mask.
     box = mask[low[0] : high[0], low[1] : high[1]]
+    height, width = box.shape
     # Centres on an outline are inside after one of these shifts.
-    for y, x in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
-        shift = (y * EDGE_PX, x * EDGE_PX)
-        box |= _inside(starts - low + shift, stops - low + shift, (box.shape[0], box.shape[1]))
+    for y_px, x_px in itertools.product((EDGE_PX, -EDGE_PX), repeat=2):
+        shift = (y_px, x_px)
+        box |= _inside(starts - low + shift, stops - low + shift, (height, width))
     return mask
 
 
@@ -146,9 +155,13 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
     counts = last - first
     # One entry for each crossing of an edge with a row.
     edges = np.repeat(np.arange(len(starts)), counts)
-    rows = np.arange(len(edges)) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
-    share = (rows - starts[edges, 0]) / (stops[edges, 0] - starts[edges, 0])
-    crossings_px = starts[edges, 1] + share * (stops[edges, 1] - starts[edges, 1])
+    # Of each crossing: the number of crossings of earlier edges, then its own among those of its
+    # edge, whose first one lies in the first row.
+    num_earlier = np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.arange(len(edges)) - num_earlier + first[edges]
+    edge_starts, edge_stops = starts[edges], stops[edges]
+    share = (rows - edge_starts[:, 0]) / (edge_stops[:, 0] - edge_starts[:, 0])
+    crossings_px = edge_starts[:, 1] + share * (edge_stops[:, 1] - edge_starts[:, 1])
     # The first pixel right of the crossing; `width` where there is none.
     columns = np.ceil(crossings_px).clip(0, width).astype(int)
     crossings = np.bincount(rows * (width + 1) + columns, minlength=height * (width + 1))

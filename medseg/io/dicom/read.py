@@ -110,9 +110,8 @@ def open_slices(
     row, column = first.axes
     # A slant within the rounding of decimals is kept, so that no corner moves.
     along = normal_of(first) + slant[0] * column + slant[1] * row
-    columns = np.stack(
-        [row * first.spacing_mm[1], column * first.spacing_mm[0], along * step_mm], axis=1
-    )
+    row_mm, column_mm = first.spacing_mm
+    columns = np.stack([row * column_mm, column * row_mm, along * step_mm], axis=1)
     origin = first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row
     grid = grid_from_columns(path, shape, columns, list(origin))
     # Each sentence once, in the order of the slices.

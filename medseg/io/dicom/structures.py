@@ -157,7 +157,8 @@ def labels_on_slices(
     numbers[values] = np.arange(1, len(structures) + 1)
     positions_xyz_mm = [frame.position_xyz_mm for frame in slices.frames]
     heights = slices.grid.world_to_index_zyx(positions_xyz_mm)[:, 0]
-    result = np.empty((len(slices.frames), *slices.frames[0].pixels.shape), numbers.dtype)
+    rows, columns = slices.frames[0].pixels.shape
+    result = np.empty((len(slices.frames), rows, columns), numbers.dtype)
     for index, plane in enumerate(nearest(heights)):
         y, x = (
             nearest(np.arange(size) + px)
@@ -190,7 +191,8 @@ def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
         height, width = on_slices.shape[1:]
         has_y = (y >= 0) & (y < height)
         has_x = (x >= 0) & (x < width)
-        labels[plane][np.ix_(has_y, has_x)] = on_slices[index][np.ix_(y[has_y], x[has_x])]
+        covered = on_slices[index][np.ix_(y[has_y], x[has_x])]
+        labels[plane][np.ix_(has_y, has_x)] = covered
     return labels
 
 
