@@ -57,11 +57,13 @@ class Runs:
         depth, height, width = mask.shape
         self.row = width + 1
         self.plane = height * self.row
+        # True at the first voxel of a run, and at the position after its last one.
         is_edge = np.empty((depth, height, self.row), dtype=bool)
         is_edge[..., 0] = mask[..., 0]
         np.not_equal(mask[..., 1:], mask[..., :-1], out=is_edge[..., 1:-1])
         is_edge[..., -1] = mask[..., -1]
         edges = np.flatnonzero(is_edge)
+        # Both ends of a run are in one row, so they alternate.
         self.start, self.stop = edges[::2], edges[1::2]
         # No run of the last row of a plane touches the first row of the next one.
         has_next_row = self.start % self.plane < self.plane - self.row
@@ -266,8 +268,10 @@ def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray
     """
     lengths = stop - start
     ranges = np.repeat(np.arange(len(lengths)), lengths)
+    # Place of the first number of each range in the list.
     firsts = np.cumsum(lengths) - lengths
-    return ranges, start[ranges] + np.arange(len(ranges)) - firsts[ranges]
+    places_in_range = np.arange(len(ranges)) - firsts[ranges]
+    return ranges, start[ranges] + places_in_range
 
 
 def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.ndarray:
@@ -279,8 +283,11 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
         others: Runs of the same or another slab.
         offset: Distance from a position to its neighbour among the others.
     """
-    first = np.asarray(np.searchsorted(others.stop, runs.start[chosen] + offset, side="right"))
-    last = np.asarray(np.searchsorted(others.start, runs.stop[chosen] + offset, side="left"))
+    starts = runs.start[chosen] + offset
+    stops = runs.stop[chosen] + offset
+    # Those that end after the start of the run and begin before its end, which follow each other.
+    first = np.asarray(np.searchsorted(others.stop, starts, side="right"))
+    last = np.asarray(np.searchsorted(others.start, stops, side="left"))
     ranges, neighbours = _ranges(first, np.maximum(first, last))
     return np.stack([chosen[ranges], neighbours])
 

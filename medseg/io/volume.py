@@ -479,7 +479,9 @@ def memory_bytes() -> int:
 
 def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     """Whether a type holds all values exactly; float32 is taken for every image."""
-    if dtype is np.float32 or (values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype)):
+    if dtype is np.float32:
+        return True
+    if values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype):
         return True
     limits = np.iinfo(dtype)
     return bool(
@@ -580,7 +582,8 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     whole = np.rint(values)
     # Not below the rounding of a label 1: a resampler weighs labels against the background, and
     # leaves 1e-08 of one.
-    sizes = np.maximum(np.abs(values - volume.intercept) + abs(volume.intercept), 1.0)
+    products = np.abs(values - volume.intercept)
+    sizes = np.maximum(products + abs(volume.intercept), 1.0)
     step = abs(volume.slope)
     # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds
     # them.

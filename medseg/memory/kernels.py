@@ -153,8 +153,12 @@ class KernelCosts:
             if key in smaller_workspaces:
                 points.insert(0, (parts[key][0].share, smaller_workspaces[key]))
             workspace = continued(points)
-            seconds = median(durations_s[key]) / share
-            costs[key] = Cost(workspace, round(written[key] * workspace), lasting[key], seconds)
+            costs[key] = Cost(
+                workspace,
+                written=round(written[key] * workspace),
+                lasting=lasting[key],
+                seconds=median(durations_s[key]) / share,
+            )
         return costs
 
     def _durations(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:

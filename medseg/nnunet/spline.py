@@ -72,6 +72,7 @@ def axis_taps(
     before = position - first
     after = 1.0 - before
     weight = np.empty((num_outputs, order + 1))
+    # The formulas and the order of their terms are those of scipy's C code: the last bit counts.
     if order == 1:
         weight[:, 0] = 1.0 - before
     else:
@@ -81,8 +82,10 @@ def axis_taps(
     weight[:, order] = 1.0
     for tap in range(order):
         weight[:, order] -= weight[:, tap]
+    # Two voxels around the position, or four.
+    first_tap = first.astype(np.int64) - order // 2
+    index = first_tap[:, None] + np.arange(order + 1)
     # A position beyond an outermost voxel keeps two taps there, whose products are added.
-    index = first.astype(np.int64)[:, None] - order // 2 + np.arange(order + 1)
     return AxisTaps(np.clip(index, 0, last), weight)
 
 

@@ -192,10 +192,12 @@ def sample_cost(
         is_training: Whether samples are patched and augmented as in training; else, as in
             validation.
     """
+    # All that the cost depends on.
     values = plain(config)
     decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
     versions = [importlib.metadata.version("medseg"), torch.__version__, processor_name()]
-    key = hashlib.sha256(repr((shape, is_training, decisive, versions)).encode()).hexdigest()[:16]
+    described = repr((shape, is_training, decisive, versions))
+    key = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = folder / "samples" / f"{key}.json"
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:

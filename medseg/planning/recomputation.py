@@ -189,7 +189,11 @@ class StepModel:
             )
         if result.x is None:
             return None
-        blocks = [block for block, value in zip(self.blocks, result.x, strict=False) if value > 0.5]
+        # The first variables are those of the blocks, 0 or 1 but for rounding.
+        blocks = []
+        for block, value in zip(self.blocks, result.x, strict=False):
+            if value > 0.5:
+                blocks.append(block)
         # The solver accepts a violation of a few bytes.
         if self.peak(blocks) > budget:
             return self.fastest(budget - SOLVER_BYTES)

@@ -140,24 +140,31 @@ def axis_taps(
         radius = scale
     else:
         radius = 1.0
+    # All source voxels that the kernel may reach, in rows of one length for all outputs.
     first = np.ceil(position - radius).astype(np.int64)
-    index = first + np.arange(int(np.floor(2 * radius)) + 1)
+    num_reached = int(np.floor(2 * radius)) + 1
+    index = first + np.arange(num_reached)
     distance = index - position
     if is_cubic:
         weight = _cubic(np.abs(distance))
     else:
         weight = np.maximum(0.0, 1.0 - np.abs(distance) / radius)
     if is_widened:
-        first_moment = (weight * distance).sum(1, keepdims=True)
-        second_moment = (weight * distance**2).sum(1, keepdims=True)
-        tilt = -first_moment / np.maximum(second_moment, 1e-12)
-        weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
+        weight = _tilted(weight, distance)
     weight /= weight.sum(1, keepdims=True)
     # An axis that stays has one tap, which needs no sum, see `_neighbours`.
     is_used = (np.abs(weight) > 1e-9).any(0)
     # Positions beyond the outermost centres take the outermost values.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
+
+
+def _tilted(weight: np.ndarray, distance: np.ndarray) -> np.ndarray:
+    """Tilt the weights of each output, (outputs, taps), until their first moment vanishes."""
+    first_moment = (weight * distance).sum(1, keepdims=True)
+    second_moment = (weight * distance**2).sum(1, keepdims=True)
+    tilt = -first_moment / np.maximum(second_moment, 1e-12)
+    return np.maximum(0.0, weight * (1.0 + tilt * distance))
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
@@ -270,8 +277,10 @@ def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, 
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along D."""
-    return _filter_rows(slab.flatten(1)[None], taps).view(-1, *slab.shape[1:])
+    """Filter (D, H, W) along D: as rows of one batch, a plane each."""
+    _, height, width = slab.shape
+    filtered = _filter_rows(slab.flatten(1)[None], taps)
+    return filtered.view(-1, height, width)
 
 
 def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
@@ -279,8 +288,10 @@ def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
     neighbours = _neighbours(taps)
     if neighbours is not None:
         return slab[..., neighbours]
-    rows = slab.flatten(0, 1).t().contiguous()
-    return _filter_rows(rows[None], taps)[0].t().contiguous().view(*slab.shape[:2], -1)
+    depth, height, _ = slab.shape
+    columns = slab.flatten(0, 1).t().contiguous()
+    filtered = _filter_rows(columns[None], taps)[0]
+    return filtered.t().contiguous().view(depth, height, -1)
 
 
 def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
@@ -292,6 +303,7 @@ def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
     num_outputs, num_taps = taps.index.shape
     index = torch.from_numpy(taps.index).to(rows.device)
     weight = torch.from_numpy(taps.weight).to(rows.device)
+    # All rows of all batches are one table, and each output is a bag of weighted rows of it.
     first_rows = num_rows * torch.arange(batch, device=rows.device)[:, None, None]
     bags = (index + first_rows).reshape(-1, num_taps)
     weights = weight.expand(batch, -1, -1).reshape(-1, num_taps)

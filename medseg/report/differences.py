@@ -91,7 +91,8 @@ def paired_difference(
     ci95_high = None
     # A single patient has no variance.
     if len(gains) > 1:
-        half_width = float(t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1) * sem(gains))
+        quantile = t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1)
+        half_width = float(quantile * sem(gains))
         ci95_low = mean - half_width
         ci95_high = mean + half_width
     return Difference(

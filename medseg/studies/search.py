@@ -174,8 +174,8 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     path = folder / SEARCH_FILE
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
-    earlier = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(read_yaml_text(path))))
-    saved = decisive(earlier)
+    earlier = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
+    saved = decisive(cast(dict[str, Any], earlier))
     current = decisive(plain(config))
     changes = []
     for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS):

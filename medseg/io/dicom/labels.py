@@ -419,10 +419,16 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
         pixels = PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ())
         return decode(dataset, pixels, index)
     # Not by pydicom 3.0: it takes frames to begin at a whole byte.
-    start = index * shape[0] * shape[1]
-    stop = start + shape[0] * shape[1]
-    packed = np.frombuffer(dataset.PixelData, np.uint8)[start // 8 : -(-stop // 8)]
-    return np.unpackbits(packed, bitorder="little")[start % 8 :][: stop - start].reshape(shape)
+    num_pixels = shape[0] * shape[1]
+    first_bit = index * num_pixels
+    stop_bit = first_bit + num_pixels
+    first_byte = first_bit // 8
+    stop_byte = -(-stop_bit // 8)  # rounded up
+    packed = np.frombuffer(dataset.PixelData, np.uint8)[first_byte:stop_byte]
+    # Bits of the frame before may come first.
+    num_before = first_bit - 8 * first_byte
+    values = np.unpackbits(packed, bitorder="little")
+    return values[num_before : num_before + num_pixels].reshape(shape)
 
 
 def _at_slice(
@@ -470,9 +476,11 @@ def _at_slice(
     x = nearest((along(along_row) - (corners @ along_row)[planes]) / column_mm)
     height, width = labels.shape[1:]
     is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
-    is_inside = is_near & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+    has_y = (y >= 0) & (y < height)
+    has_x = (x >= 0) & (x < width)
+    # Clipped, so that all positions can be looked up; those outside are dropped below.
     nearest_labels = labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
-    return np.where(is_inside, nearest_labels, 0)
+    return np.where(is_near & has_y & has_x, nearest_labels, 0)
 
 
 def _read_contours(

@@ -66,16 +66,14 @@ def write_segmentation(
             "as one; save the labels in another format."
         )
     positions = None
+    step_mm = slices.grid.spacing_mm[0]
     if is_multi_frame:
-        _share_geometry(headers[0], slices.grid.spacing_mm[0])
+        _share_geometry(headers[0], step_mm)
         positions = [
             PlanePositionSequence("PATIENT", frame.position_xyz_mm) for frame in slices.frames
         ]
     else:
-        for header in headers:
-            # Rounded decimals may differ between slices that are parallel.
-            header.ImageOrientationPatient = headers[0].ImageOrientationPatient
-            header.SliceThickness = header.get("SliceThickness") or slices.grid.spacing_mm[0]
+        _make_parallel(headers, step_mm)
     series = derived_series(
         headers[0], "SEG", numbers, structures, f"{kind} {keep_empty_frames} {__version__}"
     )
@@ -121,6 +119,14 @@ def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None
                 for image in derivation.SourceImageSequence
                 if image.ReferencedFrameNumber in frame_numbers
             ]
+
+
+def _make_parallel(headers: Sequence[Dataset], step_mm: float) -> None:
+    """Give slices one orientation, and a thickness where they have none."""
+    for header in headers:
+        # Rounded decimals may differ between slices that are parallel.
+        header.ImageOrientationPatient = headers[0].ImageOrientationPatient
+        header.SliceThickness = header.get("SliceThickness") or step_mm
 
 
 def _share_geometry(header: Dataset, step_mm: float) -> None:

@@ -81,26 +81,17 @@ def write_structure_set(
         dataset.ApprovalStatus = "UNAPPROVED"
         dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
         dataset.PositionReferenceIndicator = first.PositionReferenceIndicator
-        source = _item(SeriesInstanceUID=first.SeriesInstanceUID, ContourImageSequence=references)
-        study = _item(
-            ReferencedSOPClassUID=STUDY_COMPONENT,
-            ReferencedSOPInstanceUID=first.StudyInstanceUID,
-            RTReferencedSeriesSequence=[source],
-        )
-        dataset.ReferencedFrameOfReferenceSequence = [
-            _item(FrameOfReferenceUID=first.FrameOfReferenceUID, RTReferencedStudySequence=[study])
-        ]
-        dataset.StructureSetROISequence = [
-            _region(number, structure, first.FrameOfReferenceUID)
-            for number, structure in enumerate(structures, start=1)
-        ]
-        dataset.ROIContourSequence = [
-            _contours(number, structure, numbers == number, slices.frames, references)
-            for number, structure in enumerate(structures, start=1)
-        ]
-        dataset.RTROIObservationsSequence = [
-            _observation(number, structure) for number, structure in enumerate(structures, start=1)
-        ]
+        dataset.ReferencedFrameOfReferenceSequence = [_source(first, references)]
+        regions, contours, observations = [], [], []
+        # The three sequences refer to each other by these numbers.
+        for number, structure in enumerate(structures, start=1):
+            mask = numbers == number
+            regions.append(_region(number, structure, first.FrameOfReferenceUID))
+            contours.append(_contours(number, structure, mask, slices.frames, references))
+            observations.append(_observation(number, structure))
+        dataset.StructureSetROISequence = regions
+        dataset.ROIContourSequence = contours
+        dataset.RTROIObservationsSequence = observations
         with replace_path(path) as part:
             dataset.save_as(part)
 
@@ -111,6 +102,17 @@ def _item(**fields: Any) -> Dataset:
     for keyword, value in fields.items():
         setattr(item, keyword, value)
     return item
+
+
+def _source(header: Dataset, references: Sequence[Dataset]) -> Dataset:
+    """Refer to the source: its frame of reference with its study, series and slices."""
+    series = _item(SeriesInstanceUID=header.SeriesInstanceUID, ContourImageSequence=references)
+    study = _item(
+        ReferencedSOPClassUID=STUDY_COMPONENT,
+        ReferencedSOPInstanceUID=header.StudyInstanceUID,
+        RTReferencedSeriesSequence=[series],
+    )
+    return _item(FrameOfReferenceUID=header.FrameOfReferenceUID, RTReferencedStudySequence=[study])
 
 
 def _region(number: int, structure: Structure, frame_of_reference_uid: str) -> Dataset:
