@@ -33,6 +33,7 @@ from medseg.io.volume import (
     size_text,
 )
 
+# The world of NIfTI is RAS, ours is LPS.
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 # Spatial units of `xyzt_units` other than the millimetre: metre and micrometre.
 UNIT_MM = {1: 1000.0, 3: 0.001}

@@ -64,6 +64,7 @@ ROUNDING = 2.0**-23
 # Largest distance from a whole number that counts as rounding, however large the label is.
 MAX_ROUNDING = 0.25
 
+# Types in memory; the first that holds all values exactly is taken.
 IMAGE_DTYPES = (np.int16, np.float32)
 LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 

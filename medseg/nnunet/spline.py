@@ -22,6 +22,7 @@ from medseg.io.scratch import new_array, release_pages, scratch_at_most
 
 # Voxels that scipy repeats at each face before it filters an image for a cubic spline.
 FILTER_MARGIN = 12
+# Order of a cubic spline.
 CUBIC = 3
 # Elements of float64 that are filtered along the first axis at a time.
 FILTER_ELEMENTS = 2**22

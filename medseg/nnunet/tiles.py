@@ -24,6 +24,7 @@ from medseg.io.scratch import new_tensor
 # Standard deviation of the weights by the length of a tile, and the largest weight.
 SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
+# Of logits (1, K, d, h, w).
 Z_DIMENSION = 2
 # Planes of a mean over mirrored passes that are taken at a time.
 MEAN_PLANES = 8

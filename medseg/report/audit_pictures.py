@@ -13,6 +13,7 @@ from medseg.report.plots import shortened, write_png
 
 MAX_SLICE_PX = 256
 
+# Layout of a page: cases in columns, each with a title, its slices, and lines of findings.
 _COLUMNS = 3
 _CASES_PER_PAGE = 24
 _CASE_PX = 480
@@ -23,6 +24,7 @@ _GAP_PX = 10
 _HEADER_PX = 50
 # From the worst to the least severe.
 _MARKS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
+# Letters of 8 points that fit into the width of a case, and lines below its slices.
 _LINE_LENGTH = 74
 _MAX_LINES = 7
 

@@ -390,7 +390,8 @@ def _run(comparison: Comparison, index: int) -> dict[str, Any]:
 
 def _thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Finite points of a curve, at most `_MAX_POINTS`."""
-    finite = [(x, y) for x, y in line if math.isfinite(x) and math.isfinite(y)]
+    # JSON has no NaN.
+    finite = [point for point in line if all(map(math.isfinite, point))]
     places = np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))
     return [finite[round(place)] for place in places]
 
@@ -469,8 +470,11 @@ def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
         steps = (1, 3)
     else:
         steps = (1,)
+    first_decade = math.floor(math.log10(lowest))
+    last_decade = math.ceil(math.log10(highest))
     ticks: list[float] = []
-    for decade in range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1):
+    for decade in range(first_decade, last_decade + 1):
+        # Not `step * 10**decade`, which would be 0.30000000000000004.
         ticks += [float(f"{step}e{decade}") for step in steps]
     # Room beside the outer points.
     low = lowest / 1.25
@@ -485,6 +489,16 @@ def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
     }
 
 
+def _finished_points(comparison: Comparison, values: Sequence[Any]) -> dict[int, tuple[Any, float]]:
+    """Map the index of each finished run with both figures to its value and its Dice."""
+    points: dict[int, tuple[Any, float]] = {}
+    for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True)):
+        dice = VAL_DICE.of(run)
+        if run.status == FINISHED and value is not None and dice is not None:
+            points[index] = (value, dice)
+    return points
+
+
 def _dice_chart(
     comparison: Comparison,
     heading: str,
@@ -496,17 +510,13 @@ def _dice_chart(
 
     There is nothing to draw where the settings or values of the finished runs do not differ.
     """
-    # Index of each finished run with both figures to its value and its Dice.
-    points: dict[int, tuple[Any, float]] = {}
-    for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True)):
-        dice = VAL_DICE.of(run)
-        if run.status == FINISHED and value is not None and dice is not None:
-            points[index] = (value, dice)
+    points = _finished_points(comparison, values)
     num_settings = len({comparison.setting_of[index].number for index in points})
     num_values = len({value for value, _ in points.values()})
     if num_settings < 2 or num_values < 2:
         return []
-    with suppress(ValueError):  # names: one place each, in the order of their appearance
+    # Names that are no numbers have one place each, in the order of their appearance.
+    with suppress(ValueError):
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):
             points = numbers

@@ -102,11 +102,12 @@ class Run:
 
     def curve(self, column: str) -> list[tuple[float, float]]:
         """List the points (optimiser step, value) of a column of the history."""
-        return [
-            (line["step"], line[column])
-            for line in self.history
-            if column in line and "step" in line
-        ]
+        points = []
+        for line in self.history:
+            # An empty cell is no point: losses and validations have lines of their own.
+            if column in line and "step" in line:
+                points.append((line["step"], line[column]))
+        return points
 
 
 class Metric(NamedTuple):
@@ -596,11 +597,11 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
 
     def is_repeated(column: str, key: str) -> bool:
         """Whether a key adds nothing to a column: equal, or set by the group that it names."""
-        pairs = {
-            (column_text, key_text)
-            for column_text, key_text in zip(texts[column], texts[key], strict=True)
-            if key_text is not None
-        }
+        pairs = set()
+        for column_text, key_text in zip(texts[column], texts[key], strict=True):
+            # A run that never got a configuration has no text of the key.
+            if key_text is not None:
+                pairs.add((column_text, key_text))
         if all(column_text == key_text for column_text, key_text in pairs):
             return True
         is_below = column in group_keys and key.startswith(f"{column}.")

@@ -27,9 +27,11 @@ PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 # sagittal one.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 _ROWS = (("axial",), ("coronal", "sagittal"))
+# The drawn part of the volume: the labels with a margin, and at least so much of the patient.
 _VIEW_MARGIN_MM = 20.0
 _MIN_VIEW_MM = 150.0
 
+# Layout of the picture.
 _WIDTH_PX = 1280
 _MAX_ROW_PX = 400
 _HEADER_PX = 56
@@ -313,7 +315,8 @@ def _layout(
             right = left + columns_mm * px_per_mm
             bottom = top + max(1.0, rows_mm * px_per_mm)
             # A volume of one slice is drawn, too: at least a pixel wide.
-            box_px = (round(left), top, max(round(left) + 1, round(right)), round(bottom))
+            right_px = max(round(left) + 1, round(right))
+            box_px = (round(left), top, right_px, round(bottom))
             panels.append(Panel(plane, index, box_px, index == worst[plane]))
             left = right + _GAP_PX
         top = max(panel.box_px[3] for panel in panels) + _GAP_PX

@@ -15,6 +15,7 @@ from medseg.report.plots import shortened, write_png
 # Up to this number of labels, each has its own line; more labels are written three to a line.
 MAX_LONG = 6
 
+# Three panels and two gaps are as wide as the picture.
 _WIDTH_PX = 1280
 _PANEL_PX = 424
 _GAP_PX = 4
@@ -22,6 +23,7 @@ _HEADER_PX = 48
 _LINE_PX = 20
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
+# Letters of 10 points that fit into a line.
 _LINE_LETTERS = 170
 
 

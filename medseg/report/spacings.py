@@ -71,11 +71,12 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
 
 def _sure_scores(strategy: Strategy, thickness: str) -> list[dict[str, Any]]:
     """Scores of a class of thickness, or of `ALL`, where the reference is sure."""
-    return [
-        score
-        for score in strategy.scores
-        if score["trust"] in SURE and thickness in (thickness_of(score["slice_mm"]), ALL)
-    ]
+    scores = []
+    for score in strategy.scores:
+        is_of_class = thickness in (thickness_of(score["slice_mm"]), ALL)
+        if is_of_class and score["trust"] in SURE:
+            scores.append(score)
+    return scores
 
 
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:

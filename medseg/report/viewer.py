@@ -323,8 +323,10 @@ def write_viewer(
     if is_ct:
         windows |= CT_WINDOWS_HU
     differences = DIFFERENCES if volumes.differences is not None else []
-    # niivue's world is RAS.
-    places = [{"name": name, "mm": [-x, -y, z]} for name, (x, y, z) in words.places.items()]
+    places = []
+    for name, (x_mm, y_mm, z_mm) in words.places.items():
+        # niivue's world is RAS, ours is LPS.
+        places.append({"name": name, "mm": [-x_mm, -y_mm, z_mm]})
     data: dict[str, Any] = {
         "windows": [{"name": name, "range": limits} for name, limits in windows.items()],
         "labels": [asdict(structure) for structure in structures],
