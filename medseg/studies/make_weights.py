@@ -61,6 +61,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
     run_steps(_training_steps(config))
     _write_weights(runs, output, bound)
     if held_out:
+        # The bound is that of the written weights: they are rounded, and written again with it.
         bound = _calibrated_bound(config, held_out)
         _write_weights(runs, output, bound)
     for path in sorted(output.glob("*.safetensors")):

@@ -172,6 +172,7 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
         UserError: If the folder belongs to another search.
     """
     path = folder / SEARCH_FILE
+    # Of two searches that begin here at the same moment, one makes the file; the other compares.
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
     earlier = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
