@@ -187,4 +187,6 @@ def summary(audited_cases: Sequence[AuditedCase], files: Sequence[Path]) -> str:
 
 def count(number: int, noun: str) -> str:
     """Format a number with its noun."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -43,7 +43,6 @@ from medseg.prediction.case import (
     is_up_to_date,
     read_case,
     read_report,
-    scan_grid,
     segment_case,
     write_case,
 )
@@ -58,7 +57,7 @@ from medseg.prediction.forecast import (
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
-from medseg.prediction.scans import Scan
+from medseg.prediction.scans import Scan, scan_grid
 
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"

@@ -138,11 +138,13 @@ class JoinedModels:
                 result.labels = segmented.labels
             else:
                 _paint(result.labels, segmented.labels)
-            result.findings += [
-                finding.within(name) if len(self.parts) > 1 else finding
-                for finding in segmented.findings
-                if finding.code != "empty_result"
-            ]
+            for finding in segmented.findings:
+                # Whether the result is empty shows when all parts have painted, below.
+                if finding.code == "empty_result":
+                    continue
+                if len(self.parts) > 1:
+                    finding = finding.within(name)
+                result.findings.append(finding)
             for step, duration_s in segmented.durations_s.items():
                 result.durations_s[self.step_name(number, step)] = duration_s
             for step, described in segmented.tiling_plans.items():
@@ -188,11 +190,13 @@ def join_values(
             f"label_values: the models have no label {unknown[0]}, but {', '.join(names[:20])}"
         )
     taken = set(label_values.values())
-    if len(taken) < len(label_values) or not taken <= set(range(1, MAX_VALUE + 1)):
+    is_repeated = len(taken) < len(label_values)
+    if is_repeated or not taken <= set(range(1, MAX_VALUE + 1)):
         raise UserError(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
+    # Long enough for all names, so that too many of them are refused below in a sentence.
     free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
     values: dict[str, int] = {}
     for name in names:
