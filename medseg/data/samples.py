@@ -406,7 +406,10 @@ class Samples(Dataset[Sample]):
             for num_voxels, num_taken in zip(within.shape, size, strict=True):
                 rest = num_voxels - num_taken
                 # An axis that is shorter is centred, without a draw.
-                place.append(int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2)
+                offset = rest // 2
+                if rest >= 0:
+                    offset = int(rng.integers(0, rest, endpoint=True))
+                place.append(offset)
             crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.stage.patch_size is not None:
             organ = case.region_boxes[region.name], self.task.region_values(region)

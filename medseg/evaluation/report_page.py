@@ -207,6 +207,10 @@ def write_page(
             _link(prediction_viewers.get(case), output),
             {region: str(bound) for region, bound in bounds.get(case, {}).items()},
         )
+    baseline_dices = {}
+    for row in baseline_rows:
+        if math.isfinite(row["dice"]):
+            baseline_dices[row["case"], row["region"]] = row["dice"]
     page = render_cases(
         rows,
         statistics,
@@ -218,11 +222,7 @@ def write_page(
         notes=notes,
         costs=costs,
         baseline=str(baseline or ""),
-        baseline_dices={
-            (row["case"], row["region"]): row["dice"]
-            for row in baseline_rows
-            if math.isfinite(row["dice"])
-        },
+        baseline_dices=baseline_dices,
         compared=compared,
         pairing=pairing,
     )

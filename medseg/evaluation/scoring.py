@@ -131,12 +131,12 @@ def evaluate_folder(
     metrics = metrics or {}
     _check_metric_names(metrics)
     regions = _scored_regions(task, label_values)
-    baseline_rows = read_baseline(baseline) if baseline else []
+    baseline_rows = []
+    if baseline is not None:
+        baseline_rows = read_baseline(baseline)
     predictions = find_predictions(pred_dir)
     references, other_split_keys = find_references(ref, labels_column, split)
-    labelled = {
-        key: reference for key, reference in references.items() if reference.labels is not None
-    }
+    labelled = _with_labels(references)
     summary, common = _pair(predictions, labelled, other_split_keys, regions, task)
     if not common:
         raise UserError(
@@ -172,14 +172,15 @@ def evaluate_folder(
     if summary.rows:
         pairs = {references[key].name: (predictions[key], references[key]) for key in common}
         viewers = {}
-        if overlays:
+        # Now that all scores are known: the worst cases get one.
+        if overlays is not None:
             viewers = write_viewers(
                 summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
             )
         prediction_viewers, bounds = _stated_by_predictions(pairs)
         write_page(
             summary.rows,
-            [row for row in summary.statistics if row["trust"] == ALL],
+            _over_all_trusts(summary.statistics),
             viewers,
             prediction_viewers,
             bounds,
@@ -197,6 +198,20 @@ def evaluate_folder(
     if summary.without_prediction:
         progress(_say_missing(summary.without_prediction, len(labelled), ref))
     return summary
+
+
+def _with_labels(references: Mapping[str, Reference]) -> dict[str, Reference]:
+    """Select the references that have a label map."""
+    labelled = {}
+    for key, reference in references.items():
+        if reference.labels is not None:
+            labelled[key] = reference
+    return labelled
+
+
+def _over_all_trusts(statistics: Sequence[Row]) -> list[Row]:
+    """Select the statistics that count the regions of every trust."""
+    return [row for row in statistics if row["trust"] == ALL]
 
 
 def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
@@ -522,5 +537,7 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
         statistics[name] = float(function(finite)) if len(finite) else None
     # Of a distance, more is worse, and an infinite one is the worst.
     worst = max(values) if metric == "hd95_mm" else min(values)
-    statistics["worst_case"] = group[values.index(worst)]["case"] if metric in RANKED else ""
+    statistics["worst_case"] = ""
+    if metric in RANKED:
+        statistics["worst_case"] = group[values.index(worst)]["case"]
     return statistics

@@ -111,7 +111,8 @@ def make_trainer(
         TorchElasticEnvironment,
     )
 
-    trainer, memory = config.trainer, config.memory
+    trainer = config.trainer
+    memory = config.memory
     device_type = pick_device(trainer.accelerator).type
     if device_type == "cpu" and trainer.threads:
         torch.set_num_threads(trainer.threads)
@@ -285,18 +286,16 @@ def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, Tr
     chosen: dict[str, TrainedStage] = {}
     split = find_sources(config.data, config.task)[0].split
     for case in (*split.train, *split.val):
-        unseen = [
-            stage
-            for stage, seen in zip(stages, seen_patients, strict=True)
-            if case.patient not in seen
-        ]
-        if not unseen:
+        for stage, patients in zip(stages, seen_patients, strict=True):
+            if case.patient not in patients:
+                chosen[case.name] = stage
+                break
+        else:
             raise UserError(
                 "stage.coarse_folds: all of these checkpoints have trained on the patient "
                 f"{case.patient} of the case {case.name}; add one that has not, or give "
                 "stage.coarse"
             )
-        chosen[case.name] = unseen[0]
     return chosen
 
 
@@ -318,7 +317,8 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         config: Checked configuration.
         plain_config: Content of `config.yaml` of the run folder, kept as a record; never executed.
     """
-    task, stage = make_task(config.task), config.stage
+    task = make_task(config.task)
+    stage = config.stage
     metadata = {
         "format": METADATA_FORMAT,
         "stage": stage.name.value,
@@ -341,6 +341,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
 
 
 def _as_list(sizes: Sequence[Number] | None) -> list[Number] | None:
+    """Convert a size or spacing to a list; metadata keep plain types only."""
     return list(sizes) if sizes else None
 
 

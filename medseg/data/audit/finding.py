@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from medseg.errors import UserError
@@ -369,7 +369,8 @@ class CaseAudit:
         """Read what `to_dict` wrote."""
         findings = []
         for values in data["findings"]:
-            findings.append(Finding(**{**values, "severity": Severity(values["severity"])}))
+            finding = Finding(**values)
+            findings.append(replace(finding, severity=Severity(finding.severity)))
         # JSON has lists where the audit has tuples.
         sequences = {
             "findings": tuple(findings),
@@ -408,9 +409,9 @@ def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
                 f"{where}: {code} cannot be ignored, since {NEVER_IGNORED[code]}; correct the file."
             )
         if code not in CODES:
+            hint = f"there are {', '.join(CODES)}."
             close = difflib.get_close_matches(code, CODES, n=2)
-            hint = (
-                f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CODES)}."
-            )
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
             raise UserError(f"{where}: there is no finding {code!r}; {hint}")
     return frozenset(codes)

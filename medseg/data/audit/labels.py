@@ -133,7 +133,8 @@ def map_values(
     findings = []
     if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
-    if unknown := [value for value in present if value not in label_values]:
+    unknown = [value for value in present if value not in label_values]
+    if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         finding = find(
             kind,
@@ -411,7 +412,9 @@ def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> t
     off_mm = (facts.x_index - middle) * grid.spacing_mm[2]
     width_mm = float(np.ptp(np.flatnonzero(body)) * grid.spacing_mm[2])
     # The index along x increases towards the patient's left.
-    return -off_mm if facts.region.side == "left" else off_mm, width_mm
+    if facts.region.side == "left":
+        off_mm = -off_mm
+    return off_mm, width_mm
 
 
 def _face_mm2(grid: VoxelGrid, axis: int) -> float:
@@ -452,7 +455,8 @@ def _cut_ends(
             if region_end != end:
                 continue
             num_voxels = np.count_nonzero(_mask(labels.take(end, axis), facts.region, task))
-            ends.append(f"{name} end, {num_voxels * _face_mm2(grid, axis) / 100:.1f} cm²")
+            area_mm2 = num_voxels * _face_mm2(grid, axis)
+            ends.append(f"{name} end, {area_mm2 / 100:.1f} cm²")
     if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, facts):
         ends.append("edge of the field of view")
     return ends
@@ -462,7 +466,8 @@ def _reaches_padding(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, facts: RegionFacts
 ) -> bool:
     """Whether a region comes near to padding within the slices, of which a sample is examined."""
-    reach = [0, *(max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:])]
+    in_plane = [max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:]]
+    reach = [0, *in_plane]
     box = facts.box.expanded(reach).clipped(labels.shape).slices()
     step = math.ceil(facts.box.shape[0] / FIELD_SLICES)
     is_padding = image_hu[box][::step] < FIELD_HU

@@ -110,7 +110,9 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         if is_same_way and is_large:
             end = FACES[axis][voxels > 0]
             shifts.append(f"{abs(voxels)} voxels towards the {end} end")
-    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
+    if not shifts:
+        return []
+    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))]
 
 
 def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
@@ -136,7 +138,9 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
     best = int(np.argmax(change))
     at_faces = SHIFT_GAIN * change[SHIFT_REACH]
     anywhere = SHIFT_SHARPNESS * float(np.median(change))
-    return best - SHIFT_REACH if change[best] > max(at_faces, anywhere) else 0
+    if change[best] <= max(at_faces, anywhere):
+        return 0
+    return best - SHIFT_REACH
 
 
 def _values_at(lines: np.ndarray, places: list[np.ndarray], index: np.ndarray) -> np.ndarray:

@@ -111,8 +111,10 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     for name, sides in sides_of.items():
         if not fits_column:
             places[name] = Place(sides=sides)
+        elif "val" in sides:
+            places[name] = Place(sides.index("val"))
         else:
-            places[name] = Place(sides.index("val") if "val" in sides else None)
+            places[name] = Place()
     return Folds(places, advice, num_sides=0 if fits_column else num_folds)
 
 
