@@ -420,8 +420,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
         bool,
         Knob(
             "Also score partial scans: apices, middle and bases of the organs, the slices above "
-            "and below them, halves of the "
-            "chest with one side each."
+            "and below them, halves of the chest with one side each."
         ),
     ]
     diseased: Annotated[

@@ -620,6 +620,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
     # killed process left is removed first.
     temporary = folder.with_name(f".building-{folder.name}")
     stale = folder.with_name(f".stale-{folder.name}")
+    # A process that was killed may have left them.
     _remove(temporary, stale)
     try:
         temporary.mkdir()
@@ -629,6 +630,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
+        # A folder cannot take the name of one that holds files.
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)

@@ -260,6 +260,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 )
             _check_encoding(path, line, cells)
             yield line, [plain_cell(cell.strip()) for cell in cells]
+            # A cell in quotes may hold line breaks, so that a row takes several lines.
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
@@ -280,8 +281,7 @@ def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
             continue
         raise UserError(
             f"{table}, line {line}: expected text in UTF-8, but {cell!r} is none, and no file has "
-            "a name of these bytes; "
-            "save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
+            "a name of these bytes; save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
         )
 
 
@@ -410,9 +410,8 @@ def check_case_name(name: str, where: str) -> None:
     is_text = not CONTROL_CHARACTERS.search(name) and len(name.encode()) <= MAX_NAME_BYTES
     if not is_safe or not is_text:
         raise UserError(
-            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, "
-            "no control characters, letters in "
-            f"UTF-8 alone and at most {MAX_NAME_BYTES} bytes."
+            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no "
+            f"control characters, letters in UTF-8 alone and at most {MAX_NAME_BYTES} bytes."
         )
 
 
@@ -534,6 +533,7 @@ def split_cases(
     side_of = _marks_of_table(cases, "split")
     fold_of = _marks_of_table(cases, "fold")
     marked_test = {patient for patient, side in side_of.items() if side == "test"}
+    # Patients that the configuration validates on are no test patients, whatever the table says.
     test = set(test_patients) | (marked_test - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     is_listed = any(case.fold_sides for case in cases)

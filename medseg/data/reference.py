@@ -349,8 +349,7 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
                 )
             if names.setdefault(value, name) != name:
                 raise UserError(
-                    f"data.label_values: {value} cannot be {names[value]} and {name}; "
-                    "give one of them another value, or "
-                    f"remove it with ~data.label_values.{names[value]}"
+                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of "
+                    f"them another value, or remove it with ~data.label_values.{names[value]}"
                 )
     return names

@@ -144,8 +144,7 @@ class StepBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
-                f"num_steps={num_steps}, "
-                f"start_step={start_step}"
+                f"num_steps={num_steps}, start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
             raise ValueError(
@@ -172,6 +171,7 @@ class StepBatchSampler(Sampler[list[int]]):
         length = group // self.num_ranks
         for step in range(self.start_step, self.num_steps):
             numbers = list(range(step * self.batch_size, (step + 1) * self.batch_size))
+            # This rank's part of each group.
             starts = range(self.rank * length, self.batch_size, group)
             if self.size is not None and self.num_ranks > 1:
                 numbers = self._share_of_rank(numbers, self.size)

@@ -217,8 +217,8 @@ class Samples(Dataset[Sample]):
         if train_trust is not None:
             return (
                 f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "
-                "this trust; enter it in the columns "
-                "trust_<region> of the case table, or leave data.train_trust out"
+                "this trust; enter it in the columns trust_<region> of the case table, or leave "
+                "data.train_trust out"
             )
         names = " or ".join(region.name for region in self.task.regions)
         return (
@@ -657,4 +657,5 @@ def _end_worker(error: Exception, _: object) -> None:
         "a loader worker cannot send a sample to the training: "
         f"{type(error).__name__}: {first_line(error)}"
     )
+    # This runs in a thread, which `sys.exit` would end alone.
     os._exit(EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED)

@@ -145,8 +145,7 @@ def read_pair(
     if int(pred.min()) < 0 or int(pred.max()) > len(task.labels):
         raise UserError(
             f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, "
-            f"expected 0 to {len(task.labels)} (task {task.name}); "
-            "evaluate label maps of this task"
+            f"expected 0 to {len(task.labels)} (task {task.name}); evaluate label maps of this task"
         )
     target = task_values(target, reference.labels, task, values)
     if task.ignore_label is not None:

@@ -88,7 +88,9 @@ def compare_rows(
         regions.append(ALL)
     compared = []
     for region in regions:
-        of_region = [pair for pair in pairs if region in (pair[0]["region"], ALL)]
+        of_region = pairs
+        if region != ALL:
+            of_region = [pair for pair in pairs if pair[0]["region"] == region]
         for metric, better in RANKED.items():
             scores, baseline_scores = _finite_means(of_region, metric)
             difference = paired_difference(scores, baseline_scores, better, patients)

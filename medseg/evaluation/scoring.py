@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
+from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
@@ -130,7 +132,7 @@ def evaluate_folder(
     """
     metrics = metrics or {}
     _check_metric_names(metrics)
-    regions = _scored_regions(task, label_values)
+    regions = _regions_in_files(task, label_values)
     baseline_rows = []
     if baseline is not None:
         baseline_rows = read_baseline(baseline)
@@ -144,6 +146,7 @@ def evaluate_folder(
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
+    # Before anything of an earlier evaluation is removed.
     check_writable(output)
     refuse_table(
         output / "summary.csv",
@@ -318,7 +321,7 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
     return task.regions or tuple(Region(name, (name,)) for name in task.labels)
 
 
-def _scored_regions(task: Task, label_values: LabelValues) -> list[Region]:
+def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
     """Regions of `scored_regions` whose labels the reference files have.
 
     Raises:
@@ -384,16 +387,23 @@ def _score_case(
     cost = read_cost(pred_files[0])
     if cost:
         summary.costs[reference.name] = cost
-    scan = None
     if overlays is not None:
         scan = scan_of(reference, pred_files[0], task)
-    if overlays is not None and scan is not None:
-        try:
-            warnings = draw_overlay(scan, pred, target, grid, task, overlays)
-            summary.warnings += [f"{scan.name}: {warning}" for warning in warnings]
-        except (UserError, OSError, ValueError) as error:
-            summary.warnings.append(f"{reference.name}: no picture, {error}")
+        if scan is not None:
+            summary.warnings += _draw(scan, pred, target, grid, task, overlays)
     return f"Dice {', '.join(dices)}"
+
+
+def _draw(
+    scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, overlays: Path
+) -> list[str]:
+    """Draw the overlay of a case; returns the warnings, with its name."""
+    try:
+        warnings = draw_overlay(scan, pred, target, grid, task, overlays)
+    # The scores are there: a scan that cannot be read costs the picture alone.
+    except (UserError, OSError, ValueError) as error:
+        return [f"{scan.name}: no picture, {error}"]
+    return [f"{scan.name}: {warning}" for warning in warnings]
 
 
 def _further_scores(

@@ -149,6 +149,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
             if earlier.get("hash") == fingerprint:
                 return dict(earlier["present"])
     folder.mkdir(parents=True, exist_ok=True)
+    # Removed first and written last: a case that was interrupted does not look finished.
     finished_mark.unlink(missing_ok=True)
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)

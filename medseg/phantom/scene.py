@@ -174,6 +174,7 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     levels = np.linspace(0.8, -0.8, len(set(stems.values())))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
+    # Organs of this radius fill the same share of the body, whatever their number.
     largest = 0.6 * len(spec.labels) ** (-1 / 3)
     organs: dict[str, Organ] = {}
     for stem, contrast in zip(dict.fromkeys(stems.values()), contrasts, strict=True):
@@ -189,6 +190,7 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
         radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)
+        # Each of its labels gives it a value and a side, below.
         organs[stem] = Organ(0, rng.choice((-1, 1)).item(), points[best], radii, contrast)
     placed_organs = []
     for label, value in spec.labels.items():

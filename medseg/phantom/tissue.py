@@ -101,17 +101,10 @@ def draw_planes(
         slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
         slab.paint(lung_hu, body[f"{name}_lung"])
     spine = either(body["bone"], within(body["column"], -body["canal"]))
-    left, right, heart, spine, airway = (
-        cover(distance, slab.edge_mm)
-        for distance in (
-            body["left_lung"],
-            body["right_lung"],
-            body["heart"],
-            spine,
-            body["airways"],
-        )
-    )
-    return slab.hu, left - right, heart - spine, airway
+    edge_mm = slab.edge_mm
+    lungs = cover(body["left_lung"], edge_mm) - cover(body["right_lung"], edge_mm)
+    middle = cover(body["heart"], edge_mm) - cover(spine, edge_mm)
+    return slab.hu, lungs, middle, cover(body["airways"], edge_mm)
 
 
 def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
@@ -149,6 +142,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
         for side in SIDES:
             skin = union(skin, ellipsoid(points, (side * 88, -110, -48), (58, 52, 60)), 14)
 
+    # Each tissue covers what was painted before, and what is added to a distance is the thickness
+    # that stays of it: 2.2 mm of skin over the fat, 1.9 mm of dense bone over the marrow.
     slab.paint(15, skin)
     slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
     slab.paint(54 - 60 * np.clip(0.5 - np.abs(slab.tissue), 0, 1), muscle)
@@ -180,6 +175,7 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
         (2.4, rng.uniform(-600, 100)),
     ):
         layer = within(-depth, depth - thickness_mm, np.abs(x) - half_width_mm)
+        # Outside of every layer: the table is not seen through the body.
         slab.paint(value_hu, np.where(is_body, 20, layer))
         depth = depth - thickness_mm
 
@@ -191,9 +187,10 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     tissue = slab.tissue
     if points.z.min() > patient.landmark_z_mm("dome") + 10:
         return
-    inside = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
-    slab.paint(48, inside)
-    inside = inside + 3
+    diaphragm = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
+    slab.paint(48, diaphragm)
+    # Within 3 mm of muscle, fat; the organs lie in it.
+    inside = diaphragm + 3
     slab.paint(-102 + 9 * tissue, inside)
     # Gas rises.
     up = points.y if spec.is_prone else -points.y

@@ -130,6 +130,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
+    # Under torchrun, each process takes a GPU of its own.
     if has_other_ranks() and pick_device(config.accelerator, "accelerator").type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value

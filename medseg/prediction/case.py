@@ -287,6 +287,7 @@ def write_case(
     """
     paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
+        # Asked again under the lock: another process may have written since the case was read.
         report = read_report(output)
         if report != earlier_report and report.get("input") != scan.place:
             raise UserError(

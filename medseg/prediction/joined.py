@@ -131,8 +131,10 @@ class JoinedModels:
         assert not keep_probabilities, "`load_cascades` refuses them"
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
-            seen, others = _as_seen_by(part, volume, more_channels)
-            segmented = part.segment(seen, others, on_step=self._announced(number, on_step))
+            own_volume, own_channels = _as_seen_by(part, volume, more_channels)
+            segmented = part.segment(
+                own_volume, own_channels, on_step=self._announced(number, on_step)
+            )
             _rename(segmented.labels, part.task.labels, self.task.labels)
             if number == 1:
                 result.labels = segmented.labels
@@ -226,6 +228,7 @@ def _rename(labels: np.ndarray, values: Mapping[str, int], new_values: Mapping[s
     table = np.zeros(256, dtype=np.uint8)
     for name, value in values.items():
         table[value] = new_values[name]
+    # Plane by plane, as below: all at once would take the memory of a second label map.
     for plane in labels:
         plane[:] = table[plane]
 

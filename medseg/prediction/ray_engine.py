@@ -39,6 +39,7 @@ from medseg.prediction.scans import Scan, scan_grid
 CASES_PER_ACTOR = 2
 # Scans whose headers are read for the memory of an actor; those of a cohort are alike.
 NUM_MEASURED = 20
+# After so long without an outcome, the cluster is asked whether it still holds this node.
 WAIT_S = 30.0
 
 

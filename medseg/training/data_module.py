@@ -229,6 +229,7 @@ class CasesDataModule(pl.LightningDataModule):
         data_set: Dataset[Any] = samples
         if config.debug.overfit:
             data_set = _FirstBatch(samples, config.stage.batch_size)
+        # Whole crops differ in size, by which a step's samples are shared out to the ranks.
         has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
         sampler = StepBatchSampler(
             config.steps,

@@ -111,6 +111,7 @@ def _choose_folds(
     """Files of the folds of a stage, in the order of `folds`."""
     if folds is None:
         numbered = [name for name in files if name != ALL]
+        # By number: fold 10 comes after fold 2.
         folds = sorted(numbered, key=lambda name: (len(name), name)) or [ALL]
     for name in folds:
         if name not in files:

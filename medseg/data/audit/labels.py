@@ -40,8 +40,8 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 MAX_LISTED = 10
 
 BODY_HU = -500
-# A region is cut by the round field of view if this area of its surface is within this distance of
-# the padding, in plane.
+# Padding lies below FIELD_HU. A region is cut by the round field of view if FIELD_CM2 of its
+# surface are within FIELD_MM of padding, in plane; at most FIELD_SLICES of its slices are examined.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
@@ -129,7 +129,11 @@ def map_values(
         Label map uint8 with unknown values as background (the input itself if nothing changes), and
         the findings.
     """
-    present = sorted(set().union(*map(_values_of, labels)) - {0})
+    # Plane by plane: to find the values of all at once would sort a copy of the label map.
+    values: set[int] = set()
+    for plane in labels:
+        values.update(_values_of(plane))
+    present = sorted(values - {0})
     findings = []
     if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
@@ -311,6 +315,7 @@ def _audit_sides(
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
     for left, right in itertools.product(lefts, rights):
         names = {"left": left.region.name, "right": right.region.name}
+        # World x increases towards the patient's left.
         if left.centre_x_mm <= right.centre_x_mm:
             sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
             kind = "swapped_sides:position" if position else "swapped_sides"
@@ -319,6 +324,7 @@ def _audit_sides(
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
                 findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
+    # Where both sides have voxels, they have been compared with each other.
     if image_hu is None or (lefts and rights):
         return findings
     for facts in (*lefts, *rights):
@@ -370,6 +376,7 @@ def _audit_volumes(
     """
     volumes_ml = measure_volumes(labels, grid, task)
     volumes_ml |= _region_volumes(volumes_ml, task)
+    # A cut region may be small, and so may the labels that it consists of.
     cut_names = set(cut)
     for region in task.regions:
         if region.name in cut:

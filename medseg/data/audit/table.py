@@ -116,6 +116,7 @@ def _compare(
     """
     differences = []
     names_of_steps = ("slices", "pixels")
+    # Without a usual spacing there is nothing to compare. Pixels are judged by their step along y.
     for name, step_mm, median_mm in zip(
         names_of_steps, audit.grid.spacing_mm, usual_mm, strict=False
     ):

@@ -133,11 +133,10 @@ class DataSet:
                 complete.append(name)
         choice = f"labels=[{','.join(complete) or '…'}]"
         return (
-            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): "
-            f"the structure {_display_name(member, label)}{part} is missing, and would be trained "
-            "on as background; add it, leave the label "
-            f"out (medseg import … {choice}), or state that these patients do not have it "
-            "(medseg import … missing=absent)."
+            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): the "
+            f"structure {_display_name(member, label)}{part} is missing, and would be trained on "
+            f"as background; add it, leave the label out (medseg import … {choice}), or state that "
+            "these patients do not have it (medseg import … missing=absent)."
         )
 
     def state_absence(self) -> "DataSet":
