@@ -63,8 +63,10 @@ def say(message: str) -> None:
     """
     letters = []
     for letter in message:
-        is_shown = letter.isprintable() or letter == "\n"
-        letters.append(letter if is_shown else ascii(letter)[1:-1])
+        if letter.isprintable() or letter == "\n":
+            letters.append(letter)
+        else:
+            letters.append(ascii(letter)[1:-1])  # its code, without the quotes
     try:
         print(f"medseg: {''.join(letters)}", file=sys.stderr, flush=True)
     except BrokenPipeError:

@@ -43,16 +43,6 @@ class NotFiniteError(UserError):
     """The loss became infinite or not a number."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise `UserError` with a message unless a condition holds.
-
-    Raises:
-        UserError: If the condition does not hold.
-    """
-    if not condition:
-        raise UserError(message)
-
-
 def first_line(error: BaseException) -> str:
     """Quote an error in one line of at most 200 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

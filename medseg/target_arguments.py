@@ -177,6 +177,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return value in arguments
     if hint in (int, float):
+        # For Python, true and false are the numbers 1 and 0.
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return is_number and (hint is float or float(value).is_integer())
     if isinstance(origin or hint, type):

@@ -126,9 +126,8 @@ class Task:
 
     def without_helpers(self) -> Task:
         """Return the task of the results, in which helper labels are background."""
-        labels = {
-            name: value for name, value in self.labels.items() if name not in self.helper_labels
-        }
+        helper_labels = self.helper_labels
+        labels = {name: value for name, value in self.labels.items() if name not in helper_labels}
         return replace(self, labels=labels)
 
     def finds_regions_of(self, other: Task) -> bool:
@@ -236,8 +235,9 @@ class Task:
         for region in data["regions"]:
             regions.append(Region(region["name"], tuple(region["labels"]), region["side"]))
         channels = []
-        for channel in data.get("channels") or [{"window_hu": data["window_hu"]}]:
-            channels.append(Channel(**{**channel, "window_hu": _pair(channel["window_hu"])}))
+        for values in data.get("channels") or [{"window_hu": data["window_hu"]}]:
+            channel = Channel(**values)
+            channels.append(replace(channel, window_hu=_pair(channel.window_hu)))
         least_hu = data.get("least_hu")
         if least_hu is not None:
             least_hu = float(least_hu)

@@ -239,7 +239,9 @@ def make_task(config: TaskOptions) -> Task:
     """Make the task of a configuration."""
     regions = []
     for name, region in (config.regions or {}).items():
-        side = region.side.value if region.side is not None else None
+        side = None
+        if region.side is not None:
+            side = region.side.value
         regions.append(Region(name, tuple(region.labels), side))
     channels = [
         Channel(channel.modality.value, channel.window_hu, channel.normalise.value)

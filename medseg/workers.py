@@ -110,6 +110,7 @@ def _answer(request: bytes) -> memoryview:
     try:
         result = function(*arguments)
     except Exception as error:
+        # A traceback cannot be sent to another process, but its text can.
         error.add_note(traceback.format_exc())
         return _packed_error(error)
     try:

@@ -162,7 +162,8 @@ class Disease(Effect):
     each_lung: bool = False
 
     def __post_init__(self) -> None:
-        if unknown := set(self.kinds) - KINDS.keys():
+        unknown = set(self.kinds) - KINDS.keys()
+        if unknown:
             names = ", ".join(map(str, unknown))
             raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {names}")
         if self.probability and not self.kinds:
@@ -250,7 +251,8 @@ def paint_disease(
         spacing_mm: Voxel spacing, (z, y, x).
     """
     box = _box_around(labels == value, RIM_MM, spacing_mm)
-    image_hu, labels = image_hu[box], labels[box]
+    image_hu = image_hu[box]
+    labels = labels[box]
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     for _ in range(int(rng.integers(1, MAX_LESIONS, endpoint=True))):
@@ -281,7 +283,8 @@ def paint_fluid(
     """
     # Far enough from the organ that its wall is seen.
     box = _box_around(labels == value, WALL_MM, spacing_mm)
-    image_hu, labels = image_hu[box], labels[box]
+    image_hu = image_hu[box]
+    labels = labels[box]
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     place = _place(labels, value, rng, spacing_mm)
@@ -382,15 +385,15 @@ def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spa
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
     # What belongs to another label keeps its density: bronchi at the hilum, the other lung.
     reach = _grown(organ, rim).mul_(organ | (labels == 0))
-    return Place(
-        points_mm, organ, reach, _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM), rng
-    )
+    rough = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
+    return Place(points_mm, organ, reach, rough, rng)
 
 
 def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[slice, slice, slice]:
     """Find the box of a mask that is not empty, with a margin, inside its volume."""
     voxels = mask.nonzero()
-    start, stop = voxels.min(0).values, voxels.max(0).values + 1
+    start = voxels.min(0).values
+    stop = voxels.max(0).values + 1
     margin = tuple(math.ceil(margin_mm / mm) for mm in spacing_mm)
     tight = VoxelBox(tuple(start.tolist()), tuple(stop.tolist()))
     return tight.expanded(margin).clipped(tuple(mask.shape)).slices()
@@ -412,6 +415,11 @@ def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
 
 
 def _check_window(effect: str, probability: float, window_hu: tuple[float, float] | None) -> None:
+    """Refuse an effect in HU where those of the image are not known.
+
+    Raises:
+        ValueError: With the key.
+    """
     if probability and not window_hu:
         key = f"{effect}_probability={probability:g}"
         raise ValueError(f"{key} needs HU, but the first channel has no window; give 0")

@@ -63,6 +63,7 @@ def join(
             continue
         unseen = Rejection(_unseen(localisation, grid, task, value), MAX_UNSEEN_SHARE)
         counts = remove_components(labels, value, [*gas, unseen], MIN_PART_FRACTION)
+        # The last count is that of `unseen`.
         volume_ml = counts[-1] * voxel_ml(grid)
         if warnings is not None and volume_ml >= MIN_REPORTED_ML:
             warnings.append(

@@ -99,11 +99,15 @@ def predict_body(
     )
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
+
+    def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
+        # One name: a second one would keep a second crop in memory until the end.
+        image = cut(channel, lattice, crop, outside, stage.resampling)
+        image = erase_outside(image, crop, outside)
+        return normalise(image, intensity)
+
     inputs = [
-        normalise(
-            erase_outside(cut(channel, lattice, crop, outside, stage.resampling), crop, outside),
-            intensity,
-        )
+        network_input(channel, outside, intensity)
         for channel, outside, intensity in zip(resampled, stage.outside, intensities, strict=True)
     ]
     prediction = stage.predict_probs(stacked(inputs), options)
@@ -211,8 +215,12 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
     # After the clean-up: a small component would be mixed with whatever it touches.
     findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
-    masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
-    volumes_ml = {name: float(mask.sum()) * voxel_ml(grid) for name, mask in masks.items()}
+    masks = {}
+    volumes_ml = {}
+    for region in task.regions:
+        mask = np.isin(cleaned, task.region_values(region))
+        masks[region.name] = mask
+        volumes_ml[region.name] = float(mask.sum()) * voxel_ml(grid)
     pairs = side_pairs(task)
     measured: dict[str, FoundRegion] = {}
     for region in task.regions:

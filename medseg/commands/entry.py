@@ -263,6 +263,7 @@ def run(
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(EXIT_INTERRUPTED)
+    # Jobs in other processes have added nothing to the codes of this one.
     if sweep_codes is not None:
         codes = sweep_codes() or codes
     sys.exit(_exit_code(codes))

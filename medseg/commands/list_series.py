@@ -83,8 +83,8 @@ def list_series(config: ListConfig) -> int:
     _refuse_other_table(output, text)
     replace_text(output, text, RAW_NAMES)
     print(f"written: {output}, {len(scans)} cases")
-    given = quote_for_shell(f"input={output}")
-    print(f"next: medseg predict {given} output=<folder>", flush=True)
+    table = quote_for_shell(f"input={output}")
+    print(f"next: medseg predict {table} output=<folder>", flush=True)
     return 0
 
 
@@ -134,10 +134,13 @@ def _row(series: ListedSeries) -> dict[str, Any]:
     if series.shape:
         rows, columns = series.shape
         voxels = f"{columns} x {rows} x {series.num_slices}"
+    number = identity.series_number
+    if series.part:
+        number += f"/{series.part}"
     return {
         "patient": identity.patient,
         "study_date": identity.study_date,
-        "number": identity.series_number + (f"/{series.part}" if series.part else ""),
+        "number": number,
         "description": ", ".join(filter(None, (identity.series_description, series.phase))),
         "kernel": series.kernel,
         "slices": series.num_slices,
@@ -169,7 +172,9 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
     names: set[str] = set()
     for scan in scans:
         series = scan.series
-        number = series.number + (f".{scan.part}" if scan.part else "")
+        number = series.number
+        if scan.part:
+            number += f".{scan.part}"
         name = joined_name([series.patient, series.date, number])
         name = name[:MAX_NAME].lstrip(".") or "scan"
         while name in names:

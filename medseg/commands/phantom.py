@@ -8,9 +8,7 @@ from medseg.data.cases import make_phantoms
 
 def phantom(config: PhantomsConfig) -> int:
     """Make the phantoms that do not exist yet and print the path of their case table."""
-    print(
-        make_phantoms(
-            config, config.task, Path(config.output), config.num_train, with_held_out=True
-        )
-    )
+    output = Path(config.output)
+    table = make_phantoms(config, config.task, output, config.num_train, with_held_out=True)
+    print(table)
     return 0

@@ -50,6 +50,7 @@ def prepare(config: PrepareConfig) -> int:
             case_slices = cut_slices(image, scan.labels, scan.grid.spacing_mm)
         slices.append(case_slices)
         print_case(audited)
+    # Copies and outliers show only once all cases are read.
     audited_cases = compare_cases(audited_cases)
     for audited in audited_cases:
         print_findings(audited.case, audited.compared)
@@ -187,4 +188,6 @@ def summary(audited_cases: Sequence[AuditedCase], files: Sequence[Path]) -> str:
 
 def count(number: int, noun: str) -> str:
     """Format a number with its noun."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"

@@ -110,6 +110,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         is_named: Whether the user chose the folder of a new run.
     """
     # Torchrun starts its ranks again after one has died.
+    # torchrun starts all ranks again when one has ended: they go on.
     if config.resume is None and num_restarts():
         config.resume = "auto"
     if config.resume == "auto":

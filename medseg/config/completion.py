@@ -15,7 +15,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from medseg.config.help import Group, Key, group_files, list_keys
+from medseg.conf_folder import group_files
+from medseg.config.help import Group, Key, list_keys
 from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.knob import Knob
 from medseg.targets import TARGET
@@ -123,7 +124,9 @@ def _values(
     for entry in entries:
         if isinstance(entry, Key) and entry.name == key:
             values = _key_values(entry, begun)
-            return [*values, "null"] if entry.can_be_null else values
+            if entry.can_be_null:
+                values.append("null")
+            return values
     return []
 
 

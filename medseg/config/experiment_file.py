@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from medseg.errors import UserError, first_line
-from medseg.io.text import read_yaml_text
+from medseg.config.yaml_file import read_yaml
+from medseg.errors import UserError
 
 GROUP = "experiment"
 SUFFIX = ".yaml"
@@ -22,7 +21,7 @@ def register_experiments(arguments: Sequence[str]) -> None:
             lists for a sweep are passed over.
 
     Raises:
-        UserError: If a file is missing or damaged.
+        UserError: If a file is missing, damaged, or no mapping of keys.
     """
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -36,29 +35,11 @@ def _register(value: str) -> None:
     path = Path(value)
     if not path.is_file():
         raise UserError(f"experiment={value}: there is no such file; check the path")
-    content = _read(path)
+    content = read_yaml(path, "an experiment", "correct it")
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected the keys of an experiment, but it holds none")
     # Hydra divides the name of a group at each slash and skips empty parts.
     *folders, name = [part for part in value.split("/") if part]
     group = "/".join([GROUP, *folders])
     # An experiment holds keys of all groups, as `# @package _global_` says in `conf/experiment`.
     ConfigStore.instance().store(name, OmegaConf.create(content), group, "_global_")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Read an experiment.
-
-    Raises:
-        UserError: If the file is damaged, or is no mapping of keys.
-    """
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
-    except UserError:
-        raise
-    except Exception as error:  # any exception of YAML's and OmegaConf's constructors
-        raise UserError(
-            f"{path}: expected an experiment, but the file is damaged ({first_line(error)}); "
-            "correct it"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected the keys of an experiment, but it holds none")
-    return content

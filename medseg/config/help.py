@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from medseg.conf_folder import conf_dir
+from medseg.conf_folder import group_files
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.knob import Knob
 from medseg.targets import TARGET
@@ -132,12 +132,9 @@ def _group_schema(name: str, hint: Any, value: Any) -> type | None:
         schema = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
         if schema is not None:
             return schema
-    return typing.cast(type, hint) if dataclasses.is_dataclass(hint) else None
-
-
-def group_files(group: str) -> tuple[str, ...]:
-    """List the names that may be chosen in a group of files; none for other keys."""
-    return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))
+    if dataclasses.is_dataclass(hint):
+        return typing.cast(type, hint)
+    return None
 
 
 def value_text(value: Any) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from medseg.config.yaml_file import read_yaml
 from medseg.console import say
-from medseg.errors import UserError, first_line
-from medseg.io.text import read_yaml_text
+from medseg.errors import UserError
 
 TASK_FILE = "task.yaml"
 TABLE_FILE = "cases.csv"
@@ -62,10 +62,12 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
         return [VALUES, *arguments]
     store(IMPORTED, OmegaConf.create(content), "task", "_global_")
     if has_task_file:
-        return [
-            f"task={IMPORTED}" if argument.partition("=")[0] == "task" else argument
-            for argument in arguments
-        ]
+        # In its place: of two arguments of one group, Hydra takes the later one.
+        replaced = []
+        for argument in arguments:
+            is_task = argument.partition("=")[0] == "task"
+            replaced.append(f"task={IMPORTED}" if is_task else argument)
+        return replaced
     if task:
         return list(arguments)
     labels = ", ".join(content["task"]["labels"])
@@ -144,15 +146,7 @@ def _read_task(file: Path) -> dict[str, Any]:
     Raises:
         UserError: If it is damaged, or names no labels.
     """
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.create(read_yaml_text(file)))
-    except UserError:
-        raise
-    except Exception as error:  # any exception of YAML's and OmegaConf's constructors
-        raise UserError(
-            f"{file}: expected a task, but the file is damaged ({first_line(error)}); "
-            "import the data set again."
-        ) from error
+    content = read_yaml(file, "a task", "import the data set again.")
     has_groups = isinstance(content, dict) and "task" in content
     groups = content if has_groups else {"task": content}
     task = groups["task"]

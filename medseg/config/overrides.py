@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medseg.conf_folder import conf_dir
+from medseg.conf_folder import group_files
 from medseg.errors import UserError
 from medseg.wording import first_few
 
@@ -130,7 +130,9 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
             previous = argument
             continue
         paths_by_key[key].append(path)
-        expanded.append(f"{key}={path if _is_list(key, path) else quote(path)}")
+        # The paths of a list are quoted one by one, by `quote_paths`.
+        value = path if _is_list(key, path) else quote(path)
+        expanded.append(f"{key}={value}")
     for key, paths in paths_by_key.items():
         paths += _values_of_key(key, arguments)
         if len(paths) > 1:
@@ -240,7 +242,7 @@ def _check_argument(argument: str) -> None:
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
     if any(NUMBER.fullmatch(part.strip()) for part in value.split(",")):
-        files = sorted(file.stem for file in (conf_dir() / name).glob("*.yaml"))
+        files = group_files(name)
         if files:
             raise UserError(
                 f"{argument}: {name} is a group of files; choose one of {', '.join(files)}"
@@ -304,5 +306,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(text_of, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{text_of(member)}" for key, member in value.items()) + "}"
+        members = [f"{key}:{text_of(member)}" for key, member in value.items()]
+        return f"{{{','.join(members)}}}"
     return json.dumps(value)

@@ -54,7 +54,10 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         UserError: If the folder cannot be used, a channel has no normalisation of ours, or the
             command trains several stages.
     """
-    values = dict(argument.partition("=")[::2] for argument in arguments)
+    values = {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        values[key] = value
     path = Path(values.get(KEY, "").strip("'\""))
     is_resumed = values.get("resume", "null") not in ("null", "auto")
     if KEY not in {field.name for field in fields(schema)} or is_resumed:
@@ -141,8 +144,9 @@ def _channels_of(
 def _normalisation(channel: ChannelPlan) -> dict[str, Any]:
     """Our normalisation that comes next to that of a plan."""
     if channel.scheme == CT:
-        known = channel.intensities
-        window_hu = [known["percentile_00_5"], known["percentile_99_5"]]
+        # The window to which nnU-Net clips a CT before it subtracts the mean.
+        intensities = channel.intensities
+        window_hu = [intensities["percentile_00_5"], intensities["percentile_99_5"]]
         return {"modality": "ct", "window_hu": window_hu}
     if channel.scheme not in BY_CASE:
         raise UserError(
@@ -162,8 +166,12 @@ def _scale_and_shift(ours: Mapping[str, Any], theirs: ChannelPlan) -> tuple[floa
     window_hu = ours.get("window_hu")
     if theirs.scheme == CT and window_hu:
         low_hu, high_hu = window_hu
-        mean, std = theirs.intensities["mean"], theirs.intensities["std"]
-        return (high_hu - low_hu) / 2 / std, ((low_hu + high_hu) / 2 - mean) / std
+        mean_hu = theirs.intensities["mean"]
+        std_hu = theirs.intensities["std"]
+        # Ours has its 0 in the middle of the window, and its 1 half a window above.
+        scale = (high_hu - low_hu) / 2 / std_hu
+        shift = ((low_hu + high_hu) / 2 - mean_hu) / std_hu
+        return scale, shift
     normalise, scale, shift = BY_CASE.get(theirs.scheme, ("", 1.0, 0.0))
     if ours.get("normalise") == normalise:
         return scale, shift
@@ -222,6 +230,7 @@ def _in_stored_order(values: Sequence[Any], plan: NnunetPlan) -> list[Any]:
 
 
 def _channel_arguments(channels: Sequence[dict[str, Any]], stated: set[str]) -> list[str]:
+    """Arguments of the channels; none where the user states them."""
     if stated & {"task.channels", "task.window_hu"}:
         return []
     return [f"task.channels={text_of(list(channels))}", "task.window_hu=null"]

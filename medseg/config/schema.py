@@ -23,7 +23,7 @@ from medseg.models.options import UNET, NetworkOptions, UNetOptions
 from medseg.prediction.options import PredictConfig, as_texts, text_clashes
 from medseg.preprocess.options import SpacingOptions
 from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
-from medseg.task_options import TaskOptions
+from medseg.task_options import Modality, TaskOptions
 from medseg.training.options import Metric, TrainConfig, TrainerOptions
 
 # See `medseg.planning.choose`.
@@ -33,7 +33,6 @@ ImportFormat = StrEnum(
     "ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"]
 )
 MissingStructure = StrEnum("MissingStructure", ["refuse", "absent"])
-Modality = StrEnum("Modality", ["ct", "mr", "other"])
 
 
 @dataclass
@@ -421,8 +420,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
         bool,
         Knob(
             "Also score partial scans: apices, middle and bases of the organs, the slices above "
-            "and below them, halves of the "
-            "chest with one side each."
+            "and below them, halves of the chest with one side each."
         ),
     ]
     diseased: Annotated[
@@ -536,16 +534,18 @@ def schema_defaults(schema: type) -> dict[str, Any]:
             if group:
                 defaults[key.name] = group
         elif key.default is not MISSING:
-            defaults[key.name] = _plain(key.default)
+            defaults[key.name] = plain_value(key.default)
         elif key.default_factory is not MISSING:
-            defaults[key.name] = _plain(key.default_factory())
+            defaults[key.name] = plain_value(key.default_factory())
     return defaults
 
 
-def _plain(value: Any) -> Any:
-    """Name choices by their values."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+def plain_value(value: Any) -> Any:
+    """Convert a value to plain types for YAML and checkpoints: choices become their names."""
+    if isinstance(value, dict):
+        return {key: plain_value(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(item) for item in value]
     if isinstance(value, Enum):
         return value.value
     return value

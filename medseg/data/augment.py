@@ -270,9 +270,12 @@ class Truncate(Effect):
         if rng.random() < self.probability:
             depth = labels.shape[0]
             num_slices = int(depth * rng.uniform(0.0, self.max_fraction))
-            is_low_end = rng.random() < 0.5
-            gone = slice(0, num_slices) if is_low_end else slice(depth - num_slices, depth)
-            last = num_slices if is_low_end else depth - num_slices - 1
+            if rng.random() < 0.5:
+                gone = slice(0, num_slices)
+                last = num_slices
+            else:
+                gone = slice(depth - num_slices, depth)
+                last = depth - num_slices - 1
             # Beyond the end of a scan its last slice is repeated, as in `crop_padded`.
             image[:, gone] = image[:, last, None].clone()
             labels[gone] = labels[last, None].clone()

@@ -184,8 +184,9 @@ def _intact_probs(folder: Path) -> dict[str, Any] | None:
         crc32 = int(record["crc32"])
     except (UserError, OSError, ValueError, KeyError, TypeError):
         return None
-    is_whole = is_intact(folder / PROBS_FILE, crc32, stat.st_size, stat.st_mtime_ns)
-    return record if is_whole else None
+    if not is_intact(folder / PROBS_FILE, crc32, stat.st_size, stat.st_mtime_ns):
+        return None
+    return record
 
 
 def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
@@ -248,7 +249,8 @@ def prepare_case(
             f"The case {case.name!r} has no label map, which training and scoring need; "
             "fill in its cell of the table."
         )
-    if unmapped := [name for name in task.labels if name not in label_values.values()]:
+    unmapped = [name for name in task.labels if name not in label_values.values()]
+    if unmapped:
         raise UserError(
             f"data.label_values has no value for {', '.join(unmapped)}; expected a value in the "
             f"label maps for each of {', '.join(task.labels)}, but it names "
@@ -358,7 +360,9 @@ def _prepare(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
             # The findings differ between spacings: each may lose other regions.
-            findings = [*audit.findings, *entry.audit.findings] if audit else entry.audit.findings
+            findings = list(entry.audit.findings)
+            if audit is not None:
+                findings = [*audit.findings, *findings]
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
             first = first or entry
     except CaseRefusedError as error:
@@ -379,7 +383,10 @@ def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
 
 
 def _folder_text(spacing_mm: tuple[float, float, float] | None) -> str:
-    return "native" if spacing_mm is None else "x".join(f"{value:g}" for value in spacing_mm)
+    """Name a spacing in the name of a folder."""
+    if spacing_mm is None:
+        return "native"
+    return "x".join(f"{value:g}" for value in spacing_mm)
 
 
 def _entry_folder(
@@ -425,6 +432,7 @@ def _entry_folder(
 
 
 def _digest(content: dict[str, Any]) -> str:
+    """Hash plain values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_LENGTH]
 
 
@@ -453,7 +461,10 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
         # An entry whose own files exist here belongs to a case of this machine.
         if not any(Path(source["path"]).exists() for source in record["sources"].values()):
             entries.append((copied, record))
-    return entries[0] if len(entries) == 1 else None
+    # Two cases of one name: nothing says which of them is meant.
+    if len(entries) != 1:
+        return None
+    return entries[0]
 
 
 def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> dict[str, Any] | None:
@@ -519,7 +530,7 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         grid=VoxelGrid(**record["grid"]),
         region_boxes={name: VoxelBox(**box) for name, box in record["region_boxes"].items()},
         label_boxes={name: VoxelBox(**box) for name, box in record["label_boxes"].items()},
-        intensities=tuple(values and Intensity(*values) for values in record["intensities"]),
+        intensities=tuple(map(_intensity_of, record["intensities"])),
         trust=case.trust,
         content=_digest(content),
         audit=audit,
@@ -527,6 +538,13 @@ def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: s
         resampling=resampling,
         stamp=stamp,
     )
+
+
+def _intensity_of(values: Sequence[float] | None) -> Intensity | None:
+    """Read the map of a channel; None for a channel with a window."""
+    if values is None:
+        return None
+    return Intensity(*values)
 
 
 # --- building an entry
@@ -602,6 +620,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
     # killed process left is removed first.
     temporary = folder.with_name(f".building-{folder.name}")
     stale = folder.with_name(f".stale-{folder.name}")
+    # A process that was killed may have left them.
     _remove(temporary, stale)
     try:
         temporary.mkdir()
@@ -611,6 +630,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
+        # A folder cannot take the name of one that holds files.
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)

@@ -201,7 +201,8 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
     required = ["case", "image"]
     if labels_column:
         required.append(labels_column)
-    if missing := [column for column in required if column not in columns]:
+    missing = [column for column in required if column not in columns]
+    if missing:
         cure = f"add {', '.join(missing)}"
         if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
             cure = "separate the cells by commas, not by semicolons or tabs"
@@ -211,7 +212,8 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         )
     # Spreadsheets leave columns without a name.
     counts = Counter(column for column in columns if column)
-    if repeated := sorted(column for column, count in counts.items() if count > 1):
+    repeated = sorted(column for column, count in counts.items() if count > 1)
+    if repeated:
         raise UserError(
             f"{path}, line 1: the column {repeated[0]!r} appears twice; keep one of them."
         )
@@ -223,7 +225,8 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
 
 def table_at(path: Path) -> Path:
     """Find the case table of a folder; another path is returned as it is."""
-    return path / TABLE_NAME if (path / TABLE_NAME).is_file() else path
+    table = path / TABLE_NAME
+    return table if table.is_file() else path
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
@@ -257,6 +260,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
                 )
             _check_encoding(path, line, cells)
             yield line, [plain_cell(cell.strip()) for cell in cells]
+            # A cell in quotes may hold line breaks, so that a row takes several lines.
             line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
@@ -277,8 +281,7 @@ def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
             continue
         raise UserError(
             f"{table}, line {line}: expected text in UTF-8, but {cell!r} is none, and no file has "
-            "a name of these bytes; "
-            "save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
+            "a name of these bytes; save the table in UTF-8 (spreadsheets call it CSV UTF-8)."
         )
 
 
@@ -315,34 +318,46 @@ def _case(
     if split not in (None, *SPLITS):
         raise UserError(f"{where}: split is {split!r}, expected {', '.join(SPLITS)} or nothing.")
     fold = _read_fold(cells, where)
-    labels = cells[labels_column] if labels_column else ""
     fold_sides = _read_fold_sides(cells, where)
-    more_images = []
-    for _, more_image in _numbered_cells(cells, CHANNEL_PREFIX, 1):
-        more_images.append(table.parent / more_image if more_image else None)
-    trust = {}
-    for column, cell in cells.items():
-        if column.startswith(TRUST_PREFIX) and cell:
-            trust[column.removeprefix(TRUST_PREFIX)] = cell
+    labels = None
+    if labels_column and cells[labels_column]:
+        labels = table.parent / cells[labels_column]
     slope = _number(cells, "hu_slope", hu.slope, where)
     offset = _number(cells, "hu_offset", hu.offset, where)
     codes = cells.get("ignore_findings", "").split()
     return Case(
         name=name,
         image=table.parent / image,
-        labels=table.parent / labels if labels else None,
+        labels=labels,
         # Programs write ü in two ways: a patient must not be two.
         patient=unicodedata.normalize("NFC", cells.get("patient") or name),
         split=split,
         fold=fold,
         fold_sides=fold_sides,
-        trust=trust,
+        trust=_read_trust(cells),
         series=cells.get("series") or None,
         hu=HuScale(slope, offset),
-        more_images=tuple(more_images),
+        more_images=_read_more_images(cells, table.parent),
         ignore_findings=ignore_findings | check_ignored(codes, f"{where}, ignore_findings"),
         study_date=cells.get("study_date") or "",
     )
+
+
+def _read_more_images(cells: Mapping[str, str], folder: Path) -> tuple[Path | None, ...]:
+    """Read the columns `image_1`, `image_2`, …, whose paths are relative to a folder."""
+    images = []
+    for _, image in _numbered_cells(cells, CHANNEL_PREFIX, 1):
+        images.append(folder / image if image else None)
+    return tuple(images)
+
+
+def _read_trust(cells: Mapping[str, str]) -> dict[str, str]:
+    """Read the columns `trust_<region>` that are not empty."""
+    trust = {}
+    for column, cell in cells.items():
+        if column.startswith(TRUST_PREFIX) and cell:
+            trust[column.removeprefix(TRUST_PREFIX)] = cell
+    return trust
 
 
 def _read_fold(cells: Mapping[str, str], where: str) -> int | None:
@@ -395,9 +410,8 @@ def check_case_name(name: str, where: str) -> None:
     is_text = not CONTROL_CHARACTERS.search(name) and len(name.encode()) <= MAX_NAME_BYTES
     if not is_safe or not is_text:
         raise UserError(
-            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, "
-            "no control characters, letters in "
-            f"UTF-8 alone and at most {MAX_NAME_BYTES} bytes."
+            f"{where}: the case name {name!r} cannot name a file; use no slash, no leading dot, no "
+            f"control characters, letters in UTF-8 alone and at most {MAX_NAME_BYTES} bytes."
         )
 
 
@@ -519,6 +533,7 @@ def split_cases(
     side_of = _marks_of_table(cases, "split")
     fold_of = _marks_of_table(cases, "fold")
     marked_test = {patient for patient, side in side_of.items() if side == "test"}
+    # Patients that the configuration validates on are no test patients, whatever the table says.
     test = set(test_patients) | (marked_test - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     is_listed = any(case.fold_sides for case in cases)
@@ -638,7 +653,8 @@ def _check_patients(
             raise UserError(
                 f"{key} names the patient {name!r}, who is not in the case table; {hint}"
             )
-    if both := sorted(set(val_patients) & set(test_patients)):
+    both = sorted(set(val_patients) & set(test_patients))
+    if both:
         raise UserError(
             f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; "
             "keep one of them."
@@ -680,10 +696,13 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
 
 def count_folds(cases: Sequence[Case]) -> int | None:
     """Count the folds that a case table names in its columns; None where it names none."""
-    if listed := max((len(case.fold_sides) for case in cases), default=0):
-        return listed
+    num_columns = max((len(case.fold_sides) for case in cases), default=0)
+    if num_columns:
+        return num_columns
     numbers = [case.fold for case in cases if case.fold is not None]
-    return max(numbers) + 1 if numbers else None
+    if not numbers:
+        return None
+    return max(numbers) + 1
 
 
 def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
@@ -700,6 +719,7 @@ def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
 
 
 def _refuse_fold(fold: int | str | None, reason: str) -> None:
+    """Refuse a fold where something else chooses the validation patients."""
     if fold is not None:
         raise UserError(
             f"data.fold={fold} has no effect because {reason}; leave one of the two out."
@@ -707,6 +727,11 @@ def _refuse_fold(fold: int | str | None, reason: str) -> None:
 
 
 def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
+    """Choose the patients of a fold.
+
+    Raises:
+        UserError: If there are fewer patients than folds, or no such fold.
+    """
     if not 2 <= num_folds <= len(patients):
         raise UserError(
             f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be "

@@ -49,9 +49,11 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         )
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
-    for name in sorted({case.name for case in extra} & {case.name for case in cases}):
+    shared_names = {case.name for case in extra} & {case.name for case in cases}
+    if shared_names:
         raise UserError(
-            f"data.cases={data.cases}: the case name {name} is that of a phantom; rename the case"
+            f"data.cases={data.cases}: the case name {min(shared_names)} is that of a phantom; "
+            "rename the case"
         )
     extra_values = PHANTOM_LABELS if is_chest else file_values(make_task(task).values)
     return [(cases, label_values), (extra, extra_values)]

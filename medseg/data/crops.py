@@ -143,6 +143,7 @@ class StageCrops:
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
         coarse_box = self.coarse_boxes.get(case.name, {}).get(region.name)
         tight = coarse_box or case.region_boxes[region.name]
+        # As prediction makes its crops; training cuts patches.
         size = self.tile_size
         least_size = self.patch_size
         if rng is not None:

@@ -153,8 +153,7 @@ class StageOptions:
         if self.coarse_folds is not None and (self.coarse is not None or not self.coarse_channel):
             yield (
                 "stage.coarse_folds: it stands in place of stage.coarse, with "
-                "stage.coarse_channel=true; "
-                "give one of the two"
+                "stage.coarse_channel=true; give one of the two"
             )
             return
         uses_coarse = self.region_from is RegionFrom.coarse or self.coarse_channel
@@ -314,16 +313,14 @@ class DataOptions(LabelsOptions):
         if self.fold not in (None, "all") and not is_fold:
             yield (
                 f"data.fold: expected 0 … {self.num_folds - 1} (data.num_folds={self.num_folds}), "
-                "all or null, but got "
-                f"{self.fold}"
+                f"all or null, but got {self.fold}"
             )
         trusts = self.train_trust if isinstance(self.train_trust, list) else [self.train_trust]
         are_words = bool(trusts) and all(isinstance(trust, str) for trust in trusts)
         if self.train_trust is not None and not are_words:
             yield (
                 "data.train_trust: expected a word of the columns trust_<region>, a [list] of them "
-                "or null, but got "
-                f"{self.train_trust}"
+                f"or null, but got {self.train_trust}"
             )
 
 

@@ -84,11 +84,16 @@ def read_reference(
     if kept is not None:
         of_task = {value: label for value, label in label_values.items() if label in kept}
         read_values = of_task or label_values
-    if path.is_dir() and (masks := masks_in(path)):
-        return _read_masks(path, masks, read_values)
+    if path.is_dir():
+        masks = masks_in(path)
+        # A folder without volume files has files of DICOM, see below.
+        if masks:
+            return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
-    if suffix == SEGMENTATION_SUFFIX and (segments := _segments_of(path, label_values)):
-        return _read_segments(path, segments, read_values)
+    if suffix == SEGMENTATION_SUFFIX:
+        segments = _segments_of(path, label_values)
+        if segments:
+            return _read_segments(path, segments, read_values)
     if suffix is None:
         label_file = _label_file_of(path)
         if label_file is not None:
@@ -211,7 +216,9 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
             f"but it holds {listed or 'none'}; name the structures of each label in "
             "+data.label_values={<label>: [<structure>, …]}."
         )
-    sentences = [f"{', '.join(absent)}: no such structure, taken as absent"] if absent else []
+    sentences = []
+    if absent:
+        sentences.append(f"{', '.join(absent)}: no such structure, taken as absent")
     return Chosen(values, list(structures), warnings_of("reading", sentences))
 
 
@@ -342,8 +349,7 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
                 )
             if names.setdefault(value, name) != name:
                 raise UserError(
-                    f"data.label_values: {value} cannot be {names[value]} and {name}; "
-                    "give one of them another value, or "
-                    f"remove it with ~data.label_values.{names[value]}"
+                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of "
+                    f"them another value, or remove it with ~data.label_values.{names[value]}"
                 )
     return names

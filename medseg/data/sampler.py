@@ -77,7 +77,9 @@ def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
         return int(order[place])
     steps = (rng.random() + np.arange(count)) / count
     drawn = np.searchsorted(np.cumsum(weights[order]), steps, side="right")
-    return int(rng.permutation(order[np.minimum(drawn, count - 1)])[place])
+    # By rounding the sum of the weights may be less than the last step.
+    drawn = np.minimum(drawn, count - 1)
+    return int(rng.permutation(order[drawn])[place])
 
 
 def normalised_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
@@ -142,8 +144,7 @@ class StepBatchSampler(Sampler[list[int]]):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
-                f"num_steps={num_steps}, "
-                f"start_step={start_step}"
+                f"num_steps={num_steps}, start_step={start_step}"
             )
         if batch_size % (accumulate * num_ranks):
             raise ValueError(
@@ -170,15 +171,26 @@ class StepBatchSampler(Sampler[list[int]]):
         length = group // self.num_ranks
         for step in range(self.start_step, self.num_steps):
             numbers = list(range(step * self.batch_size, (step + 1) * self.batch_size))
+            # This rank's part of each group.
+            starts = range(self.rank * length, self.batch_size, group)
             if self.size is not None and self.num_ranks > 1:
-                sizes = {n: self.size(n) for n in numbers}
-                shares: list[list[int]] = [[] for _ in range(self.num_ranks)]
-                for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
-                    not_full = [share for share in shares if len(share) < self.accumulate * length]
-                    min(not_full, key=lambda share: sum(sizes[k] for k in share)).append(n)
-                share = shares[self.rank]
-                for first in range(0, len(share), length):
-                    yield share[first : first + length]
-            else:
-                starts = range(self.rank * length, self.batch_size, group)
-                yield from (numbers[first : first + length] for first in starts)
+                numbers = self._share_of_rank(numbers, self.size)
+                starts = range(0, len(numbers), length)
+            for first in starts:
+                yield numbers[first : first + length]
+
+    def _share_of_rank(self, numbers: Sequence[int], size: Callable[[int], float]) -> list[int]:
+        """Divide the samples of a step among the ranks by their sizes, and take those of this one.
+
+        Every rank computes the same division.
+        """
+        max_samples = len(numbers) // self.num_ranks
+        sizes = {n: size(n) for n in numbers}
+        shares: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        loads = [0.0] * self.num_ranks
+        for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
+            not_full = [rank for rank in range(self.num_ranks) if len(shares[rank]) < max_samples]
+            rank = min(not_full, key=loads.__getitem__)
+            shares[rank].append(n)
+            loads[rank] += sizes[n]
+        return shares[self.rank]

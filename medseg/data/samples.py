@@ -217,8 +217,8 @@ class Samples(Dataset[Sample]):
         if train_trust is not None:
             return (
                 f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "
-                "this trust; enter it in the columns "
-                "trust_<region> of the case table, or leave data.train_trust out"
+                "this trust; enter it in the columns trust_<region> of the case table, or leave "
+                "data.train_trust out"
             )
         names = " or ".join(region.name for region in self.task.regions)
         return (
@@ -406,7 +406,10 @@ class Samples(Dataset[Sample]):
             for num_voxels, num_taken in zip(within.shape, size, strict=True):
                 rest = num_voxels - num_taken
                 # An axis that is shorter is centred, without a draw.
-                place.append(int(rng.integers(0, rest, endpoint=True)) if rest >= 0 else rest // 2)
+                offset = rest // 2
+                if rest >= 0:
+                    offset = int(rng.integers(0, rest, endpoint=True))
+                place.append(offset)
             crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
         elif self.stage.patch_size is not None:
             organ = case.region_boxes[region.name], self.task.region_values(region)
@@ -654,4 +657,5 @@ def _end_worker(error: Exception, _: object) -> None:
         "a loader worker cannot send a sample to the training: "
         f"{type(error).__name__}: {first_line(error)}"
     )
+    # This runs in a thread, which `sys.exit` would end alone.
     os._exit(EXIT_OUT_OF_MEMORY if is_out_of_memory(error) else EXIT_FAILED)

@@ -98,6 +98,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         [first_image, *map(orientation.to_lps, stacked[1:])], modalities
     )
     image_hu = images[0]
+    # Further checks compare the labels with air, tissue and bone, by their HU.
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
     findings += volume.findings
     findings += audit_extent(grid)

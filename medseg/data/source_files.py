@@ -39,6 +39,7 @@ def files_of(path: Path) -> list[Path]:
         UserError: If it is not an image, such as a device (reading it might never end).
     """
     masks = volume_files(path) if path.is_dir() else []
+    # A folder of DICOM slices stays one, whatever volume lies beside them.
     if masks and next(dicom_files(path), None) is None:
         return masks
     if path.exists():
@@ -48,7 +49,9 @@ def files_of(path: Path) -> list[Path]:
     if path.suffix.lower() in (".mhd", ".nhdr"):
         from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
-        return [path, *(file for file in read_header(path)[2] if file.is_file() and file != path)]
+        data_files = read_header(path)[2]
+        # The header itself may hold the voxels; that a file is missing, the reader tells.
+        return [path, *(file for file in data_files if file.is_file() and file != path)]
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]

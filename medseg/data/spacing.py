@@ -33,7 +33,8 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
 
     # The first source is the user's; phantoms that are mixed in do not count.
     cases = find_sources(data, task)[0].split.train
-    average, channels = FOUND_IN_DATA[spacing.strategy], make_task(task).channels
+    average = FOUND_IN_DATA[spacing.strategy]
+    channels = make_task(task).channels
     grids = [
         read_grid(
             case.image,

@@ -85,9 +85,14 @@ class Transforms:
         for transform in self.transforms:
             if isinstance(transform, (WindowShift, Affine)):
                 continue
-            count = len(image) if num_scanned is None or _is_spatial(transform) else num_scanned
-            changed, labels = _apply(transform, image[:count], labels, rng, spacing_mm)
-            image = torch.cat([changed, image[count:]]) if count < len(image) else changed
+            if num_scanned is None or _is_spatial(transform):
+                image, labels = _apply(transform, image, labels, rng, spacing_mm)
+                continue
+            changed, labels = _apply(transform, image[:num_scanned], labels, rng, spacing_mm)
+            if num_scanned < len(image):
+                image = torch.cat([changed, image[num_scanned:]])
+            else:
+                image = changed
         return image, labels
 
 

@@ -123,9 +123,15 @@ def read_pair(
         raise UserError("the case has no reference; give its label map")
     pred_volume = read_labels(pred_files[0])
     # A reference in DICOM refers to its scan.
-    case = reference.case
-    scan = (case.image, case.series, task.channels[0].modality) if case is not None else ()
-    target_volume, values = read_reference(reference.labels, label_values, *scan, kept=task.values)
+    image = None
+    series = None
+    if reference.case is not None:
+        image = reference.case.image
+        series = reference.case.series
+    modality = task.channels[0].modality
+    target_volume, values = read_reference(
+        reference.labels, label_values, image, series, modality, kept=task.values
+    )
     # Both are oriented first: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
@@ -139,8 +145,7 @@ def read_pair(
     if int(pred.min()) < 0 or int(pred.max()) > len(task.labels):
         raise UserError(
             f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, "
-            f"expected 0 to {len(task.labels)} (task {task.name}); "
-            "evaluate label maps of this task"
+            f"expected 0 to {len(task.labels)} (task {task.name}); evaluate label maps of this task"
         )
     target = task_values(target, reference.labels, task, values)
     if task.ignore_label is not None:

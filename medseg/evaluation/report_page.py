@@ -88,7 +88,9 @@ def compare_rows(
         regions.append(ALL)
     compared = []
     for region in regions:
-        of_region = [pair for pair in pairs if region in (pair[0]["region"], ALL)]
+        of_region = pairs
+        if region != ALL:
+            of_region = [pair for pair in pairs if pair[0]["region"] == region]
         for metric, better in RANKED.items():
             scores, baseline_scores = _finite_means(of_region, metric)
             difference = paired_difference(scores, baseline_scores, better, patients)
@@ -207,6 +209,10 @@ def write_page(
             _link(prediction_viewers.get(case), output),
             {region: str(bound) for region, bound in bounds.get(case, {}).items()},
         )
+    baseline_dices = {}
+    for row in baseline_rows:
+        if math.isfinite(row["dice"]):
+            baseline_dices[row["case"], row["region"]] = row["dice"]
     page = render_cases(
         rows,
         statistics,
@@ -218,11 +224,7 @@ def write_page(
         notes=notes,
         costs=costs,
         baseline=str(baseline or ""),
-        baseline_dices={
-            (row["case"], row["region"]): row["dice"]
-            for row in baseline_rows
-            if math.isfinite(row["dice"])
-        },
+        baseline_dices=baseline_dices,
         compared=compared,
         pairing=pairing,
     )

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
+from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.inputs import case_name
@@ -130,13 +132,13 @@ def evaluate_folder(
     """
     metrics = metrics or {}
     _check_metric_names(metrics)
-    regions = _scored_regions(task, label_values)
-    baseline_rows = read_baseline(baseline) if baseline else []
+    regions = _regions_in_files(task, label_values)
+    baseline_rows = []
+    if baseline is not None:
+        baseline_rows = read_baseline(baseline)
     predictions = find_predictions(pred_dir)
     references, other_split_keys = find_references(ref, labels_column, split)
-    labelled = {
-        key: reference for key, reference in references.items() if reference.labels is not None
-    }
+    labelled = _with_labels(references)
     summary, common = _pair(predictions, labelled, other_split_keys, regions, task)
     if not common:
         raise UserError(
@@ -144,6 +146,7 @@ def evaluate_folder(
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
+    # Before anything of an earlier evaluation is removed.
     check_writable(output)
     refuse_table(
         output / "summary.csv",
@@ -172,14 +175,15 @@ def evaluate_folder(
     if summary.rows:
         pairs = {references[key].name: (predictions[key], references[key]) for key in common}
         viewers = {}
-        if overlays:
+        # Now that all scores are known: the worst cases get one.
+        if overlays is not None:
             viewers = write_viewers(
                 summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
             )
         prediction_viewers, bounds = _stated_by_predictions(pairs)
         write_page(
             summary.rows,
-            [row for row in summary.statistics if row["trust"] == ALL],
+            _over_all_trusts(summary.statistics),
             viewers,
             prediction_viewers,
             bounds,
@@ -197,6 +201,20 @@ def evaluate_folder(
     if summary.without_prediction:
         progress(_say_missing(summary.without_prediction, len(labelled), ref))
     return summary
+
+
+def _with_labels(references: Mapping[str, Reference]) -> dict[str, Reference]:
+    """Select the references that have a label map."""
+    labelled = {}
+    for key, reference in references.items():
+        if reference.labels is not None:
+            labelled[key] = reference
+    return labelled
+
+
+def _over_all_trusts(statistics: Sequence[Row]) -> list[Row]:
+    """Select the statistics that count the regions of every trust."""
+    return [row for row in statistics if row["trust"] == ALL]
 
 
 def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
@@ -303,7 +321,7 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
     return task.regions or tuple(Region(name, (name,)) for name in task.labels)
 
 
-def _scored_regions(task: Task, label_values: LabelValues) -> list[Region]:
+def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
     """Regions of `scored_regions` whose labels the reference files have.
 
     Raises:
@@ -369,16 +387,23 @@ def _score_case(
     cost = read_cost(pred_files[0])
     if cost:
         summary.costs[reference.name] = cost
-    scan = None
     if overlays is not None:
         scan = scan_of(reference, pred_files[0], task)
-    if overlays is not None and scan is not None:
-        try:
-            warnings = draw_overlay(scan, pred, target, grid, task, overlays)
-            summary.warnings += [f"{scan.name}: {warning}" for warning in warnings]
-        except (UserError, OSError, ValueError) as error:
-            summary.warnings.append(f"{reference.name}: no picture, {error}")
+        if scan is not None:
+            summary.warnings += _draw(scan, pred, target, grid, task, overlays)
     return f"Dice {', '.join(dices)}"
+
+
+def _draw(
+    scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, overlays: Path
+) -> list[str]:
+    """Draw the overlay of a case; returns the warnings, with its name."""
+    try:
+        warnings = draw_overlay(scan, pred, target, grid, task, overlays)
+    # The scores are there: a scan that cannot be read costs the picture alone.
+    except (UserError, OSError, ValueError) as error:
+        return [f"{scan.name}: no picture, {error}"]
+    return [f"{scan.name}: {warning}" for warning in warnings]
 
 
 def _further_scores(
@@ -522,5 +547,7 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
         statistics[name] = float(function(finite)) if len(finite) else None
     # Of a distance, more is worse, and an infinite one is the worst.
     worst = max(values) if metric == "hd95_mm" else min(values)
-    statistics["worst_case"] = group[values.index(worst)]["case"] if metric in RANKED else ""
+    statistics["worst_case"] = ""
+    if metric in RANKED:
+        statistics["worst_case"] = group[values.index(worst)]["case"]
     return statistics

@@ -281,6 +281,7 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         raise ValueError(
             f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
         )
+    # A loss of another package takes a negative weight without a word, and would train backwards.
     right_logits = SURE_LOGIT * in_form(target, "one_hot", num_classes)
     wrong_logits = SURE_LOGIT * in_form((target + 1) % num_classes, "one_hot", num_classes)
     with torch.no_grad():

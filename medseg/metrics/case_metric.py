@@ -48,7 +48,9 @@ class CaseMetric:
         if self.is_monai:
             pred = _one_hot(pred_labels, self.num_classes)
             target = _one_hot(target_labels, self.num_classes)
-            options = {"spacing": list(spacing_mm)} if self.takes_spacing else {}
+            options = {}
+            if self.takes_spacing:
+                options["spacing"] = list(spacing_mm)
             value = self.metric(pred, target, **options)
         else:
             metric = self.metric.to(pred_labels.device)
@@ -71,10 +73,11 @@ def default_arguments(
         stated: Names of those that the user states.
         num_classes: Classes with the background.
     """
-    needed = {"num_classes": num_classes, "input_format": "index"}
-    return {
-        name: value for name, value in needed.items() if name in parameters and name not in stated
-    }
+    added: dict[str, Any] = {}
+    for name, value in (("num_classes", num_classes), ("input_format", "index")):
+        if name in parameters and name not in stated:
+            added[name] = value
+    return added
 
 
 def check_metric(metric: CaseMetric) -> None:
@@ -93,4 +96,5 @@ def check_metric(metric: CaseMetric) -> None:
 
 
 def _one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Make a one-hot map (1, K, D, H, W) of labels (D, H, W)."""
     return torch.stack([labels == value for value in range(num_classes)])[None].float()

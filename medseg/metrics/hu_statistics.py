@@ -72,11 +72,7 @@ def scan_statistics(
             elif is_value.any():
                 label_hu = slab_hu[is_value]
                 sums[number] += label_hu.sum(dtype=np.float64)
-                label_hu = np.clip(label_hu, LOW_HU, HIGH_HU)
-                if label_hu.dtype.kind == "f":
-                    label_hu = np.rint(label_hu)
-                bins = label_hu.astype(np.int64) - LOW_HU
-                histograms[number] += np.bincount(bins, minlength=histograms.shape[1])
+                histograms[number] += _count_values(label_hu)
     is_hu = image_hu is not None
     ml = voxel_ml(grid)
     by_label = {
@@ -84,6 +80,15 @@ def scan_statistics(
         for name, histogram, total in zip(values, histograms, sums, strict=True)
     }
     return ScanStatistics(by_label, _figures(histograms.sum(axis=0), sums.sum(), ml, is_hu))
+
+
+def _count_values(values_hu: np.ndarray) -> np.ndarray:
+    """Count values rounded to whole HU, from `LOW_HU` to `HIGH_HU`."""
+    clipped_hu = np.clip(values_hu, LOW_HU, HIGH_HU)
+    if clipped_hu.dtype.kind == "f":
+        clipped_hu = np.rint(clipped_hu)
+    bins = clipped_hu.astype(np.int64) - LOW_HU
+    return np.bincount(bins, minlength=HIGH_HU - LOW_HU + 1)
 
 
 def _figures(

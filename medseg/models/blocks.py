@@ -97,7 +97,9 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     if norm == "instance":
         return InstanceNorm(channels)
     if norm == "group":
-        num_groups = channels // GROUP_CHANNELS if channels % GROUP_CHANNELS == 0 else 1
+        num_groups = 1
+        if channels % GROUP_CHANNELS == 0:
+            num_groups = channels // GROUP_CHANNELS
         return GroupNorm(num_groups, channels)
     if norm == "batch":
         return nn.BatchNorm3d(channels)

@@ -91,6 +91,12 @@ class UNetOptions(NetworkOptions):
     ]
 
 
+def count_strides(model: Mapping[str, Any]) -> int:
+    """Count the strides of our UNet: of its downsamplings, and of a stem that halves."""
+    num_stem_strides = 0 if model["stem"] == Stem.conv else 1
+    return num_stem_strides + int(model["depth"])
+
+
 def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each contradiction between the keys of a network.
 
@@ -120,6 +126,7 @@ def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_device_map(value: Any) -> bool:
+    """Whether a value maps names of parts to devices."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
     return all(re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values())

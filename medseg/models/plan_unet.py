@@ -69,6 +69,11 @@ def build_unet(
 
 
 def _part(name: Any, key: str) -> type[nn.Module] | None:
+    """Find the class of a part of a network; a plan may leave one out.
+
+    Raises:
+        ValueError: If it is none of `PARTS`: the name comes from a file.
+    """
     if name is None:
         return None
     part = PARTS.get(str(name).rsplit(".", 1)[-1])
@@ -78,6 +83,11 @@ def _part(name: Any, key: str) -> type[nn.Module] | None:
 
 
 def _network_class(name: str) -> type[nn.Module]:
+    """Import a U-Net of `dynamic_network_architectures`.
+
+    Raises:
+        UserError: If that is missing.
+    """
     try:
         from dynamic_network_architectures.architectures import unet
     except ImportError as error:
@@ -155,6 +165,7 @@ class PlanUNet(nn.Module):
         return self._turned_back(outputs)
 
     def _turned_back(self, logits: Tensor) -> Tensor:
+        """Turn the axes of logits back to those of the image."""
         return logits.permute(self._back).flip(self._flipped)
 
 

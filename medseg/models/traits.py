@@ -306,6 +306,7 @@ class _Trace:
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
+    """List the tensors in nested lists, tuples and mappings."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
@@ -425,9 +426,9 @@ def _describe_result(result: Any) -> str:
         return str(tuple(result.shape))
     if isinstance(result, Mapping):
         parts = [f"{key}: {_describe_result(value)}" for key, value in result.items()]
-        return "{" + ", ".join(parts) + "}"
+        return f"{{{', '.join(parts)}}}"
     if isinstance(result, (list, tuple)):
-        return "[" + ", ".join(map(_describe_result, result)) + "]"
+        return f"[{', '.join(map(_describe_result, result))}]"
     return type(result).__name__
 
 

@@ -194,27 +194,30 @@ class UNet(nn.Module):
             )
         _check_stem(stem, refine)
         counts = _block_counts(blocks_per_level, depth + 1)
-        halves = stem != "conv"
+        # A stem that halves the resolution has the first of the strides.
+        num_stem_strides = 0 if stem == "conv" else 1
         if strides is None:
-            strides = level_strides(None, depth + halves)
-        _check_strides(strides, depth + halves)
+            strides = level_strides(None, num_stem_strides + depth)
+        _check_strides(strides, num_stem_strides + depth)
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         self.in_channels = in_channels
         self.divisor: tuple[int, int, int] = total_strides(strides)
         # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
-        self.cell: Shape = strides[0] if halves else POINT
+        self.cell: Shape = strides[0] if num_stem_strides else POINT
+        # After space-to-depth the stem sees the resolution of the first level, else the image's.
+        stem_kernel = kernels[1] if stem == "space_to_depth" else kernels[0]
         self.stem = Stem(
             in_channels,
             width,
             stem=stem,
             norm=norm,
-            kernel=kernels[stem == "space_to_depth"],
+            kernel=stem_kernel,
             cell=self.cell,
         )
         make = partial(make_block, block, norm=norm, reduction=reduction)
-        downs = strides[halves:]
-        level_kernels = kernels[halves:]
+        downs = strides[num_stem_strides:]
+        level_kernels = kernels[num_stem_strides:]
         self.encoder = nn.ModuleList()
         for level, channels in enumerate(widths):
             layers: OrderedDict[str, nn.Module] = OrderedDict()

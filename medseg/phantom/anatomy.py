@@ -155,7 +155,11 @@ def draw_patient(spec: PhantomSpec) -> Patient:
     def draw(mean: float, spread: float) -> float:
         return mean + rng.uniform(-spread, spread)
 
-    size = draw(0.93 if spec.is_female else 1.0, 0.08)
+    mean_size, mean_tube_size, mean_muscle_mm = 1.0, 1.05, 15
+    if spec.is_female:
+        mean_size, mean_tube_size, mean_muscle_mm = 0.93, 0.95, 11
+    # The draws stay in this order: each seed has its patient.
+    size = draw(mean_size, 0.08)
     expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
     dome_z_mm = {
@@ -174,10 +178,10 @@ def draw_patient(spec: PhantomSpec) -> Patient:
         depth=draw(0.97 + 0.25 * spec.emphysema, 0.1),
         heart_xyz_mm=(draw(18, 7) + shift_x_mm, draw(-30, 7), heart_z_mm),
         heart_size=draw(1.0, 0.13),
-        tube_size=draw(0.95 if spec.is_female else 1.05, 0.13),
+        tube_size=draw(mean_tube_size, 0.13),
         shift_x_mm=shift_x_mm,
         gap_mm=0.7 if spec.is_touching else draw(7.5, 4.5),
-        muscle_mm=draw(11 if spec.is_female else 15, 5),
+        muscle_mm=draw(mean_muscle_mm, 5),
     )
 
 
@@ -198,9 +202,8 @@ def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> 
         path = np.array(path_xyz_mm, np.float64)
         _, y, z = path.T
         path[:, 0] += patient.shift_x_mm * np.clip(1 - z / 100, 0, 1) * np.clip(1 - y / 40, 0, 1)
-        distances.append(
-            tube(points, path, (patient.tube_size * first_mm, patient.tube_size * last_mm))
-        )
+        radii_mm = (patient.tube_size * first_mm, patient.tube_size * last_mm)
+        distances.append(tube(points, path, radii_mm))
     return either(*distances)
 
 
@@ -212,7 +215,8 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
         of `vessels` and `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`,
         `right_lung`, and pleural fluid `left_fluid`, `right_fluid`.
     """
-    points, spec = slab.points, patient.spec
+    points = slab.points
+    spec = patient.spec
     body = measure_spine(points) | {
         "vessels": measure_tubes(patient, points, VESSELS),
         "airways": measure_tubes(patient, points, AIRWAYS),
@@ -225,7 +229,11 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     dome_z_mm = halves[1].dome_z_mm * leftness + halves[-1].dome_z_mm * (1 - leftness)
     body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.wave
     body["cage"] = either(halves[1].cage, halves[-1].cage)
-    up, wall_mm = (points.y, -110) if spec.is_prone else (-points.y, -80)
+    # Of the lowest wall: the back, or the front of a patient who lies on it.
+    if spec.is_prone:
+        up, wall_mm = points.y, -110
+    else:
+        up, wall_mm = -points.y, -80
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
         cavity = within(
@@ -268,7 +276,8 @@ def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest
     outward = points.x * side - centre_x * patient.width
     back = points.y - centre_y
     cage = ellipse(outward, back, half_x, half_y)
-    outward, back = np.clip(outward / half_x, -1, 1), np.clip(back / half_y, -1, 1)
+    outward = np.clip(outward / half_x, -1, 1)
+    back = np.clip(back / half_y, -1, 1)
     recess_mm = patient.recess_mm * (0.55 + 0.36 * back + 0.2 * outward)
     fall = np.minimum(outward * outward + back * back, 1.1)
     return HalfChest(cage, patient.dome_z_mm[side] - np.maximum(recess_mm, 6) * fall)
@@ -300,7 +309,8 @@ def measure_spine(points: Points) -> Fields:
     number = (points.z - 2) / VERTEBRA_MM
     away_mm = np.abs(number - np.round(number)) * VERTEBRA_MM
     column = ellipse(points.x, points.y - centre_y, half_x, half_y)
-    lateral, depth = np.abs(points.x), points.y - (centre_y + half_y + 7.5)
+    lateral = np.abs(points.x)
+    depth = points.y - (centre_y + half_y + 7.5)
     canal = ellipse(points.x, depth, 10.0, 8.0)
     transverse_process = within(np.abs(depth) - 4.5, lateral - 32, away_mm - 6)
     spinous_process = within(lateral - 3, -depth, depth - 36, away_mm - 7)

@@ -64,11 +64,12 @@ def write_phantoms(
     if sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
     split_column = np.repeat(list(splits), list(splits.values())).tolist()
-    specs: list[Spec] = [draw_spec(seed, index, detail) for index in range(num_cases)]
-    if scene is not None:
-        specs = [
-            replace(scene, seed=seed, index=index, detail=detail) for index in range(num_cases)
-        ]
+    specs: list[Spec] = []
+    for index in range(num_cases):
+        if scene is None:
+            specs.append(draw_spec(seed, index, detail))
+        else:
+            specs.append(replace(scene, seed=seed, index=index, detail=detail))
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
@@ -79,10 +80,8 @@ def write_phantoms(
             row |= {"patient": case.name, "split": split}
             if isinstance(spec, PhantomSpec):
                 row["view"] = spec.view
-            row |= {
-                f"trust_{part}": "reference" if is_present else "absent"
-                for part, is_present in presence.items()
-            }
+            for part, is_present in presence.items():
+                row[f"trust_{part}"] = "reference" if is_present else "absent"
             rows.append(row)
             if progress is not None:
                 progress(len(rows), num_cases, case.name)
@@ -150,17 +149,20 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
             if earlier.get("hash") == fingerprint:
                 return dict(earlier["present"])
     folder.mkdir(parents=True, exist_ok=True)
+    # Removed first and written last: a case that was interrupted does not look finished.
     finished_mark.unlink(missing_ok=True)
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
-        images, maps = [(phantom.image_hu, phantom.grid)], [phantom.labels, phantom.organs]
+        images = [(phantom.image_hu, phantom.grid)]
+        maps = [phantom.labels, phantom.organs]
         presence = {
-            f"{name}_lung": bool(np.any(phantom.labels == value))
-            for value, name in ((1, "left"), (2, "right"))
+            "left_lung": bool(np.any(phantom.labels == 1)),
+            "right_lung": bool(np.any(phantom.labels == 2)),
         }
     else:
         images, labels = make_scene(spec)
-        maps, presence = [labels], dict.fromkeys(spec.parts, True)
+        maps = [labels]
+        presence = dict.fromkeys(spec.parts, True)
     for file, (image, grid) in zip(files, images, strict=False):
         write_image(file, image, grid)
     for file, labels in zip(files[len(images) :], maps, strict=True):

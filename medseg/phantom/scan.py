@@ -54,14 +54,15 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     # A slice is the mean of thin planes, which are drawn on a lattice of their own.
     thickness_mm = spec.spacing_mm[0] / patient.scale_zyx[0]
     num_planes = max(1, round(thickness_mm / spec.model_spacing_mm[0]))
-    planes_mm = np.add.outer(
-        z_mm, ((np.arange(num_planes) + 0.5) / num_planes - 0.5) * thickness_mm
-    )
+    offsets_mm = ((np.arange(num_planes) + 0.5) / num_planes - 0.5) * thickness_mm
+    planes_mm = np.add.outer(z_mm, offsets_mm)
     lattice = Points.covering((0, y_mm[0], x_mm[0]), (0, y_mm[-1], x_mm[-1]), spec.model_spacing_mm)
 
     image = np.empty(grid.shape, np.int16)
-    labels, organs = np.empty(grid.shape, np.uint8), np.empty(grid.shape, np.uint8)
-    noise, rng = draw_noise(spec), spec.rng("noise")
+    labels = np.empty(grid.shape, np.uint8)
+    organs = np.empty(grid.shape, np.uint8)
+    noise = draw_noise(spec)
+    rng = spec.rng("noise")
     num_slices = max(1, _NUM_POINTS // (num_planes * lattice.y.size * lattice.x.size))
     for start in range(0, grid.shape[0], num_slices):
         slices = slice(start, start + num_slices)
@@ -102,9 +103,8 @@ def resample(
     """Average the thin planes of each slice and interpolate them at its pixels, (D, H, W)."""
     slices = planes.reshape(-1, num_planes, *planes.shape[1:]).mean(axis=1)
     for axis, coordinates, centres_mm in ((1, lattice.y, y_mm), (2, lattice.x, x_mm)):
-        slices = interp1d(coordinates.ravel(), slices, axis=axis, fill_value="extrapolate")(
-            centres_mm
-        )
+        curve = interp1d(coordinates.ravel(), slices, axis=axis, fill_value="extrapolate")
+        slices = curve(centres_mm)
     return np.asarray(slices, np.float32)
 
 
@@ -123,8 +123,11 @@ def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
         patient.landmark_z_mm(landmark) + rng.uniform(lowest, highest)
         for landmark, lowest, highest in (VIEWS[spec.view].low, VIEWS[spec.view].high)
     )
-    scale, spacing = np.array(patient.scale_zyx), np.array(spec.spacing_mm)
-    num_slices = spec.num_slices or max(4, round((high_mm - low_mm) * scale[0] / spacing[0]) + 1)
+    scale = np.array(patient.scale_zyx)
+    spacing = np.array(spec.spacing_mm)
+    num_slices = spec.num_slices
+    if num_slices is None:
+        num_slices = max(4, round((high_mm - low_mm) * scale[0] / spacing[0]) + 1)
     shape = (num_slices, *spec.matrix)
     middle = np.array([(low_mm + high_mm) / 2 * scale[0], *spec.centre_offset_mm])
     first = middle - (np.array(shape) - 1) / 2 * spacing

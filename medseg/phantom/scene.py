@@ -107,14 +107,17 @@ def make_scene(
             np.zeros(len(spec.modalities)),
         )
         organs.append(ignored)
-    images, maps = [], []
+    images = []
+    maps = []
     for channel in range(len(spec.modalities)):
         has_coarser_grid = spec.has_own_grids and channel > 0
-        step_mm = (spacing_mm * (1.2 if has_coarser_grid else 1.0)).tolist()
+        coarseness = 1.2 if has_coarser_grid else 1.0
+        step_mm = (spacing_mm * coarseness).tolist()
         points = Points.covering(-half_mm, half_mm, step_mm)
         wave = SmoothNoise(spec.rng("waves"), 38).at(points)
         edge_mm = sum(step_mm) / 3
-        contrast, labels = np.zeros(points.shape, np.float32), np.zeros(points.shape, np.uint8)
+        contrast = np.zeros(points.shape, np.float32)
+        labels = np.zeros(points.shape, np.uint8)
         for organ in organs:
             centre_mm = middle_xyz_mm + organ.centre_xyz * [organ.sign, 1, 1] * body_xyz_mm
             radii_mm = organ.radii_xyz * body_xyz_mm
@@ -124,9 +127,8 @@ def make_scene(
         body = cover(ellipsoid(points, middle_xyz_mm, body_xyz_mm) + 4 * wave, edge_mm)
         image = np.rint(scan(spec, channel, points, body, contrast)).astype(np.int16)
         first_xyz_mm = [float(axis.flat[0]) for axis in points]
-        images.append(
-            (image, VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm)))
-        )
+        grid = VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm))
+        images.append((image, grid))
         maps.append(labels)
     return images, maps[0]
 
@@ -158,18 +160,21 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         One organ per label, in the order of the labels; they do not overlap.
     """
     rng = CaseSeed(spec.seed, _SHARED).rng("layout")
-    words = {label: label.split("_") for label in spec.labels}
-    stems = {
-        label: "_".join(word for word in words[label] if word not in SIGNS) for label in spec.labels
-    }
-    sides = {label: side for label in spec.labels for side in SIGNS if side in words[label]} | dict(
-        spec.sides
-    )
+    stems: dict[str, str] = {}
+    sides: dict[str, str] = {}
+    for label in spec.labels:
+        words = label.split("_")
+        stems[label] = "_".join(word for word in words if word not in SIGNS)
+        for side in SIGNS:
+            if side in words:
+                sides[label] = side
+    sides |= spec.sides
     with_side = {stems[label] for label in sides}
     # Contrasts at equal steps, in another order in each channel.
     levels = np.linspace(0.8, -0.8, len(set(stems.values())))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
+    # Organs of this radius fill the same share of the body, whatever their number.
     largest = 0.6 * len(spec.labels) ** (-1 / 3)
     organs: dict[str, Organ] = {}
     for stem, contrast in zip(dict.fromkeys(stems.values()), contrasts, strict=True):
@@ -185,6 +190,7 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
         radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)
+        # Each of its labels gives it a value and a side, below.
         organs[stem] = Organ(0, rng.choice((-1, 1)).item(), points[best], radii, contrast)
     placed_organs = []
     for label, value in spec.labels.items():

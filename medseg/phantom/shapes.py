@@ -68,7 +68,8 @@ def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike)
 
     At the surface this is correct to second order.
     """
-    centre, radii = np.asarray(centre_xyz_mm, np.float32), np.asarray(radii_xyz_mm, np.float32)
+    centre = np.asarray(centre_xyz_mm, np.float32)
+    radii = np.asarray(radii_xyz_mm, np.float32)
     square: Any = 0
     slope: Any = 1e-6
     for coordinates, middle, radius in zip(points, centre, radii, strict=True):

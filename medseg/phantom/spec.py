@@ -218,29 +218,28 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     if detail not in DETAILS:
         raise ValueError(f"detail must be one of {', '.join(DETAILS)}, got {detail!r}")
     rng = CaseSeed(seed, index).rng("spec")
-
-    def draw_trait(share: float, low: float, high: float) -> float:
-        value = rng.uniform(low, high)
-        return value if rng.random() < share else 0.0
-
     values: dict[str, Any] = {}
     for name, shares in CHOICES.items():
         values[name] = list(shares)[rng.choice(len(shares), p=list(shares.values()))]
     for name, trait in TRAITS.items():
-        values[name] = draw_trait(*trait)
+        values[name] = _draw_trait(rng, *trait)
     for name, trait in TRAITS_OF_A_SIDE.items():
-        values[name] = (draw_trait(*trait), draw_trait(*trait))
+        values[name] = (_draw_trait(rng, *trait), _draw_trait(rng, *trait))
     values["flips"] = (rng.random() < 0.1, values["is_prone"], values["is_prone"])
     if rng.random() < 0.15:
         values["tilt_deg"] = tuple(rng.normal(0, 4, 3).tolist())
 
     # A scan for one organ shows half of the chest in finer pixels.
-    off_centre_mm = draw_trait(0.08, 55, 80) * (1 if rng.random() < 0.5 else -1)
+    off_centre_mm = _draw_trait(rng, 0.08, 55, 80)
+    if rng.random() >= 0.5:
+        off_centre_mm = -off_centre_mm
     if index < 2:
         values |= {"view": "whole", "missing_lung": None}
         off_centre_mm = 0.0
     voxels = DETAILS[detail]
-    pixel_mm = rng.uniform(*voxels.pixel_mm) * (0.6 if off_centre_mm else 1.0)
+    pixel_mm = rng.uniform(*voxels.pixel_mm)
+    if off_centre_mm:
+        pixel_mm *= 0.6
     slice_mm = rng.choice(voxels.slice_mm).item()
     if values["view"] in ("trunk", "abdomen"):
         # A long body in thin slices takes several GB.
@@ -254,3 +253,12 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         centre_offset_mm=(rng.normal(0, 6), off_centre_mm + rng.normal(0, 6)),
         **values,
     )
+
+
+def _draw_trait(rng: np.random.Generator, share: float, low: float, high: float) -> float:
+    """Draw a number of a range in a share of the cases, and 0 in the others."""
+    # Both are drawn in any case: the draws that follow stay the same.
+    value = rng.uniform(low, high)
+    if rng.random() < share:
+        return value
+    return 0.0

@@ -101,17 +101,10 @@ def draw_planes(
         slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
         slab.paint(lung_hu, body[f"{name}_lung"])
     spine = either(body["bone"], within(body["column"], -body["canal"]))
-    left, right, heart, spine, airway = (
-        cover(distance, slab.edge_mm)
-        for distance in (
-            body["left_lung"],
-            body["right_lung"],
-            body["heart"],
-            spine,
-            body["airways"],
-        )
-    )
-    return slab.hu, left - right, heart - spine, airway
+    edge_mm = slab.edge_mm
+    lungs = cover(body["left_lung"], edge_mm) - cover(body["right_lung"], edge_mm)
+    middle = cover(body["heart"], edge_mm) - cover(spine, edge_mm)
+    return slab.hu, lungs, middle, cover(body["airways"], edge_mm)
 
 
 def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
@@ -119,7 +112,9 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
 
     Ribs, sternum and shoulder blades are plates outside the rib cage.
     """
-    spec, points, cage = patient.spec, slab.points, body["cage"]
+    spec = patient.spec
+    points = slab.points
+    cage = body["cage"]
     x, y, z = points
     half_x, half_y, centre_y = by_level(TRUNK, z)
     trunk = ellipse(x, y - centre_y, half_x * patient.width, half_y * (0.5 + 0.5 * patient.depth))
@@ -134,11 +129,12 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     for side in SIDES:
         shoulder = (side * 158.0 * patient.width, 24, 90)
         bones.append(tube(points, [(side * 20, -62, 56), shoulder], (7, 6)))
-        bones.append(
-            within(np.abs(cage - 20) - 2.5, ellipsoid(points, (side * 100, 75, 20), (45, 50, 70)))
-        )
+        shoulder_blade = ellipsoid(points, (side * 100, 75, 20), (45, 50, 70))
+        bones.append(within(np.abs(cage - 20) - 2.5, shoulder_blade))
         if spec.arms != "none":
-            elbow = (side * 165.0, -30, 330) if spec.arms == "up" else (side * 222.0, 40, -210)
+            elbow = (side * 222.0, 40, -210)
+            if spec.arms == "up":
+                elbow = (side * 165.0, -30, 330)
             muscle = union(muscle, tube(points, [shoulder, elbow], (44, 33), 60), 16)
             bones.append(tube(points, [shoulder, elbow], (15, 10)))
     skin: Field = muscle - spec.fat_mm * np.clip(0.75 - y / 330 - z / 500, 0.3, 1.6) - 2
@@ -146,6 +142,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
         for side in SIDES:
             skin = union(skin, ellipsoid(points, (side * 88, -110, -48), (58, 52, 60)), 14)
 
+    # Each tissue covers what was painted before, and what is added to a distance is the thickness
+    # that stays of it: 2.2 mm of skin over the fat, 1.9 mm of dense bone over the marrow.
     slab.paint(15, skin)
     slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
     slab.paint(54 - 60 * np.clip(0.5 - np.abs(slab.tissue), 0, 1), muscle)
@@ -162,15 +160,13 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
     mattress.
     """
     rng = spec.rng("table")
-    mattress_mm, core_mm, half_width_mm = (
-        max(0, rng.uniform(-45, 45)),
-        rng.uniform(12, 85),
-        rng.uniform(170, 260),
-    )
+    # In half of the scans there is no mattress.
+    mattress_mm = max(0, rng.uniform(-45, 45))
+    core_mm = rng.uniform(12, 85)
+    half_width_mm = rng.uniform(170, 260)
     x, y, _ = slab.points
-    depth: Field = (
-        (-y if spec.is_prone else y) - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
-    )
+    down = -y if spec.is_prone else y
+    depth: Field = down - (125 + spec.fat_mm) + rng.uniform(0, 0.0011) * x * x
     is_body = slab.hu > -850
     for thickness_mm, value_hu in (
         (mattress_mm, rng.uniform(-950, -700)),
@@ -179,18 +175,22 @@ def paint_table(slab: Slab, spec: PhantomSpec) -> None:
         (2.4, rng.uniform(-600, 100)),
     ):
         layer = within(-depth, depth - thickness_mm, np.abs(x) - half_width_mm)
+        # Outside of every layer: the table is not seen through the body.
         slab.paint(value_hu, np.where(is_body, 20, layer))
         depth = depth - thickness_mm
 
 
 def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     """Paint the diaphragm and the organs below it."""
-    spec, points, tissue = patient.spec, slab.points, slab.tissue
+    spec = patient.spec
+    points = slab.points
+    tissue = slab.tissue
     if points.z.min() > patient.landmark_z_mm("dome") + 10:
         return
-    inside = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
-    slab.paint(48, inside)
-    inside = inside + 3
+    diaphragm = within(body["cage"], body["abdomen"], 3 - body["column"], 3 - body["bone"])
+    slab.paint(48, diaphragm)
+    # Within 3 mm of muscle, fat; the organs lie in it.
+    inside = diaphragm + 3
     slab.paint(-102 + 9 * tissue, inside)
     # Gas rises.
     up = points.y if spec.is_prone else -points.y
@@ -199,13 +199,10 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     slab.paint(35, colon)
     slab.paint(np.where(tissue - up / 40 > 0.1, 10 + 90 * np.abs(tissue), -950), colon + 2.5)
     for organ in ORGANS:
-        slab.paint(
-            organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue,
-            within(measure_organ(patient, points, organ), inside),
-        )
-    stomach = within(
-        measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas), inside
-    )
+        distance = within(measure_organ(patient, points, organ), inside)
+        slab.paint(organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue, distance)
+    stomach = measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas)
+    stomach = within(stomach, inside)
     slab.paint(STOMACH.hu + 3 * tissue, stomach)
     slab.paint(np.where(up > 55 - 75 * spec.stomach_gas, -1000, 12 + 22 * tissue), stomach + 4)
 
@@ -220,10 +217,8 @@ def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 
 def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
     """Paint fat, heart, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
-    slab.paint(
-        -92 + 12 * slab.tissue,
-        within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"]),
-    )
+    fat = within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"])
+    slab.paint(-92 + 12 * slab.tissue, fat)
     slab.paint(46 + 0.4 * spec.contrast_hu, body["heart"])
     slab.paint(blood_hu, body["heart"] + 9 + 3 * slab.tissue)
     slab.paint(blood_hu, body["vessels"])
@@ -241,7 +236,9 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
         axis_mm: Distance to the axes of the vessels: curves through space, the common zeros of two
             smooth noises.
     """
-    spec, points, grain = patient.spec, slab.points, slab.grain
+    spec = patient.spec
+    points = slab.points
+    grain = slab.grain
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
     expiration = 0.8 - spec.breath
@@ -255,15 +252,13 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
     # Near the lowest pleura the lungs collapse a little; fibrosis thickens the outer two
     # centimetres.
     hu += 0.6 * np.clip(1 - depth_mm / 7, 0, 1) ** 2 * np.clip(20 + down, 0, 110)
-    hu += (
-        420 * spec.fibrosis * np.clip(1 - depth_mm / 22, 0, 1) * np.clip(np.abs(grain) - 0.2, 0, 1)
-    )
+    near_pleura = np.clip(1 - depth_mm / 22, 0, 1)
+    hu += 420 * spec.fibrosis * near_pleura * np.clip(np.abs(grain) - 0.2, 0, 1)
     if spec.emphysema:
         hu += (-975 - hu) * np.clip(3 * (grain - 1.6 + 3 * spec.emphysema), 0, 1)
     # Vessels are thick near the hilum.
-    hilum_mm = np.hypot(
-        np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14), points.z + 20
-    )
+    hilum_in_plane_mm = np.hypot(np.abs(points.x - patient.shift_x_mm) - 42, points.y - 14)
+    hilum_mm = np.hypot(hilum_in_plane_mm, points.z + 20)
     lungs = slab._replace(hu=hu)
     lungs.paint(38 + 0.9 * spec.contrast_hu, axis_mm - 0.6 - 3 * np.exp(-hilum_mm / 45))
     paint_lesions(lungs, patient)

@@ -43,7 +43,6 @@ from medseg.prediction.case import (
     is_up_to_date,
     read_case,
     read_report,
-    scan_grid,
     segment_case,
     write_case,
 )
@@ -58,7 +57,7 @@ from medseg.prediction.forecast import (
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
-from medseg.prediction.scans import Scan
+from medseg.prediction.scans import Scan, scan_grid
 
 # Stands for the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
@@ -131,6 +130,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
+    # Under torchrun, each process takes a GPU of its own.
     if has_other_ranks() and pick_device(config.accelerator, "accelerator").type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value

@@ -10,9 +10,8 @@ import torch
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.load import load_stages
 from medseg.cascade.stage import TrainedStage
-from medseg.errors import UserError, require
+from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions, Seen
-from medseg.io.read import read_grid
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
@@ -22,7 +21,7 @@ from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import EVERY_SPACING_MM
-from medseg.prediction.scans import Scan
+from medseg.prediction.scans import Scan, scan_grid
 from medseg.weights.files import TILE_CHANGES, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 from medseg.weights.model_folder import find_stages, is_weights_folder
@@ -95,7 +94,8 @@ def load_cascade(
     stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
         # What other tiles change was measured with the included weights.
-        is_included = not single and not (fine if len(stages) > 1 else coarse)
+        checkpoints_of_last = fine if len(stages) > 1 else coarse
+        is_included = not single and not checkpoints_of_last
         stages[-1].use_tiles(options.tile_size, TILE_CHANGES if is_included else "")
     for stage in stages:
         if stage.tile_size is not None:
@@ -165,7 +165,7 @@ def load_model_folders(
             together.
     """
     options = options or InferenceOptions()
-    seen = options
+    nnunet_options = options
     if options.around is not None:
         if options.orientation is not None:
             raise UserError(
@@ -173,7 +173,7 @@ def load_model_folders(
                 "turns scans to RAS; leave one of them out"
             )
         # Networks see the resampled scan as it is.
-        seen = replace(options, orientation=Seen.RAS)
+        nnunet_options = replace(options, orientation=Seen.RAS)
     models: list[ScanModel] = []
     for folder in map(Path, weights):
         if is_weights_folder(folder):
@@ -191,7 +191,7 @@ def load_model_folders(
             )
             continue
         device = _device_of(accelerator)
-        models.append(load_nnunet(folder, folds, device, seen, precision))
+        models.append(load_nnunet(folder, folds, device, nnunet_options, precision))
     joined = models[0]
     if len(models) > 1 or label_values:
         names = _distinct_names([Path(folder) for folder in weights])
@@ -216,7 +216,8 @@ def _device_of(accelerator: str) -> torch.device:
         UserError: If there is no such accelerator.
     """
     names = [choice.value for choice in Accelerator]
-    require(accelerator in names, f"accelerator={accelerator}: choose one of {', '.join(names)}")
+    if accelerator not in names:
+        raise UserError(f"accelerator={accelerator}: choose one of {', '.join(names)}")
     return pick_device(Accelerator(accelerator), "accelerator")
 
 
@@ -231,9 +232,8 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
     """
     if not cascades[0].name:
         return cascades[0], []
-    channels = cascades[0].cascade.task.channels
-    num_volumes = scan.paths(len(channels)).count(scan.path)
-    grid = read_grid(scan.path, scan.series, channels[0].modality, num_volumes, scan.files)
+    # All ranges have the channels of one task.
+    grid = scan_grid(scan, cascades[0].cascade.task)
     # Headers store float32: 5 mm must not fall below a range that begins there.
     spacing_mm = round(max(grid.spacing_mm), 3)
     for candidate in cascades:

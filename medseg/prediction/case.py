@@ -26,7 +26,6 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import Segmentation
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
-from medseg.io.read import read_grid
 from medseg.io.text import read_json
 from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile, peak_resident_bytes
@@ -36,7 +35,7 @@ from medseg.prediction.forecast import Forecast, expected_cost
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import Views, result_paths, take_views, write_results
-from medseg.prediction.scans import Scan
+from medseg.prediction.scans import Scan, scan_grid
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import HuScale
@@ -88,16 +87,6 @@ def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
     """
     num_voxels = len(task.channels) * math.prod(scan_grid(scan, task).shape)
     return BYTES_PER_VOXEL * num_voxels <= budget_gib * 2**30
-
-
-def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
-    """Read the grid of a scan from its header.
-
-    Raises:
-        UserError: If its header cannot be read.
-    """
-    num_volumes = scan.paths(len(task.channels)).count(scan.path)
-    return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes, scan.files)
 
 
 def read_case(scan: Scan, task: Task) -> CaseData:
@@ -162,17 +151,18 @@ def segment_case(
         UserError: If all its voxels have one value.
     """
     with case.measured("segment"):
-        keep = Save.probabilities in config.save
         case.result = segment_scan(
             case.volume,
             scan.path,
             cascade,
             case.more_channels,
             on_step=on_step,
-            keep_probabilities=keep,
+            keep_probabilities=Save.probabilities in config.save,
         )
         case.views = take_views(scan, case.volume, case.result, cascade.task, config)
-    case.volume, case.more_channels = replace(case.volume, array=case.result.labels), []
+    # The next case is read while this one is written: its voxels must not wait in memory.
+    case.volume = replace(case.volume, array=case.result.labels)
+    case.more_channels = []
 
 
 def segment_scan(
@@ -202,12 +192,7 @@ def segment_scan(
     Raises:
         UserError: If all voxels have one value.
     """
-    first = volume.array.flat[0]
-    # Plane by plane: that of a usual scan is the last one to look at.
-    if all((plane == first).all() for plane in volume.array):
-        raise UserError(
-            f"{name}: expected a scan, but every voxel holds {first:g}; export it again."
-        )
+    _refuse_constant(volume.array, name)
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in cascade.task.channels]
     findings: list[Finding] = []
@@ -222,17 +207,33 @@ def segment_scan(
     image_hu = volume.array if task.is_ct else None
     statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
     result.statistics, result.total_statistics = statistics
-    is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
-    if is_hu and not any(finding.code == "body_position" for finding in result.findings):
+    has_errors = any(finding.severity is Severity.error for finding in findings)
+    is_turned = any(finding.code == "body_position" for finding in result.findings)
+    # The check reads organs of air in HU, in a patient who lies as the header says.
+    if task.is_ct and not has_errors and not is_turned:
         result.findings += mirrored_findings(volume, result.labels, task)
     result.findings[:0] = [*volume.findings, *findings]
-    if any(finding.severity is Severity.error for finding in findings):
+    if has_errors:
         result.status = "not_hu"
     elif result.warnings:
         result.status = "warnings"
     else:
         result.status = "ok"
     return result
+
+
+def _refuse_constant(image: np.ndarray, name: str | Path) -> None:
+    """Refuse an image (D, H, W) of one value.
+
+    Raises:
+        UserError: With the value.
+    """
+    first = image.flat[0]
+    for plane in image:
+        # A usual scan leaves here after its first plane, without a mask of all voxels.
+        if not (plane == first).all():
+            return
+    raise UserError(f"{name}: expected a scan, but every voxel holds {first:g}; export it again.")
 
 
 def mirrored_findings(volume: Volume, labels: np.ndarray, task: Task) -> list[Finding]:
@@ -286,6 +287,7 @@ def write_case(
     """
     paths = result_paths(output, chosen.cascade, config.save)
     with locked_folder(output.parent):
+        # Asked again under the lock: another process may have written since the case was read.
         report = read_report(output)
         if report != earlier_report and report.get("input") != scan.place:
             raise UserError(
@@ -320,6 +322,13 @@ def _write_report(
     expected = None
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
         expected = expected_cost(expect(chosen.cascade, volume.grid), chosen.cascade, total_s)
+    by_spacing = None
+    if chosen.name:
+        by_spacing = {"name": chosen.name, "range_mm": chosen.range_mm}
+    # Scans of one channel have no such key, as before there were several.
+    more_sources = {}
+    if len(case.sources) > 1:
+        more_sources = {"more_sources": case.sources[1:]}
     report = {
         "input": scan.place,
         **scan.reading(),
@@ -347,11 +356,11 @@ def _write_report(
         "expected": expected,
         "memory_gb_s": case.memory_gb_s,
         "checkpoints": chosen.cascade.checkpoints,
-        "by_spacing": {"name": chosen.name, "range_mm": chosen.range_mm} if chosen.name else None,
+        "by_spacing": by_spacing,
         "version": __version__,
         "settings": {**chosen.settings, **scan.reading()},
         "source": case.sources[0],
-        **({"more_sources": case.sources[1:]} if len(case.sources) > 1 else {}),
+        **more_sources,
         "results": checksums(outputs),
     }
     replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
@@ -429,7 +438,9 @@ def checksums(paths: list[Path]) -> dict[str, str]:
     """SHA-256 of result files by name; a volume of two files has one."""
     sums = {}
     for path in paths:
-        # A volume may have its voxels in a second file.
-        is_volume = volume_suffix(path) is not None
-        sums[path.name] = fingerprint(path)["sha256"] if is_volume else checksum(path)
+        if volume_suffix(path) is None:
+            sums[path.name] = checksum(path)
+        else:
+            # A volume may have its voxels in a second file.
+            sums[path.name] = fingerprint(path)["sha256"]
     return sums

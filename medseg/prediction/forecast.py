@@ -117,15 +117,12 @@ def _forecast_resampled(
     """Forecast a model that segments a resampled scan, beside the scan itself."""
     resampled_grid = model.resampled_grid(grid)
     channels = len(model.task.channels)
-
-    def held(*sizes: int) -> int:
-        return sum(size for size in sizes if size <= array_bytes)
-
-    num_voxels, num_resampled = math.prod(grid.shape), math.prod(resampled_grid.shape)
-    scan_bytes = channels * held(SCAN * num_voxels)
+    num_voxels = math.prod(grid.shape)
+    num_resampled = math.prod(resampled_grid.shape)
+    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
+    resampled_bytes = channels * _held(VALUE * num_resampled, array_bytes)
     # The forecast of the inner model counts the resampled scan as one that was read.
-    resampled_bytes = channels * held(VALUE * num_resampled)
-    counted_bytes = channels * held(SCAN * num_resampled)
+    counted_bytes = channels * _held(SCAN * num_resampled, array_bytes)
     inner = forecast(model.model, resampled_grid, loaded_bytes, array_bytes)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
@@ -133,7 +130,8 @@ def _forecast_resampled(
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
-    labels_bytes = held(LABEL * num_resampled, LABEL * num_voxels)
+    labels_bytes = _held(LABEL * num_resampled, array_bytes)
+    labels_bytes += _held(LABEL * num_voxels, array_bytes)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
     return Forecast(memory, channels * num_voxels + inner.voxels)
 
@@ -142,12 +140,12 @@ def _forecast_joined(
     model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
     """Forecast models that run one after the other, beside the labels of those before."""
-    labels_bytes = LABEL * math.prod(grid.shape)
-    joined_bytes = labels_bytes if labels_bytes <= array_bytes else 0
+    joined_bytes = _held(LABEL * math.prod(grid.shape), array_bytes)
     memory: dict[str, int] = {}
     cost = 0
     for number, part in enumerate(model.parts, start=1):
         expected = forecast(part, grid, loaded_bytes, array_bytes)
+        # The labels of the first model become the joined ones.
         held_bytes = 0 if number == 1 else joined_bytes
         for step, num_bytes in expected.memory.items():
             name = step if step == "read" else model.step_name(number, step)
@@ -162,13 +160,11 @@ def _forecast_nnunet(
     """Forecast a case of a model of nnU-Net, which has no crop that is unknown beforehand."""
     num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
-    fixed = loaded_bytes + LIBRARIES_BYTES
-    if SCAN * num_voxels <= array_bytes:
-        fixed += channels * SCAN * num_voxels
+    fixed = loaded_bytes + LIBRARIES_BYTES + channels * _held(SCAN * num_voxels, array_bytes)
     expected, network_voxels = model.expected(grid)
     memory = {"read": fixed}
     for step, sizes in expected.items():
-        memory[step] = fixed + sum(size for size in sizes if size <= array_bytes)
+        memory[step] = fixed + sum(_held(size, array_bytes) for size in sizes)
     if model.device.type == "cpu":
         # A pass is no array, which could be a file.
         for step in model.pass_steps:
@@ -202,8 +198,10 @@ def _forecast_cascade(
     num_voxels = math.prod(grid.shape)
     channels = len(task.channels)
     threads = min(torch.get_num_threads(), MAX_THREADS)
-    has_holes = not maps_large_blocks()
-    heaps = has_holes * (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
+    keeps_freed = not maps_large_blocks()
+    heaps = 0
+    if keeps_freed:
+        heaps = (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
     first_scan = FIRST_SCAN_BYTES + cascade.backend_bytes
     fixed = loaded_bytes + first_scan + heaps + channels * _held(SCAN * num_voxels, array_bytes)
     scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
@@ -222,8 +220,10 @@ def _forecast_cascade(
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
         in_region = math.prod(extent_mm) / math.prod(grid.spacing_mm)
-        num_resampled = min(threads * SLAB_VOXELS, in_region, num_voxels)
-        resampling = has_holes * round(RESAMPLING * num_resampled)
+        resampling = 0
+        if keeps_freed:
+            num_resampled = min(threads * SLAB_VOXELS, in_region, num_voxels)
+            resampling = round(RESAMPLING * num_resampled)
         num_classes = fine.task.num_region_classes
         during, probs = _pass_bytes(fine, num_classes, shape, options, array_bytes)
         for region, step in zip(task.regions, cascade.steps[1:], strict=False):

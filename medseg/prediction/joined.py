@@ -131,18 +131,22 @@ class JoinedModels:
         assert not keep_probabilities, "`load_cascades` refuses them"
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
-            seen, others = _as_seen_by(part, volume, more_channels)
-            segmented = part.segment(seen, others, on_step=self._announced(number, on_step))
+            own_volume, own_channels = _as_seen_by(part, volume, more_channels)
+            segmented = part.segment(
+                own_volume, own_channels, on_step=self._announced(number, on_step)
+            )
             _rename(segmented.labels, part.task.labels, self.task.labels)
             if number == 1:
                 result.labels = segmented.labels
             else:
                 _paint(result.labels, segmented.labels)
-            result.findings += [
-                finding.within(name) if len(self.parts) > 1 else finding
-                for finding in segmented.findings
-                if finding.code != "empty_result"
-            ]
+            for finding in segmented.findings:
+                # Whether the result is empty shows when all parts have painted, below.
+                if finding.code == "empty_result":
+                    continue
+                if len(self.parts) > 1:
+                    finding = finding.within(name)
+                result.findings.append(finding)
             for step, duration_s in segmented.durations_s.items():
                 result.durations_s[self.step_name(number, step)] = duration_s
             for step, described in segmented.tiling_plans.items():
@@ -188,11 +192,13 @@ def join_values(
             f"label_values: the models have no label {unknown[0]}, but {', '.join(names[:20])}"
         )
     taken = set(label_values.values())
-    if len(taken) < len(label_values) or not taken <= set(range(1, MAX_VALUE + 1)):
+    is_repeated = len(taken) < len(label_values)
+    if is_repeated or not taken <= set(range(1, MAX_VALUE + 1)):
         raise UserError(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
+    # Long enough for all names, so that too many of them are refused below in a sentence.
     free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
     values: dict[str, int] = {}
     for name in names:
@@ -222,6 +228,7 @@ def _rename(labels: np.ndarray, values: Mapping[str, int], new_values: Mapping[s
     table = np.zeros(256, dtype=np.uint8)
     for name, value in values.items():
         table[value] = new_values[name]
+    # Plane by plane, as below: all at once would take the memory of a second label map.
     for plane in labels:
         plane[:] = table[plane]
 

@@ -5,7 +5,7 @@ The scans are segmented here or on a cluster.
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -113,7 +113,6 @@ def _predict_source(
         observer: Is told what happens.
         archive: Archive that the input was unpacked from.
     """
-    is_shared = has_other_ranks()
     is_on_ray = config.engine is Engine.ray
     is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
     if config.series_pick is not None and not is_folder:
@@ -131,17 +130,14 @@ def _predict_source(
     # slices.
     is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
     output = Path(config.output)
-    # Which DICOM files are one case depends on the task, which is in the checkpoints.
-    if not (is_folder and any(map(may_hold_studies, scans))):
+    # Which DICOM files are one case depends on the task, which is in the checkpoints: the outputs
+    # of such an input are checked below only. Those of others are checked before weights load.
+    has_studies = is_folder and any(map(may_hold_studies, scans))
+    if not has_studies:
         check_outputs(_outputs(output, scans, is_one_scan), protected)
     cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
     task = cascades[0].cascade.task
-    if not isinstance(source, Path):
-        require_channels(task, len(source))
-    elif is_folder:
-        scans = _scans_of_folder(source, scans, task, config, observer)
-    else:
-        scans = find_files(scans, task.channels[0].modality, observer.header_read)
+    scans = _complete_scans(source, scans, task, config, observer)
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
     is_batch = is_batch and output not in outputs
@@ -156,7 +152,7 @@ def _predict_source(
     if is_on_ray:
         predict_on_ray(cases, cascades[0].cascade, config, observer)
     else:
-        _predict_here(cases, cascades, config, observer, is_shared)
+        _predict_here(cases, cascades, config, observer)
     if is_batch:
         write_summary(output, cases, task)
     return cases
@@ -198,6 +194,33 @@ def _place_results(
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
     return cases
+
+
+def _complete_scans(
+    source: Path | list[Path],
+    scans: list[Scan],
+    task: "Task",
+    config: PredictConfig,
+    observer: Observer,
+) -> list[Scan]:
+    """Find the files of each scan that depend on the channels and the modality of the task.
+
+    Args:
+        source: The input.
+        scans: Its scans, from `find_scans`.
+        task: Channels and modality.
+        config: Configuration of the prediction.
+        observer: Is told of each header.
+
+    Raises:
+        UserError: If the channels of one case are not those of the task.
+    """
+    if not isinstance(source, Path):
+        require_channels(task, len(source))
+        return scans
+    if source.suffix.lower() == ".csv":
+        return find_files(scans, task.channels[0].modality, observer.header_read)
+    return _scans_of_folder(source, scans, task, config, observer)
 
 
 def _scans_of_folder(
@@ -275,7 +298,6 @@ def _predict_here(
     cascades: Sequence[RangeCascade],
     config: PredictConfig,
     observer: Observer,
-    is_shared: bool,
 ) -> None:
     """Segment cases in this process.
 
@@ -284,12 +306,14 @@ def _predict_here(
         cascades: Cascades to choose from.
         config: Configuration of the prediction.
         observer: Is told what happens.
-        is_shared: Whether other processes of torchrun run networks for this one.
     """
     batch = make_batch(cascades, config, len(cases), observer)
-    if sentence := batch.describe_cost(cases):
+    sentence = batch.describe_cost(cases)
+    if sentence is not None:
         observer.forecast(sentence)
-    shared_tiles = _cascade_of(batch.cascades[0]).shared_tiles() if is_shared else nullcontext()
+    shared_tiles: AbstractContextManager[None] = nullcontext()
+    if has_other_ranks():
+        shared_tiles = _cascade_of(batch.cascades[0]).shared_tiles()
     with shared_tiles:
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
 

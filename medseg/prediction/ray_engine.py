@@ -29,17 +29,17 @@ from medseg.inference.options import InferenceOptions
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
-from medseg.prediction.case import scan_grid
 from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig
-from medseg.prediction.scans import Scan
+from medseg.prediction.scans import Scan, scan_grid
 
 # Cases that an actor holds: one is computed while another one is read or written.
 CASES_PER_ACTOR = 2
 # Scans whose headers are read for the memory of an actor; those of a cohort are alike.
 NUM_MEASURED = 20
+# After so long without an outcome, the cluster is asked whether it still holds this node.
 WAIT_S = 30.0
 
 
@@ -314,7 +314,8 @@ class _Cohort:
             if not candidates:
                 return
             actor = min(candidates, key=num_cases_of.__getitem__)
-            if num_cases_of[actor] >= (1 if is_retry else CASES_PER_ACTOR):
+            max_cases = 1 if is_retry else CASES_PER_ACTOR
+            if num_cases_of[actor] >= max_cases:
                 return
             self.waiting.popleft()
             self.observer.case_begins(case.scan.name, self.num_cases)
@@ -411,8 +412,11 @@ def predict_bytes(
     task = cascade.task
     loaded = resident_bytes()
     network = round(cascade.options.budget_gib * 2**30)
-    # The forecast of a process with a GPU leaves the network out, which an actor without one holds.
-    beside = 0 if gpus or cascade.device.type == "cpu" else network
+    beside = 0
+    if not gpus and cascade.device.type != "cpu":
+        # The forecast of this process, with a GPU, leaves the network out, which an actor without
+        # one holds.
+        beside = network
     bytes_per_voxel = SCAN * len(task.channels) + LABEL
     sizes = []
     for case in cases[:NUM_MEASURED]:

@@ -13,6 +13,7 @@ from medseg.errors import UserError
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.findings import warnings_of
 from medseg.inference.segmentation import Segmentation, describe_bounds
+from medseg.io.identity import Identity
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
@@ -195,13 +196,8 @@ def write_results(
             assert result.disagreement is not None, "averaged views have one"
             write_labels(path, result.disagreement, grid, header)
         elif kind == "masks":
-            mask = new_array(grid.shape, np.uint8)
-            for plane, labels in zip(mask, result.labels, strict=True):
-                plane[:] = labels == task.labels[label]
-            names = [
-                replace(structure, value=1) for structure in structures if structure.name == label
-            ]
-            write_labels(path, mask, grid, header, names)
+            structure = next(structure for structure in structures if structure.name == label)
+            _write_mask(path, result, structure, volume)
         elif kind == "probabilities":
             percent = paste_percent(result.probabilities.get(label, []), oriented_grid(grid))
             write_labels(path, orientation_of(grid).from_lps(percent), grid, header)
@@ -209,50 +205,86 @@ def write_results(
             _write_preview(path, result, views, task, structures)
         elif kind == "viewer":
             assert views.packed is not None, "a viewer takes one"
-            report = CaseReport(
-                result.status,
-                result.warnings,
-                result.information,
-                result.agreements,
-                result.most_disputed_xyz_mm,
-                result.dice_at_least,
-                scan.identity_with(volume),
-            )
-            statistics = ScanStatistics(result.statistics, result.total_statistics)
-            write_case_viewer(path, views.packed, statistics, report, task)
+            identity = scan.identity_with(volume)
+            _write_viewer(path, views.packed, result, identity, task)
         else:
-            # highdicom and pydicom take 60 MiB.
-            from medseg.io.dicom.read import open_slices
-            from medseg.io.dicom.segmentation import write_segmentation
-            from medseg.io.dicom.structure_set import write_structure_set
+            _write_on_slices(kind, path, scan, result.labels, task, config)
 
-            slices = open_slices(scan.path, scan.series, task.channels[0].modality, scan.files)
-            if kind == "dicom_seg":
-                write_segmentation(
-                    path,
-                    result.labels,
-                    slices,
-                    structures,
-                    kind=config.dicom_seg.kind,
-                    keep_empty_frames=config.dicom_seg.keep_empty_frames,
-                )
-            else:
-                write_structure_set(path, result.labels, slices, structures)
+
+def _write_mask(path: Path, result: Segmentation, structure: Structure, volume: Volume) -> None:
+    """Write the mask of one label, 1 inside."""
+    mask = new_array(volume.grid.shape, np.uint8)
+    # Plane by plane: the comparison of all voxels would be another volume beside the mask.
+    for plane, labels in zip(mask, result.labels, strict=True):
+        plane[:] = labels == structure.value
+    write_labels(path, mask, volume.grid, volume.header, [replace(structure, value=1)])
+
+
+def _write_viewer(
+    path: Path, packed: PackedCase, result: Segmentation, identity: Identity, task: Task
+) -> None:
+    """Write the viewer of a case."""
+    report = CaseReport(
+        result.status,
+        result.warnings,
+        result.information,
+        result.agreements,
+        result.most_disputed_xyz_mm,
+        result.dice_at_least,
+        identity,
+    )
+    statistics = ScanStatistics(result.statistics, result.total_statistics)
+    write_case_viewer(path, packed, statistics, report, task)
+
+
+def _write_on_slices(
+    kind: str, path: Path, scan: Scan, labels: np.ndarray, task: Task, config: PredictConfig
+) -> None:
+    """Write a DICOM SEG or RTSTRUCT, which refers to the slices of the scan.
+
+    Args:
+        kind: One of `DICOM_KINDS`.
+        path: The file.
+        scan: The scan, a DICOM series.
+        labels: Label map in its storage order.
+        task: Labels and modality.
+        config: Options of a DICOM SEG.
+    """
+    # highdicom and pydicom take 60 MiB.
+    from medseg.io.dicom.read import open_slices
+    from medseg.io.dicom.segmentation import write_segmentation
+    from medseg.io.dicom.structure_set import write_structure_set
+
+    structures = structures_of(task)
+    slices = open_slices(scan.path, scan.series, task.channels[0].modality, scan.files)
+    if kind == "dicom_seg":
+        write_segmentation(
+            path,
+            labels,
+            slices,
+            structures,
+            kind=config.dicom_seg.kind,
+            keep_empty_frames=config.dicom_seg.keep_empty_frames,
+        )
+    else:
+        write_structure_set(path, labels, slices, structures)
 
 
 def _write_preview(
     path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]
 ) -> None:
-    # Lines with three labels have room for their volumes.
-    is_short = len(task.labels) > MAX_LONG
-    figures = {
-        value: "   ".join(
-            f"{text} {heading}" if heading == "ml" else f"{heading}: {text}"
-            for heading, text in written_figures(result.statistics.get(name, {})).items()
-            if heading == "ml" or not is_short
-        )
-        for name, value in task.labels.items()
-    }
+    """Draw the preview, with the figures of each label in its legend."""
+    # Lines with three labels have room for their volumes only.
+    has_volumes_only = len(task.labels) > MAX_LONG
+    figures = {}
+    for name, value in task.labels.items():
+        texts = []
+        for heading, text in written_figures(result.statistics.get(name, {})).items():
+            if heading == "ml":
+                texts.append(f"{text} {heading}")
+            elif not has_volumes_only:
+                texts.append(f"{heading}: {text}")
+        figures[value] = "   ".join(texts)
     draw_preview(
         views.slices,
         path,

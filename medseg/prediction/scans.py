@@ -20,13 +20,16 @@ from medseg.io.inputs import (
     volume_suffix,
 )
 from medseg.io.names import joined_name
+from medseg.io.read import read_grid
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.wording import first_few
 
 if TYPE_CHECKING:
+    from medseg.geometry.grid import VoxelGrid
     from medseg.io.dicom.frames import NoSlice, Series
     from medseg.io.dicom.studies import Study
     from medseg.io.volume import Volume
+    from medseg.task import Task
 
 # Cases that a sentence names; it counts the others.
 MAX_NAMED = 10
@@ -98,6 +101,16 @@ class Scan(NamedTuple):
     def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
         """List the DICOM files of each channel; empty where they are all files at its path."""
         return [self.files, *[()] * (num_channels - 1)]
+
+
+def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
+    """Read the grid of a scan from its header.
+
+    Raises:
+        UserError: If its header cannot be read.
+    """
+    num_volumes = scan.paths(len(task.channels)).count(scan.path)
+    return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes, scan.files)
 
 
 def find_scans(

@@ -175,10 +175,12 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
             disk, which the command reports.
     """
     total = total_name(task.labels)
-    own = [_entry_of(case, total) for case in cases]
+    new_entries = [_entry_of(case, total) for case in cases]
+    new_names = {entry.name for entry in new_entries}
     has_failed = any(case.exit_code for case in cases)
-    with suppress(UserError) if has_failed else nullcontext(), locked_folder(folder):
-        entries = [*_kept_entries(folder, {entry.name for entry in own}, total), *own]
+    tolerated = suppress(UserError) if has_failed else nullcontext()
+    with tolerated, locked_folder(folder):
+        entries = [*_earlier_entries(folder, new_names, total), *new_entries]
         columns = summary_columns(entries, task, total)
         keys = [column.key for column in columns]
         rows = [entry.cells(keys, SEPARATOR) for entry in entries]
@@ -250,7 +252,7 @@ def _entry_of_report(name: str, report: Mapping[str, Any], total: str) -> Summar
     return SummaryEntry(row, warnings, information_in_report(report), report)
 
 
-def _kept_entries(folder: Path, own: set[str], total: str) -> list[SummaryEntry]:
+def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[SummaryEntry]:
     """Make the entries of earlier predictions into the folder, from their reports.
 
     A row without a report, as of a scan that failed, stays as it is. Tables of older versions have
@@ -263,31 +265,33 @@ def _kept_entries(folder: Path, own: set[str], total: str) -> list[SummaryEntry]
     entries: dict[str, SummaryEntry] = {}
     for row in rows:
         name = row.get("case")
-        if not name or name in own or name in entries or "status" not in row:
+        if not name or "status" not in row:
+            continue
+        # A table of an older version has several rows of a case.
+        if name in new_names or name in entries:
             continue
         report = read_report(folder / f"{name}.nii.gz")
         if report:
             entries[name] = _entry_of_report(name, report, total)
         else:
-            warnings, information = (
-                _sentences(row.get(key)) for key in ("warnings", "information")
-            )
-            entries[name] = SummaryEntry(_kept_row(row), warnings, information, {})
+            warnings = _sentences(row.get("warnings"))
+            information = _sentences(row.get("information"))
+            entries[name] = SummaryEntry(_earlier_row(row), warnings, information, {})
     return list(entries.values())
 
 
-def _kept_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Take the cells of a row of `summary.csv`, numbers as numbers; unknown texts are left out."""
-    kept: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
     is_of_one_label = "label" in row
     for key, cell in row.items():
         if key in TEXT_KEYS:
-            kept[key] = cell or None
+            cells[key] = cell or None
         elif not is_of_one_label:
             with suppress(TypeError, ValueError):
                 number = float(cell)
-                kept[key] = int(number) if number.is_integer() else number
-    return kept
+                cells[key] = int(number) if number.is_integer() else number
+    return cells
 
 
 def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
@@ -353,7 +357,8 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
 
 def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
     """Describe a case for the page: texts of its row, and files that are there."""
-    row, report = entry.row, entry.report
+    row = entry.row
+    report = entry.report
     warning_codes = [
         str(finding["code"])
         for finding in report.get("findings", [])

@@ -94,7 +94,8 @@ def _data_arguments(config: TrainConfig) -> list[str]:
     arguments = [f"data.cases={data.cases}"] if data.cases else []
     defaults: Any = OmegaConf.load(conf_dir() / "data" / "default.yaml")
     for key in SHARED_KEYS:
-        value, default = getattr(data, key), defaults[key]
+        value = getattr(data, key)
+        default = defaults[key]
         is_path = f"data.{key}" in PATH_KEYS
         is_default = value == default
         if is_path and value and default:
@@ -102,13 +103,12 @@ def _data_arguments(config: TrainConfig) -> list[str]:
             is_default = os.path.abspath(value) == os.path.abspath(default)
         if not is_default:
             # Paths stand as they are: `quote_paths` quotes them.
-            arguments.append(f"data.{key}={value if is_path else text_of(value)}")
+            text = value if is_path else text_of(value)
+            arguments.append(f"data.{key}={text}")
     # An imported task brings its values along.
-    if (
-        data.label_values
-        and data.label_values != config.task.labels
-        and SOURCE_VARIABLE not in os.environ
-    ):
+    is_imported = SOURCE_VARIABLE in os.environ
+    has_own_values = data.label_values and data.label_values != config.task.labels
+    if has_own_values and not is_imported:
         arguments.append(f"++data.label_values={text_of(data.label_values)}")
     return arguments
 

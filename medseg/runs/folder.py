@@ -12,12 +12,13 @@ from omegaconf import OmegaConf
 
 from medseg import __version__
 from medseg.config.check import to_config, to_typed
+from medseg.config.yaml_file import read_yaml
 from medseg.console import say
 from medseg.data.options import CASCADE_KEYS, StageName
 from medseg.data.spacing import find_spacing
 from medseg.errors import UserError, first_line
 from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
-from medseg.io.text import read_json, read_yaml_text
+from medseg.io.text import read_json
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import Status
 from medseg.targets import EXTENSION_KEYS, TARGET
@@ -386,14 +387,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         UserError: If it is damaged.
     """
     path = run_dir / CONFIG_FILE
-    text = read_yaml_text(path)
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # any exception of YAML's and OmegaConf's constructors
-        raise UserError(
-            f"{path}: expected a configuration, but the file is damaged ({first_line(error)}); "
-            "copy it again"
-        ) from error
+    loaded = read_yaml(path, "a configuration", "copy it again")
     if not isinstance(loaded, dict) or not loaded:
         raise UserError(
             f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again"

@@ -21,6 +21,7 @@ from medseg.training.options import TrainConfig, TrainerOptions
 from medseg.training.preemption import SIGNALS, STOP
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 # How often the parent of a job looks at it.
@@ -85,10 +86,7 @@ def start_ranks(config: TrainConfig) -> int:
         try:
             elastic_launch(_launch_config(run_dir, num_ranks, log_dir), _rank)(config)
         except ChildFailedError as failed:
-            # A killed rank, of negative exit code, makes the others fail, so it is reported first.
-            failed_rank, failure = min(
-                failed.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp)
-            )
+            failed_rank, failure = min(failed.failures.items(), key=_order_of_failure)
             return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", num_kills_before)
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
@@ -96,6 +94,16 @@ def start_ranks(config: TrainConfig) -> int:
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
+
+
+def _order_of_failure(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
+    """Sort key of a rank and its failure: the cause comes first.
+
+    A rank that is killed, of negative exit code, makes the others fail, perhaps before it is
+    noticed.
+    """
+    _, failure = item
+    return failure.exitcode >= 0, failure.timestamp
 
 
 def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig":

@@ -6,10 +6,9 @@ import hashlib
 import json
 import typing
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
-from medseg.config.schema import POINT_SCHEMAS
+from medseg.config.schema import POINT_SCHEMAS, plain_value
 from medseg.data.options import CASCADE_KEYS, StageName
 from medseg.training.options import TrainConfig
 
@@ -32,19 +31,8 @@ def neutral_keys(schema: type, prefix: str = "") -> frozenset[str]:
 
 def plain(config: Any) -> dict[str, Any]:
     """Convert dataclasses to plain types for YAML and checkpoints."""
-    converted: dict[str, Any] = _plain(dataclasses.asdict(config))
+    converted: dict[str, Any] = plain_value(dataclasses.asdict(config))
     return converted
-
-
-def _plain(node: Any) -> Any:
-    """Convert the items of mappings and sequences; an enumeration member becomes its value."""
-    if isinstance(node, dict):
-        return {key: _plain(value) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [_plain(value) for value in node]
-    if isinstance(node, Enum):
-        return node.value
-    return node
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -83,9 +71,6 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
         config: Plain configuration of `train`.
     """
     values = flat(dict(config))
-    micro_batch = values["stage.batch_size"] / (
-        values["trainer.devices"] * values["trainer.num_nodes"] * values["memory.accumulate"]
-    )
     decisive_values = {key: value for key, value in values.items() if not is_neutral(key)}
     if values["stage.name"] == StageName.single:
         # They are unset, and a run folder does not have them.
@@ -95,7 +80,10 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("trainer.sync_batchnorm"):
         norm_batch = values["stage.batch_size"] / values["memory.accumulate"]
         decisive_values["norm_batch"] = norm_batch
-    decisive_values["micro_batch"] = micro_batch
+    # Samples that go through the network at a time.
+    num_passes = values["trainer.devices"] * values["trainer.num_nodes"]
+    num_passes *= values["memory.accumulate"]
+    decisive_values["micro_batch"] = values["stage.batch_size"] / num_passes
     return decisive_values
 
 

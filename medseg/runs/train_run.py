@@ -133,6 +133,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     callbacks += _optional_callbacks(config, run_dir)
     callbacks += make_callbacks(config)
+    # In a log file each redrawn bar would be a line.
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))
 
@@ -159,9 +160,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
     if not checkpoint.is_file():
         checkpoint = last
-    summary = _summarise(config, trainer, history, network)
-    summary["val_dice_best"] = checkpoints.best_score
-    summary["checkpoint"] = str(checkpoint)
+    summary = _summarise(config, trainer, history, network, checkpoints.best_score, checkpoint)
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
         print(f"checkpoint: {checkpoint}")
@@ -192,9 +191,23 @@ def _optional_callbacks(config: TrainConfig, run_dir: Path) -> list[Any]:
 
 
 def _summarise(
-    config: TrainConfig, trainer: "Trainer", history: "History", network: "StageNetwork"
+    config: TrainConfig,
+    trainer: "Trainer",
+    history: "History",
+    network: "StageNetwork",
+    best_score: float | None,
+    checkpoint: Path,
 ) -> dict[str, Any]:
-    """Collect the content of `summary.json`, except for what checkpoints say."""
+    """Collect the content of `summary.json`.
+
+    Args:
+        config: Configuration of the run.
+        trainer: The trainer, which has finished.
+        history: Seconds and memory of the run.
+        network: Its network.
+        best_score: Best validation Dice; None without a validation.
+        checkpoint: The checkpoint to go on with.
+    """
     from medseg.training.machine_load import peak_bytes
     from medseg.training.versions import collect_versions
 
@@ -212,13 +225,13 @@ def _summarise(
         "status": "finished",
         "stage": config.stage.name.value,
         "steps": trainer.global_step,
-        "val_dice_best": None,
+        "val_dice_best": best_score,
         "train_s": round(history.train_s(), 1),
         "peak_gib": round(peak_bytes(history.load.uses_gpu) / 2**30, 3),
         **measured,
         "plan": plan,
         "num_parameters": sum(weight.numel() for weight in network.parameters()),
-        "checkpoint": None,
+        "checkpoint": str(checkpoint),
         "versions": collect_versions(),
     }
 

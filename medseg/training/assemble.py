@@ -111,7 +111,8 @@ def make_trainer(
         TorchElasticEnvironment,
     )
 
-    trainer, memory = config.trainer, config.memory
+    trainer = config.trainer
+    memory = config.memory
     device_type = pick_device(trainer.accelerator).type
     if device_type == "cpu" and trainer.threads:
         torch.set_num_threads(trainer.threads)
@@ -139,6 +140,7 @@ def make_trainer(
         benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
         gradient_clip_algorithm=trainer.clip_by.value,
+        # In micro-batches; the whole run is one epoch.
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
@@ -273,30 +275,32 @@ def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, Tr
     all_cases = find_cases(config.data, config.task)[0][0]
     patient_of = {case.name: case.patient for case in all_cases}
     seen_patients: list[set[str]] = []
+    # By the cases that each checkpoint lists: by the order of the folds, a longer table or another
+    # choice of patients would go unnoticed.
     for path in paths:
         names = trained_cases(Path(path), "stage.coarse_folds")
-        seen_patients.append({patient_of[name] for name in names if name in patient_of})
-        if not seen_patients[-1]:
+        seen = {patient_of[name] for name in names if name in patient_of}
+        if not seen:
             raise UserError(
                 f"stage.coarse_folds: {path} has trained on none of these cases, so nothing tells "
                 "which of its cases they are; give checkpoints of the same case table, "
                 "or stage.coarse"
             )
+        seen_patients.append(seen)
     chosen: dict[str, TrainedStage] = {}
     split = find_sources(config.data, config.task)[0].split
     for case in (*split.train, *split.val):
-        unseen = [
-            stage
-            for stage, seen in zip(stages, seen_patients, strict=True)
-            if case.patient not in seen
-        ]
-        if not unseen:
+        candidates = []
+        for stage, patients in zip(stages, seen_patients, strict=True):
+            if case.patient not in patients:
+                candidates.append(stage)
+        if not candidates:
             raise UserError(
                 "stage.coarse_folds: all of these checkpoints have trained on the patient "
                 f"{case.patient} of the case {case.name}; add one that has not, or give "
                 "stage.coarse"
             )
-        chosen[case.name] = unseen[0]
+        chosen[case.name] = candidates[0]
     return chosen
 
 
@@ -318,7 +322,8 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
         config: Checked configuration.
         plain_config: Content of `config.yaml` of the run folder, kept as a record; never executed.
     """
-    task, stage = make_task(config.task), config.stage
+    task = make_task(config.task)
+    stage = config.stage
     metadata = {
         "format": METADATA_FORMAT,
         "stage": stage.name.value,
@@ -341,6 +346,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
 
 
 def _as_list(sizes: Sequence[Number] | None) -> list[Number] | None:
+    """Convert a size or spacing to a list; metadata keep plain types only."""
     return list(sizes) if sizes else None
 
 

@@ -138,10 +138,10 @@ class ValidationScores(pl.Callback):
         steps: dict[int, list[dict[str, Any]]] = {}
         for row in self.rows:
             steps.setdefault(row["step"], []).append(row)
-        best = max(steps.values(), key=lambda rows: fmean(row["dice"] for row in rows), default=[])
-        scores: dict[tuple[str, int, int | str], float] = pl_module.case_scores  # type: ignore[assignment]
+        best = max(steps.values(), key=_mean_dice, default=[])
+        module: Any = pl_module  # a `SegmentationModule`
         latest = []
-        for (case, region, value), dice in scores.items():
+        for (case, region, value), dice in module.case_scores.items():
             # Scores of metrics have a name in place of a value.
             if not isinstance(value, int):
                 continue
@@ -158,8 +158,15 @@ class ValidationScores(pl.Callback):
                     "patient": self.patients.get(case, ""),
                 }
             )
-        self.rows = [row for row in best if row["step"] != trainer.global_step] + latest
+        # A validation that a resumed run repeats replaces its rows.
+        earlier = [row for row in best if row["step"] != trainer.global_step]
+        self.rows = earlier + latest
         write_csv(self.path, self.rows, SCORE_COLUMNS)
+
+
+def _mean_dice(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Mean Dice of the rows of a validation, one at least."""
+    return fmean(row["dice"] for row in rows)
 
 
 def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

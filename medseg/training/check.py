@@ -247,8 +247,10 @@ def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: 
             f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in "
             "model.blocks, such as [encoder.*]"
         )
+    if not isinstance(policy, str):
+        policy = tuple(policy)  # names of blocks
     try:
-        select_blocks(network.blocks(), policy if isinstance(policy, str) else tuple(policy))
+        select_blocks(network.blocks(), policy)
     except ValueError as error:
         raise UserError(f"memory: {error}") from error
     if config.model[TARGET] == UNET:

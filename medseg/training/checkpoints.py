@@ -1,6 +1,6 @@
 """Checkpoint callback: last and best weights, early stopping, preemption."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,11 @@ class Checkpoints(Checkpoint):
     def _save(self, trainer: pl.Trainer, name: str, *, weights_only: bool) -> None:
         self.has_saved = True
         path = self.folder / name
-        with replace_path(path) if trainer.is_global_zero else nullcontext(path) as part:
+        # Only the first rank writes the file.
+        place: AbstractContextManager[Path] = nullcontext(path)
+        if trainer.is_global_zero:
+            place = replace_path(path)
+        with place as part:
             # All ranks call this, and wait for each other.
             trainer.save_checkpoint(part, weights_only=weights_only)
             self._flush_loggers(trainer)  # a run that resumes has all lines up to here

@@ -110,7 +110,8 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
 
 def _rank_clashes(config: TrainConfig) -> Iterator[str]:
     """Check the keys that several ranks and a device map exclude."""
-    stage, memory, trainer = config.stage, config.memory, config.trainer
+    stage = config.stage
+    trainer = config.trainer
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
@@ -119,17 +120,20 @@ def _rank_clashes(config: TrainConfig) -> Iterator[str]:
             "trainer.sync_batchnorm=true works with model.norm=batch only, but "
             f"model.norm={config.model.get('norm')}; choose trainer.sync_batchnorm=false"
         )
-    num_parts = trainer.num_ranks * memory.accumulate
+    accumulate = config.memory.accumulate
+    num_parts = trainer.num_ranks * accumulate
     if stage.batch_size % num_parts:
         yield (
             f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} "
-            f"rank(s) × memory.accumulate={memory.accumulate}; choose a multiple of {num_parts}"
+            f"rank(s) × memory.accumulate={accumulate}; choose a multiple of {num_parts}"
         )
 
 
 def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yield each key that a device map excludes, and why."""
-    memory, trainer, device_map = config.memory, config.trainer, config.model["device_map"]
+    memory = config.memory
+    trainer = config.trainer
+    device_map = config.model["device_map"]
     if trainer.num_ranks > 1:
         yield f"trainer.devices={trainer.devices}", "one rank uses all devices of the map"
     if memory.offload:
@@ -172,7 +176,9 @@ def _device_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
-    steps, warmup_steps = config.steps, config.warmup_steps
+    """Check that the schedule suits the length of the run, its warm-up and its rates."""
+    steps = config.steps
+    warmup_steps = config.warmup_steps
     schedule = class_name(config.schedule)
     if warmup_steps and schedule not in CHAINABLE_SCHEDULES:
         yield (
@@ -200,7 +206,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
     """Find key and value of the lowest and the highest learning rate, as far as they are stated."""
     schedule = config.schedule
-    lowest, highest = ("", 0.0), ("", math.inf)
+    lowest = ("", 0.0)
+    highest = ("", math.inf)
     for key in ("base_lr", "eta_min"):
         if isinstance(schedule.get(key), (int, float)):
             lowest = f"schedule.{key}", schedule[key]
@@ -212,7 +219,9 @@ def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float
 
 
 def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
-    steps, decay = config.steps, config.ema_decay
+    """Check the average of the weights and the scaling of the rates."""
+    steps = config.steps
+    decay = config.ema_decay
     # After fewer steps the weights of the first one would be a third of the average, or more.
     if decay is not None and steps * (1 - decay) < 1:
         yield (

@@ -135,25 +135,26 @@ class CasesDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the cache entries, without loading voxels, and prepare the crops."""
-        self.train_cases, self.val_cases, self.weights = [], [], []
+        self.train_cases = []
+        self.val_cases = []
+        self.weights = []
         for source in self.sources:
             self.train_cases += self._open(source.split.train, source)
             self.val_cases += self._open(source.split.val, source)
             num_train = len(source.split.train)
+            # The cases of a source are drawn equally often, and share what the source gives.
             self.weights += [source.share / max(1, num_train)] * num_train
         self._refuse_leak()
         options = self.config.stage
         coarse_boxes_by_case: dict[str, dict[str, VoxelBox]] = {}
         probs_by_case: dict[str, CoarseProbs] = {}
-        cases = (*self.train_cases, *self.val_cases)
-        if self.coarse is not None and options.region_from is RegionFrom.coarse:
-            for case in cases:
-                stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
-                coarse_boxes_by_case[case.name] = coarse_boxes(case, stage_of_case, self.task)
-        if self.coarse is not None and options.coarse_channel:
-            for case in cases:
-                stage_of_case = self.coarse_by_case.get(case.name, self.coarse)
-                probs_by_case[case.name] = kept_probs(case, stage_of_case, self.task)
+        if self.coarse is not None:
+            for case in (*self.train_cases, *self.val_cases):
+                coarse = self.coarse_by_case.get(case.name, self.coarse)
+                if options.region_from is RegionFrom.coarse:
+                    coarse_boxes_by_case[case.name] = coarse_boxes(case, coarse, self.task)
+                if options.coarse_channel:
+                    probs_by_case[case.name] = kept_probs(case, coarse, self.task)
         self.crops = StageCrops(
             self.rule,
             self._scan_spacings(),
@@ -228,6 +229,7 @@ class CasesDataModule(pl.LightningDataModule):
         data_set: Dataset[Any] = samples
         if config.debug.overfit:
             data_set = _FirstBatch(samples, config.stage.batch_size)
+        # Whole crops differ in size, by which a step's samples are shared out to the ranks.
         has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
         sampler = StepBatchSampler(
             config.steps,
@@ -323,6 +325,7 @@ class CasesDataModule(pl.LightningDataModule):
                 )
 
     def _open(self, cases: Sequence[Case], source: CaseSource) -> list[CachedCase]:
+        """Open the cache entries of cases of a source."""
         return [self._with_entry(open_case, case, source) for case in cases]
 
     def _with_entry(self, do: Callable[..., T], case: Case, source: CaseSource) -> T:

@@ -86,6 +86,7 @@ def check_loss(config: TrainConfig) -> None:
 
 
 def _loss_nodes(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
+    """List key and node of each loss: the terms of a sum, or the only one."""
     terms = config.loss.get("terms")
     if terms:
         return [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)]

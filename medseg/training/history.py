@@ -139,7 +139,8 @@ class History(pl.Callback):
         self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
         step = trainer.global_step
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if not is_step_done or (step % self.history_every and step != self.steps):
+        is_line_due = step % self.history_every == 0 or step == self.steps
+        if not is_step_done or not is_line_due:
             return
         now_s = time.perf_counter()
         loss = fmean(self._mean_losses())

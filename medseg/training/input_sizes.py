@@ -8,7 +8,7 @@ from typing import Any
 
 from medseg.geometry.sizes import Shape
 from medseg.geometry.strides import level_strides, total_strides
-from medseg.models.options import UNET
+from medseg.models.options import UNET, count_strides
 from medseg.preprocess.options import FOUND_IN_DATA, SpacingOptions, SpacingStrategy
 from medseg.targets import TARGET
 from medseg.training.options import TrainConfig
@@ -35,10 +35,10 @@ def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[S
 
     They follow the spacing where the strategy says so.
     """
-    num_levels = model["depth"] + (model["stem"] != "conv")
+    spacing_mm = None
     if spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA):
-        return level_strides(spacing.target_spacing_mm, num_levels)
-    return level_strides(None, num_levels)
+        spacing_mm = spacing.target_spacing_mm
+    return level_strides(spacing_mm, count_strides(model))
 
 
 def input_sizes(config: TrainConfig) -> dict[str, Shape]:

@@ -41,7 +41,8 @@ class MachineLoad:
         cpu_s = {}
         for process in (self.process, *self.process.children(recursive=True)):
             try:
-                times, memory = process.cpu_times(), process.memory_info()
+                times = process.cpu_times()
+                memory = process.memory_info()
             except psutil.Error:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
@@ -52,7 +53,8 @@ class MachineLoad:
         now_s = time.perf_counter()
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
-        self.cpu_s, self.last_s = cpu_s, now_s
+        self.cpu_s = cpu_s
+        self.last_s = now_s
         worker_bytes = bytes_beside(os.getpid(), [pid for pid in cpu_s if pid != self.process.pid])
         self.worker_bytes = max(self.worker_bytes, worker_bytes)
         if self.uses_gpu:
@@ -98,12 +100,13 @@ def _peak_of_gpu(number: int) -> int:
     They count torch's allocator and what it does not count.
     """
     free, total = torch.cuda.mem_get_info(number)
-    return int(
-        total - free - torch.cuda.memory_reserved(number) + torch.cuda.max_memory_reserved(number)
-    )
+    # What other programs and the driver hold now, and the most that the allocator has held.
+    beside_allocator = total - free - torch.cuda.memory_reserved(number)
+    return int(beside_allocator + torch.cuda.max_memory_reserved(number))
 
 
 def _gpu_load() -> dict[str, float]:
+    """Read the GPU columns of `MachineLoad.read`."""
     num_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     load = {"gpu_gib": num_bytes / 2**30}
     try:

@@ -11,7 +11,7 @@ from medseg.data.options import StageName
 from medseg.errors import UserError, first_line
 from medseg.geometry.strides import level_strides
 from medseg.models.described import make_described_network, to_tuples
-from medseg.models.options import UNET
+from medseg.models.options import UNET, count_strides
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
@@ -61,12 +61,13 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
 
     The strides of our UNet follow the spacing.
     """
-    # Null is an argument like any other, but for the keys of the framework.
-    node = {
-        name: value
-        for name, value in model.items()
-        if name != "device_map" and (value is not None or name not in ("divisor", "blocks"))
-    }
+    node = {}
+    for name, value in model.items():
+        # Null is an argument like any other, but for the keys of the framework.
+        is_unset = value is None and name in ("divisor", "blocks")
+        # Where the parts of a network lie is no property of the network.
+        if name != "device_map" and not is_unset:
+            node[name] = value
     if model[TARGET] == UNET:
         node["strides"] = choose_strides(model, spacing)
     return node
@@ -176,12 +177,13 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     }
     full = defaults | node
     if not full["strides"]:
-        num_levels = full["depth"] + (full["stem"] != "conv")
-        full["strides"] = level_strides(None, num_levels)
+        full["strides"] = level_strides(None, count_strides(full))
     return full
 
 
 def count_classes(config: TrainConfig) -> int:
     """Count the classes of the stage's network, with the background."""
     task = make_task(config.task)
-    return task.num_region_classes if config.stage.name is StageName.fine else task.num_classes
+    if config.stage.name is StageName.fine:
+        return task.num_region_classes
+    return task.num_classes

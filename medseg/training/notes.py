@@ -19,11 +19,12 @@ def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
         has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of
             MONAI's have by default.
     """
-    return [*_batch_notes(config, has_batch_norm), *_other_notes(config)]
+    return [*_batch_notes(config, has_batch_norm), *_other_notes(config), *_shape_notes(config)]
 
 
 def _other_notes(config: TrainConfig) -> Iterator[str]:
-    stage, memory = config.stage, config.memory
+    """Yield a sentence for each key that another one slows down, replaces or does not suit."""
+    stage = config.stage
     terms = config.loss.get("terms", [config.loss])
     other_losses = [class_name(term) for term in terms if term.get(TARGET) != DICE_CE]
     if config.task.ignore_label is not None and other_losses:
@@ -47,13 +48,19 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
             f"the task {config.task.name} has no regions, and stage=coarse segments whole scans at "
             "a coarse spacing; choose stage=single for patches at a fine spacing"
         )
-    if memory.cudnn_benchmark and not _has_one_shape(config):
+
+
+def _shape_notes(config: TrainConfig) -> Iterator[str]:
+    """Yield a sentence for each switch that costs at every new shape, where shapes vary."""
+    memory = config.memory
+    if _has_one_shape(config):
+        return
+    if memory.cudnn_benchmark:
         yield (
             "memory.cudnn_benchmark=true repeats its kernel search at each new input shape, and "
             "without stage.patch_size the shapes vary"
         )
-    is_recorded = memory.compile and memory.compile_mode is CompileMode.reduce_overhead
-    if is_recorded and not _has_one_shape(config):
+    if memory.compile and memory.compile_mode is CompileMode.reduce_overhead:
         yield (
             "memory.compile_mode=reduce_overhead records CUDA graphs anew at each input shape and "
             "keeps the memory of each, and without stage.patch_size the shapes vary; "
@@ -63,29 +70,40 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
 
 def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
     """Yield a sentence for each key that computes over a batch, but sees fewer of its samples."""
-    stage, accumulate, ranks = config.stage, config.memory.accumulate, config.trainer.num_ranks
-    has_one_shape = _has_one_shape(config)
+    batch_size = config.stage.batch_size
+    accumulate = config.memory.accumulate
+    ranks = config.trainer.num_ranks
     # Samples of different shapes go through the network one by one.
-    micro_batch = stage.batch_size // (ranks * accumulate) if has_one_shape else 1
+    micro_batch = 1
+    shapes = ", samples of different shapes"
+    if _has_one_shape(config):
+        micro_batch = batch_size // (ranks * accumulate)
+        shapes = ""
     samples_by_key = {}
     if has_batch_norm or is_batch_norm(config.model):
         key = f"batch norm of {config.model[TARGET]}"
         if is_batch_norm(config.model):
             key = "model.norm=batch"
-        samples_by_key[key] = micro_batch * (ranks if config.trainer.sync_batchnorm else 1)
+        samples_by_key[key] = micro_batch
+        if config.trainer.sync_batchnorm:
+            samples_by_key[key] = micro_batch * ranks
     loss_nodes = [config.loss, *config.loss.get("terms", [])]
     for key in ("batch_dice", "batch"):  # of ours and of MONAI's losses
         if any(node.get(key) for node in loss_nodes):
             samples_by_key[f"loss.{key}=true"] = micro_batch
-    shapes = "" if has_one_shape else ", samples of different shapes"
     for key, samples in samples_by_key.items():
-        if samples < stage.batch_size:
+        if samples < batch_size:
             yield (
-                f"{key} computes over {samples} sample{'s' * (samples > 1)}, not over the batch of "
-                f"{stage.batch_size} (memory.accumulate={accumulate}, {ranks} "
-                f"rank{'s' * (ranks > 1)}{shapes}), so the result differs from that of the whole "
-                "batch"
+                f"{key} computes over {_counted(samples, 'sample')}, not over the batch of "
+                f"{batch_size} (memory.accumulate={accumulate}, {_counted(ranks, 'rank')}"
+                f"{shapes}), so the result differs from that of the whole batch"
             )
+
+
+def _counted(number: int, noun: str) -> str:
+    """Write a number with its noun, which gets an s where there are several."""
+    ending = "s" if number > 1 else ""
+    return f"{number} {noun}{ending}"
 
 
 def _has_one_shape(config: TrainConfig) -> bool:

@@ -82,7 +82,9 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
         return rate
     ratio = batch_size / config.stage.batch_size
     make = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
-    return rate * ratio if grows_with_gradient(make) else rate * ratio**0.5
+    if grows_with_gradient(make):
+        return rate * ratio
+    return rate * ratio**0.5
 
 
 def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
@@ -126,4 +128,8 @@ def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
 
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
     """Multiply the learning rates among the arguments of a group."""
-    return {key: value * lr_factor if key in LR_KEYS else value for key, value in group.items()}
+    scaled = dict(group)
+    for key in LR_KEYS:
+        if key in group:
+            scaled[key] = group[key] * lr_factor
+    return scaled

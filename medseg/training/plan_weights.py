@@ -55,11 +55,11 @@ def load_plan_weights(network: StageNetwork, config: TrainConfig) -> None:
             continue
         if name in weights and weights[name].shape == value.shape:
             taken[name] = weights[name]
-    left = [name for name in fresh if name not in taken]
+    not_taken = [name for name in fresh if name not in taken]
     # The kernel of the layer that sees the image comes first.
     first_kernel = next(iter(fresh))
     has_new_channels = network.in_channels != len(folder.plan.channels)
-    for name in left:
+    for name in not_taken:
         is_new = name.startswith(HEAD) and not has_same_labels
         if is_new or (name == first_kernel and has_new_channels):
             continue

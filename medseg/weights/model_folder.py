@@ -78,45 +78,46 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
     Raises:
         UserError: If a file is missing, damaged or unknown, or a stage lacks a fold.
     """
-    given = f"weights={folder}"
+    source = f"weights={folder}"
     files: dict[str, dict[str, Path]] = {}
     tasks = set[str]()
     for name, expected in read_checksums(folder / CHECKSUMS).items():
         match = _NAME.fullmatch(name)
         if match is None or Path(name).name != name:
             raise UserError(
-                f"{given}: {CHECKSUMS} names {name[:100]!r}, expected <task>_<stage>{SUFFIX} with "
+                f"{source}: {CHECKSUMS} names {name[:100]!r}, expected <task>_<stage>{SUFFIX} with "
                 f"the stage {', '.join(STAGES)}; take another copy"
             )
         path = folder / name
         if not path.is_file() or checksum(path) != expected:
             raise UserError(
-                f"{given}: {name} is missing or damaged (its checksum is not that of {CHECKSUMS}); "
-                "copy the folder again"
+                f"{source}: {name} is missing or damaged (its checksum is not that of "
+                f"{CHECKSUMS}); copy the folder again"
             )
         tasks.add(match[1])
         files.setdefault(match[2], {})[match[3] or ALL] = path
     if len(tasks) != 1 or set(files) not in ({"single"}, {"coarse", "fine"}):
         raise UserError(
-            f"{given}: expected the stages coarse and fine, or single, of one task, got "
+            f"{source}: expected the stages coarse and fine, or single, of one task, got "
             f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; "
             "copy the folder again"
         )
-    return {stage: _choose_folds(files[stage], stage, folds, given) for stage in sorted(files)}
+    return {stage: _choose_folds(files[stage], stage, folds, source) for stage in sorted(files)}
 
 
 def _choose_folds(
-    files: Mapping[str, Path], stage: str, folds: Sequence[str] | None, given: str
+    files: Mapping[str, Path], stage: str, folds: Sequence[str] | None, source: str
 ) -> list[Path]:
     """Files of the folds of a stage, in the order of `folds`."""
     if folds is None:
         numbered = [name for name in files if name != ALL]
+        # By number: fold 10 comes after fold 2.
         folds = sorted(numbered, key=lambda name: (len(name), name)) or [ALL]
     for name in folds:
         if name not in files:
             raise UserError(
-                f"folds={','.join(folds)}: the {stage} stage of {given} has no fold {name}; it has "
-                f"{', '.join(files)}"
+                f"folds={','.join(folds)}: the {stage} stage of {source} has no fold {name}; "
+                f"it has {', '.join(files)}"
             )
     return [files[name] for name in folds]
 
@@ -163,13 +164,13 @@ def model_card(
         sections: Heading to further text in Markdown.
     """
     last = networks[-1].metadata
-    task, ranges_ml = last["task"], last["task"].get("volume_ml", {})
+    task = last["task"]
+    ranges_ml = task.get("volume_ml", {})
     # A range may be stated for the region that a label is alone in.
-    region_of = {
-        region["labels"][0]: region["name"]
-        for region in task.get("regions", [])
-        if len(region["labels"]) == 1
-    }
+    region_of = {}
+    for region in task.get("regions", []):
+        if len(region["labels"]) == 1:
+            region_of[region["labels"][0]] = region["name"]
     # Older metadata lack some of the keys.
     modalities = [channel["modality"] for channel in task.get("channels", [])]
     lines = [
@@ -200,13 +201,18 @@ def model_card(
 
 
 def _range(volume_ml: Sequence[float] | None) -> str:
-    return "not stated" if volume_ml is None else f"{volume_ml[0]:g} to {volume_ml[1]:g}"
+    """Write a range of plausible volumes."""
+    if volume_ml is None:
+        return "not stated"
+    return f"{volume_ml[0]:g} to {volume_ml[1]:g}"
 
 
 def _network_row(network: StageWeights, sha256: str) -> str:
-    spacing = network.metadata.get("spacing_mm", "not stated")
+    """Write the row of a network in the table of files."""
+    spacing_mm = network.metadata.get("spacing_mm", "not stated")
     # A stage that does not resample states a word.
-    spacing_mm = spacing if isinstance(spacing, str) else "×".join(f"{mm:g}" for mm in spacing)
+    if not isinstance(spacing_mm, str):
+        spacing_mm = "×".join(f"{mm:g}" for mm in spacing_mm)
     num_weights = sum(value.numel() for value in network.weights.values())
     return f"| {network.file_name} | {spacing_mm} | {num_weights} | `{sha256}` |"
 

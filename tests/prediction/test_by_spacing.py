@@ -149,7 +149,7 @@ def test_processes_that_share_a_cascade_are_told(
 
 def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "medseg.prediction.cascades.read_grid",
+        "medseg.prediction.scans.read_grid",
         lambda *_: pytest.fail("the header was read for nothing"),
     )
     only = RangeCascade(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})

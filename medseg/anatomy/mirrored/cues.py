@@ -212,18 +212,16 @@ def liver_excess(lungs: Lungs) -> float | None:
         where the scan shows too little below one of them.
     """
     spacing_mm = np.array(lungs.spacing_mm)
-    smooth_hu = np.clip(lungs.image_hu, -300, 300).astype(np.float32)
-    smooth_hu = ndimage.uniform_filter(
-        smooth_hu, np.maximum(1, np.rint(SOLID_MM / spacing_mm).astype(int)).tolist()
-    )
+    reach = np.rint(SOLID_MM / spacing_mm).astype(int)
+    clipped_hu = np.clip(lungs.image_hu, -300, 300).astype(np.float32)
+    smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
     # Liver with contrast agent lies below bone.
     is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
-    is_solid = ndimage.minimum_filter(
-        is_tissue, (2 * np.rint(SOLID_MM / spacing_mm).astype(int) + 1).tolist()
-    )
+    is_solid = ndimage.minimum_filter(is_tissue, (2 * reach + 1).tolist())
     is_light = smooth_hu < LIGHT_HU
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
-    solid_shares, light_shares = [], []
+    solid_shares = []
+    light_shares = []
     for lung in (lungs.right, lungs.left):
         columns = _inner_columns(lung, lungs.spacing_mm)
         below = _below(lung, columns & in_field, lungs.spacing_mm[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from medseg.errors import UserError
@@ -49,9 +49,8 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
         "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to "
-        "250 HU set data.hu_slope={slope:.6g} "
-        "data.hu_offset={offset:.6g} (for predict: hu_slope={slope:.6g} hu_offset={offset:.6g}), "
-        "or these columns of the case table",
+        "250 HU set data.hu_slope={slope:.6g} data.hu_offset={offset:.6g} (for predict: "
+        "hu_slope={slope:.6g} hu_offset={offset:.6g}), or these columns of the case table",
     ),
     "hu_range:divided": Kind(
         ERROR,
@@ -63,17 +62,15 @@ KINDS = {
     "hu_range:clipped": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and most of them lie near 0 or at the lower end: "
-        "they may be HU divided by {slope:g} "
-        "and clipped, or those of another window",
+        "they may be HU divided by {slope:g} and clipped, or those of another window",
         "if soft tissue lies near 0 and fat near -0.1, data.hu_slope={slope:g} corrects them "
-        "(predict: hu_slope={slope:g}), or the column "
-        "hu_slope of the case table; otherwise convert the scan again from its DICOM files",
+        "(predict: hu_slope={slope:g}), or the column hu_slope of the case table; otherwise "
+        "convert the scan again from its DICOM files",
     ),
     "hu_range:inverted": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}, and {share:.0%} of the voxels lie near {air}, "
-        "where bone is rare, with hardly any in the "
-        "range of air: the image is inverted",
+        "where bone is rare, with hardly any in the range of air: the image is inverted",
         "write the file again with its values times -1, or convert it again from its DICOM files",
     ),
     "hu_range:far": Kind(
@@ -104,8 +101,7 @@ KINDS = {
     "padding:replaced": Kind(
         WARNING,
         "{share:.1%} of the voxels hold exactly {value:g} HU up to the border of their slices: a "
-        "constant was filled in outside the field of "
-        "view",
+        "constant was filled in outside the field of view",
         "nothing to do: it is read as air, {air} HU",
     ),
     "padding:filled": Kind(
@@ -146,8 +142,7 @@ KINDS = {
     "misplaced_labels": Kind(
         ERROR,
         "the labels do not follow the edges of the image, but would if {way} (fit {best:.1f} "
-        "instead of {fit:.1f}): they were "
-        "written in another order of voxels",
+        "instead of {fit:.1f}): they were written in another order of voxels",
         "look at the picture and write them again in the order of the image",
     ),
     "misplaced_labels:shifted": Kind(
@@ -177,22 +172,20 @@ KINDS = {
     "swapped_sides": Kind(
         ERROR,
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's "
-        "left must lie at larger x (LPS): the "
-        "labels are swapped",
+        "left must lie at larger x (LPS): the labels are swapped",
         "look at the picture: if the labels are exchanged, correct data.label_values or the file; "
-        "if the position of the body contradicts "
-        "the header, correct the headers and leave data.label_values as they are: with exchanged "
-        "values the network would learn "
-        "swapped sides",
+        "if the position of the body contradicts the header, correct the headers and leave "
+        "data.label_values as they are: with exchanged values the network would learn swapped "
+        "sides",
     ),
     "swapped_sides:position": Kind(
         ERROR,
         "{left} lies at x = {left_mm:.0f} mm and {right} at {right_mm:.0f} mm, but the patient's "
-        "left must lie at larger x (LPS), and the "
-        "body itself seems to be {position}, contrary to the header",
+        "left must lie at larger x (LPS), and the body itself seems to be {position}, contrary to "
+        "the header",
         "look at the picture; correct the headers of the image and the label map, and leave "
-        "data.label_values as they are: with exchanged "
-        "values the network would learn swapped sides",
+        "data.label_values as they are: with exchanged values the network would learn swapped "
+        "sides",
     ),
     "body_position": Kind(
         WARNING,
@@ -284,38 +277,34 @@ KINDS = {
     "duplicate_image:patients": Kind(
         ERROR,
         "its image has the same voxels as the case {twin!r}, but the patient is {patient!r} here "
-        "and {twin_patient!r} there: one could be "
-        "used for training and the other for validation",
+        "and {twin_patient!r} there: one could be used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy": Kind(
         ERROR,
         "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart), but {claim}: "
-        "one could be used for training and the "
-        "other for validation",
+        "one could be used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy:unclaimed": Kind(
         WARNING,
         "its image is nearly that of the case {twin!r} ({difference:.1f} HU apart): one could be "
-        "used for training and the other for "
-        "validation",
+        "used for training and the other for validation",
         "if they show one patient, remove one of them, or give both the same patient in the case "
         "table",
     ),
     "near_copy:profile": Kind(
         ERROR,
         "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} "
-        "(within {difference:.1%}), of which it may be "
-        "a cropped or resampled copy, but {claim}: one could be used for training and the other "
-        "for validation",
+        "(within {difference:.1%}), of which it may be a cropped or resampled copy, but {claim}: "
+        "one could be used for training and the other for validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy:profile_unclaimed": Kind(
         WARNING,
         "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} "
-        "(within {difference:.1%}), of which it may be "
-        "a cropped or resampled copy: one could be used for training and the other for validation",
+        "(within {difference:.1%}), of which it may be a cropped or resampled copy: one could be "
+        "used for training and the other for validation",
         "if they show one patient, remove one of them, or give both the same patient in the case "
         "table",
     ),
@@ -369,7 +358,8 @@ class CaseAudit:
         """Read what `to_dict` wrote."""
         findings = []
         for values in data["findings"]:
-            findings.append(Finding(**{**values, "severity": Severity(values["severity"])}))
+            finding = Finding(**values)
+            findings.append(replace(finding, severity=Severity(finding.severity)))
         # JSON has lists where the audit has tuples.
         sequences = {
             "findings": tuple(findings),
@@ -408,9 +398,9 @@ def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
                 f"{where}: {code} cannot be ignored, since {NEVER_IGNORED[code]}; correct the file."
             )
         if code not in CODES:
+            hint = f"there are {', '.join(CODES)}."
             close = difflib.get_close_matches(code, CODES, n=2)
-            hint = (
-                f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(CODES)}."
-            )
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
             raise UserError(f"{where}: there is no finding {code!r}; {hint}")
     return frozenset(codes)

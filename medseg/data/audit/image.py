@@ -6,7 +6,7 @@ have few) is padding or clipping by software; spikes are excluded before the tis
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 
+# A histogram counts the values of int16; this is the index of 0 HU in it.
+NUM_VALUES = 65536
+ZERO = 32768
 # A value is a spike if it holds this share of the voxels, and this multiple of the average count of
 # the values nearby. Values without voxels are left out of the average: the histogram of 8-bit data
 # is a comb, not a row of spikes.
@@ -80,14 +83,11 @@ class ImageFacts:
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
         below = np.cumsum(self.counts) / self.counts.sum()
-        return {
-            "min": self.low_hu,
-            **{
-                f"p{percent:02d}": int(np.searchsorted(below, percent / 100)) - 32768
-                for percent in (1, 50, 99)
-            },
-            "max": self.high_hu,
-        }
+        figures = {"min": self.low_hu}
+        for percent in (1, 50, 99):
+            figures[f"p{percent:02d}"] = int(np.searchsorted(below, percent / 100)) - ZERO
+        figures["max"] = self.high_hu
+        return figures
 
     @cached_property
     def measured_hu(self) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class ImageFacts:
 
         Those of the image if all of it is padding.
         """
-        values_hu = np.flatnonzero(self.counts[PADDING_BELOW_HU + 32768 :]) + PADDING_BELOW_HU
+        values_hu = np.flatnonzero(self.counts[PADDING_BELOW_HU + ZERO :]) + PADDING_BELOW_HU
         if not values_hu.size:
             return round(self.low_hu), round(self.high_hu)
         return int(values_hu[0]), int(values_hu[-1])
@@ -112,38 +112,40 @@ class ImageFacts:
         is_spike = (counts >= SPIKE_SHARE * total) & (counts >= SPIKE_CONTRAST * neighbours)
         largest_first = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])
         return {
-            int(index) - 32768: float(counts[index] / total) for index in largest_first[:MAX_SPIKES]
+            int(index) - ZERO: float(counts[index] / total) for index in largest_first[:MAX_SPIKES]
         }
 
     @cached_property
     def tissue(self) -> np.ndarray:
         """Counts without spikes; with them if nothing else is left."""
         rest = self.counts.copy()
-        rest[[value + 32768 for value in self.spikes]] = 0
-        return rest if rest.any() else self.counts
+        rest[[value + ZERO for value in self.spikes]] = 0
+        if rest.any():
+            return rest
+        return self.counts
 
 
 def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
     """Share of the counted voxels with low_hu ≤ value < high_hu; the ends may be infinite."""
-    low = int(np.clip(low_hu + 32768, 0, 65536))
-    high = int(np.clip(high_hu + 32768, 0, 65536))
+    low = int(np.clip(low_hu + ZERO, 0, NUM_VALUES))
+    high = int(np.clip(high_hu + ZERO, 0, NUM_VALUES))
     return float(counts[low:high].sum() / counts.sum())
 
 
 def measure_image(image_hu: np.ndarray) -> ImageFacts:
     """Count the values of an image (D, H, W), plane by plane."""
     is_whole = image_hu.dtype == np.int16
-    counts = np.zeros(65536, dtype=np.int64)
+    counts = np.zeros(NUM_VALUES, dtype=np.int64)
     for plane in image_hu:
         whole = plane
         if not is_whole:
             whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
         # As uint16 nothing is negative; the upper half of the bins are the negative values.
-        counts += np.bincount(whole.view(np.uint16).ravel(), minlength=65536)
-    counts = np.roll(counts, 32768)
+        counts += np.bincount(whole.view(np.uint16).ravel(), minlength=NUM_VALUES)
+    counts = np.roll(counts, ZERO)
     if not is_whole:
         return ImageFacts(float(image_hu.min()), float(image_hu.max()), counts)
-    values = np.flatnonzero(counts) - 32768
+    values = np.flatnonzero(counts) - ZERO
     return ImageFacts(float(values[0]), float(values[-1]), counts)
 
 
@@ -171,9 +173,8 @@ def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
         [np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs]
     )
     for axis in (1, 2):
-        means = np.stack(
-            [part.mean(axis=axis) for part in np.array_split(means, THUMBNAIL_SIZE, axis)], axis
-        )
+        parts = np.array_split(means, THUMBNAIL_SIZE, axis)
+        means = np.stack([part.mean(axis=axis) for part in parts], axis)
     return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
@@ -207,15 +208,17 @@ def check_channels(
     images = list(images)
     replaced = []
     for number, (image, modality) in enumerate(zip(images, modalities, strict=True)):
-        fill = find_fill(image) if modality == "ct" else None
+        fill = None
+        if modality == "ct":
+            fill = find_fill(image)
         # Where the scale is wrong, the value of air is unknown.
         if fill is None or _audit_scale(measure_image(image)) is not None:
             continue
-        images[number] = image if is_owned else image.copy()
+        if not is_owned:
+            images[number] = image.copy()
         share = replace_fill(images[number], fill)
-        replaced.append(
-            _of_channel(find("padding:replaced", share=share, value=fill, air=AIR_HU), number)
-        )
+        finding = find("padding:replaced", share=share, value=fill, air=AIR_HU)
+        replaced.append(_of_channel(finding, number))
     facts = [measure_image(image) for image in images]
     return CheckedChannels(images, facts, replaced + audit_channels(facts, modalities))
 
@@ -264,67 +267,78 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
 
 def _of_channel(finding: Finding, number: int) -> Finding:
     """Name the channel of a finding, except the first."""
-    return replace(finding, message=f"image_{number}: {finding.message}") if number else finding
+    if number == 0:
+        return finding
+    return finding.within(f"image_{number}")
 
 
 def _audit_scale(facts: ImageFacts) -> Finding | None:
     """Find an error that makes the whole scale wrong."""
-    tissue, ends = facts.tissue, {"low": facts.low_hu, "high": facts.high_hu}
+    tissue = facts.tissue
+    ends = {"low": facts.low_hu, "high": facts.high_hu}
     if facts.low_hu == facts.high_hu:
         return find("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
     is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
-    is_too_dark = share_of(
-        tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU
-    ) >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
-    for offset_hu, way, is_suspected in (
-        (OFFSET_HU, "high", not is_dark),
-        (-OFFSET_HU, "low", is_too_dark),
-    ):
-        if is_suspected and _is_soft_at(tissue, offset_hu):
-            # An offset moves air to -2048 at the lowest: values far below it were multiplied.
-            lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
-            far_share = share_of(tissue, -np.inf, lowest_air_hu)
-            if way == "low" and far_share >= TISSUE_SHARE:
-                return find("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
-            # The most frequent value in the range to which the offset moves soft tissue.
-            low, high = SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu
-            return find(
-                "hu_offset",
-                **ends,
-                peak=low + int(np.argmax(tissue[low + 32768 : high + 32768])),
-                size=OFFSET_HU,
-                way=way,
-                offset=-offset_hu,
-            )
+    if not is_dark and _is_soft_at(tissue, OFFSET_HU):
+        return _explain_offset(facts, OFFSET_HU, "high")
+    dark_share = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU)
+    is_too_dark = dark_share >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
+    if is_too_dark and _is_soft_at(tissue, -OFFSET_HU):
+        # An offset moves air to -2048 at the lowest: values far below it were multiplied.
+        lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
+        far_share = share_of(tissue, -np.inf, lowest_air_hu)
+        if far_share >= TISSUE_SHARE:
+            return find("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
+        return _explain_offset(facts, -OFFSET_HU, "low")
     if _is_inverted(tissue):
         bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
         return find("hu_range:inverted", **ends, share=bright_share, air=-HARMLESS_CLIP_HU)
     if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
-        return find("hu_range:other", **ends, lacking="soft tissue" if is_dark else "fat or air")
+        lacking = "soft tissue" if is_dark else "fat or air"
+        return find("hu_range:other", **ends, lacking=lacking)
     return None
+
+
+def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
+    """Say by how much the values of an image are too high or too low.
+
+    Args:
+        facts: Its histogram.
+        offset_hu: Offset to which soft tissue has moved.
+        way: `high` or `low`, for the sentence.
+    """
+    # The most frequent value in the range to which the offset moves soft tissue.
+    low = SOFT_HU[0] + offset_hu
+    high = SOFT_HU[1] + offset_hu
+    peak = low + int(np.argmax(facts.tissue[low + ZERO : high + ZERO]))
+    return find(
+        "hu_offset",
+        low=facts.low_hu,
+        high=facts.high_hu,
+        peak=peak,
+        size=OFFSET_HU,
+        way=way,
+        offset=-offset_hu,
+    )
 
 
 def _explain_small_range(facts: ImageFacts) -> Finding:
     """Say which scale a range that is too small for HU suggests."""
-    low, high = facts.low_hu, facts.high_hu
+    low = facts.low_hu
+    high = facts.high_hu
     # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image
     # of mean 0 and standard deviation 1.
-    num_near_zero, num_near_one = facts.counts[32768], facts.counts[32769]
+    num_near_zero = facts.counts[ZERO]
+    num_near_one = facts.counts[ZERO + 1]
     is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
     if is_in_range and num_near_zero > num_near_one:
         # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were
         # divided and clipped.
         kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
         return find(kind, low=low, high=high, slope=DIVISOR)
-    # A range that fills less than half of the usual ends was not scaled to them.
-    fitting = (
-        (bottom, top)
-        for bottom, top in USUAL_ENDS
-        if bottom <= low and high <= top and high - low >= (top - bottom) / 2
-    )
-    bottom, top = next(fitting, (low, high))
+    bottom, top = _scaled_ends(low, high)
     slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
     return find(
         "hu_range:window",
@@ -333,6 +347,16 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
         slope=slope,
         offset=USUAL_WINDOW_HU[0] - slope * bottom,
     )
+
+
+def _scaled_ends(low: float, high: float) -> tuple[float, float]:
+    """Find the usual ends to which a window was scaled; the values themselves where none fits."""
+    for bottom, top in USUAL_ENDS:
+        is_inside = bottom <= low and high <= top
+        # A range that fills less than half of the usual ends was not scaled to them.
+        if is_inside and high - low >= (top - bottom) / 2:
+            return bottom, top
+    return low, high
 
 
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
@@ -364,14 +388,11 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
     """Find constants outside the region that the scanner measured."""
     padded = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
     if padded >= PADDING_SHARE:
-        most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + 32768])) - 32768
-        is_constant = share_of(facts.counts, most, most + 1) > 0.9 * padded
-        yield find(
-            "padding:outside",
-            share=padded,
-            hold=f"hold {most}" if is_constant else f"lie below {PADDING_BELOW_HU}",
-            air=AIR_HU,
-        )
+        most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + ZERO])) - ZERO
+        hold = f"lie below {PADDING_BELOW_HU}"
+        if share_of(facts.counts, most, most + 1) > 0.9 * padded:
+            hold = f"hold {most}"
+        yield find("padding:outside", share=padded, hold=hold, air=AIR_HU)
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():
         is_inner = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH) < value < high_hu - SPIKE_REACH

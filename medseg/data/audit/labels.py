@@ -40,8 +40,8 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 MAX_LISTED = 10
 
 BODY_HU = -500
-# A region is cut by the round field of view if this area of its surface is within this distance of
-# the padding, in plane.
+# Padding lies below FIELD_HU. A region is cut by the round field of view if FIELD_CM2 of its
+# surface are within FIELD_MM of padding, in plane; at most FIELD_SLICES of its slices are examined.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
@@ -129,11 +129,16 @@ def map_values(
         Label map uint8 with unknown values as background (the input itself if nothing changes), and
         the findings.
     """
-    present = sorted(set().union(*map(_values_of, labels)) - {0})
+    # Plane by plane: to find the values of all at once would sort a copy of the label map.
+    values: set[int] = set()
+    for plane in labels:
+        values.update(_values_of(plane))
+    present = sorted(values - {0})
     findings = []
     if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
-    if unknown := [value for value in present if value not in label_values]:
+    unknown = [value for value in present if value not in label_values]
+    if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         finding = find(
             kind,
@@ -310,6 +315,7 @@ def _audit_sides(
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
     for left, right in itertools.product(lefts, rights):
         names = {"left": left.region.name, "right": right.region.name}
+        # World x increases towards the patient's left.
         if left.centre_x_mm <= right.centre_x_mm:
             sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
             kind = "swapped_sides:position" if position else "swapped_sides"
@@ -318,6 +324,7 @@ def _audit_sides(
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
                 findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
+    # Where both sides have voxels, they have been compared with each other.
     if image_hu is None or (lefts and rights):
         return findings
     for facts in (*lefts, *rights):
@@ -369,6 +376,7 @@ def _audit_volumes(
     """
     volumes_ml = measure_volumes(labels, grid, task)
     volumes_ml |= _region_volumes(volumes_ml, task)
+    # A cut region may be small, and so may the labels that it consists of.
     cut_names = set(cut)
     for region in task.regions:
         if region.name in cut:
@@ -411,7 +419,9 @@ def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> t
     off_mm = (facts.x_index - middle) * grid.spacing_mm[2]
     width_mm = float(np.ptp(np.flatnonzero(body)) * grid.spacing_mm[2])
     # The index along x increases towards the patient's left.
-    return -off_mm if facts.region.side == "left" else off_mm, width_mm
+    if facts.region.side == "left":
+        off_mm = -off_mm
+    return off_mm, width_mm
 
 
 def _face_mm2(grid: VoxelGrid, axis: int) -> float:
@@ -452,7 +462,8 @@ def _cut_ends(
             if region_end != end:
                 continue
             num_voxels = np.count_nonzero(_mask(labels.take(end, axis), facts.region, task))
-            ends.append(f"{name} end, {num_voxels * _face_mm2(grid, axis) / 100:.1f} cm²")
+            area_mm2 = num_voxels * _face_mm2(grid, axis)
+            ends.append(f"{name} end, {area_mm2 / 100:.1f} cm²")
     if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, facts):
         ends.append("edge of the field of view")
     return ends
@@ -462,7 +473,8 @@ def _reaches_padding(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, facts: RegionFacts
 ) -> bool:
     """Whether a region comes near to padding within the slices, of which a sample is examined."""
-    reach = [0, *(max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:])]
+    in_plane = [max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:]]
+    reach = [0, *in_plane]
     box = facts.box.expanded(reach).clipped(labels.shape).slices()
     step = math.ceil(facts.box.shape[0] / FIELD_SLICES)
     is_padding = image_hu[box][::step] < FIELD_HU

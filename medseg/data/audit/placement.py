@@ -16,6 +16,8 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import AIR_HU
 
+# Labels and image are read every STEP_MM; the boundary of the labels is compared with itself moved
+# by MOVED_MM.
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
@@ -56,6 +58,7 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     moves = []
     for step, step_mm in zip(steps, grid.spacing_mm, strict=True):
         moves.append(max(1, round(MOVED_MM / (step * step_mm))))
+    # `_edge` looks at four voxels in a row.
     if min(coarse.shape) < 4 or _edge(coarse, image)[1] < MIN_FACES:
         return []
     fit = _fit(coarse, image, moves)
@@ -110,7 +113,9 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         if is_same_way and is_large:
             end = FACES[axis][voxels > 0]
             shifts.append(f"{abs(voxels)} voxels towards the {end} end")
-    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))] if shifts else []
+    if not shifts:
+        return []
+    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))]
 
 
 def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
@@ -136,7 +141,9 @@ def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
     best = int(np.argmax(change))
     at_faces = SHIFT_GAIN * change[SHIFT_REACH]
     anywhere = SHIFT_SHARPNESS * float(np.median(change))
-    return best - SHIFT_REACH if change[best] > max(at_faces, anywhere) else 0
+    if change[best] <= max(at_faces, anywhere):
+        return 0
+    return best - SHIFT_REACH
 
 
 def _values_at(lines: np.ndarray, places: list[np.ndarray], index: np.ndarray) -> np.ndarray:
@@ -153,6 +160,7 @@ def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
         values = np.moveaxis(labels, axis, 0)
         hu = np.moveaxis(image, axis, 0)
         is_face = values[1:-2] != values[2:-1]
+        # Across the edge: from the voxel before the two at a face to the one behind them.
         total += float(np.abs(hu[3:] - hu[:-3])[is_face].sum())
         num_faces += int(np.count_nonzero(is_face))
     return total, num_faces

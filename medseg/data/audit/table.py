@@ -116,6 +116,7 @@ def _compare(
     """
     differences = []
     names_of_steps = ("slices", "pixels")
+    # Without a usual spacing there is nothing to compare. Pixels are judged by their step along y.
     for name, step_mm, median_mm in zip(
         names_of_steps, audit.grid.spacing_mm, usual_mm, strict=False
     ):
@@ -126,13 +127,15 @@ def _compare(
             )
     if differences:
         yield find("spacing_outlier", differences=" and ".join(differences))
-    distances = [
-        (copy_distance(audited.audit, audit), audited.case) for audited in earlier if audited.audit
-    ]
+    distances = []
+    for audited in earlier:
+        if audited.audit is not None:
+            distances.append((copy_distance(audited.audit, audit), audited.case))
     distance, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
     if distance == 0:
-        yield find(DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients", **names)
+        kind = DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients"
+        yield find(kind, **names)
     elif distance < NEAR_HU and case.patient != twin.patient:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy" if claim else "near_copy:unclaimed"
@@ -143,11 +146,10 @@ def _near_profiles(
     case: Case, areas: Areas, earlier: Sequence[tuple[Case, Areas]], names_patients: bool
 ) -> Iterator[Finding]:
     """Find the case of another patient whose profile is nearest, if it is near."""
-    distances = [
-        (profile_distance(earlier_areas, areas), earlier_case)
-        for earlier_case, earlier_areas in earlier
-        if earlier_case.patient != case.patient
-    ]
+    distances = []
+    for earlier_case, earlier_areas in earlier:
+        if earlier_case.patient != case.patient:
+            distances.append((profile_distance(earlier_areas, areas), earlier_case))
     difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
     if difference < NEAR_PROFILE:
         claim = _claim(case, twin, names_patients)

@@ -79,7 +79,8 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
         Root mean square difference of the band that differs most, relative to its areas; infinite
         where they overlap too little or are clearly different.
     """
-    first, second = first_areas.steps_mm2, second_areas.steps_mm2
+    first = first_areas.steps_mm2
+    second = second_areas.steps_mm2
     longer = max(len(first), len(second))
     least = max(MIN_STEPS, math.ceil(OVERLAP * longer))
     if min(len(first), len(second)) < least:
@@ -89,12 +90,12 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
         return math.inf
     distances = []
     for shift in range(least - len(second), len(first) - least + 1):
-        start, begin = max(0, shift), max(0, -shift)
-        num_steps = min(len(first) - start, len(second) - begin)
+        # The second profile begins `shift` steps after the first, or before it.
+        part_of_first = first[max(0, shift) :]
+        part_of_second = second[max(0, -shift) :]
+        num_steps = min(len(part_of_first), len(part_of_second))
         if num_steps >= least:
-            distances.append(
-                _difference(first[start : start + num_steps], second[begin : begin + num_steps])
-            )
+            distances.append(_difference(part_of_first[:num_steps], part_of_second[:num_steps]))
     return min(distances)
 
 

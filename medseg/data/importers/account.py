@@ -156,20 +156,23 @@ def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
     groups: dict[tuple[Kind, Fate, str], list[Item]] = {}
     for item in items:
         groups.setdefault((item.kind, item.fate, item.why), []).append(item)
-    kinds, fates = list(Kind), list(Fate)
+    kinds = list(Kind)
+    fates = list(Fate)
     keys = sorted(groups, key=lambda key: (kinds.index(key[0]), fates.index(key[1])))
     rows = []
     for kind, fate, why in keys:
         group = groups[kind, fate, why]
         number = sum(item.number for item in group) or None
         names = list(dict.fromkeys(item.name for item in group if item.name))
-        shown = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        first_names = ", ".join(names[:MAX_NAMES])
+        if len(names) > MAX_NAMES:
+            first_names += ", …"
         row = {
             "what": kind.value,
             "number": number,
             "became": fate.value,
             "why": why,
-            "names": shown,
+            "names": first_names,
         }
         rows.append(row)
     return rows

@@ -127,18 +127,16 @@ class DataSet:
         cases = self._cases_without(member)
         part = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
         # Other labels may be incomplete too, and would be refused next: propose only complete ones.
-        complete = [
-            name
-            for name, members in self.labels.items()
-            if not any(map(self._cases_without, members))
-        ]
-        choice = f"labels=[{','.join(complete)}]" if complete else "labels=[…]"
+        complete = []
+        for name, members in self.labels.items():
+            if not any(map(self._cases_without, members)):
+                complete.append(name)
+        choice = f"labels=[{','.join(complete) or '…'}]"
         return (
-            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): "
-            f"the structure {_display_name(member, label)}{part} is missing, and would be trained "
-            "on as background; add it, leave the label "
-            f"out (medseg import … {choice}), or state that these patients do not have it "
-            "(medseg import … missing=absent)."
+            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): the "
+            f"structure {_display_name(member, label)}{part} is missing, and would be trained on "
+            f"as background; add it, leave the label out (medseg import … {choice}), or state that "
+            "these patients do not have it (medseg import … missing=absent)."
         )
 
     def state_absence(self) -> "DataSet":
@@ -403,7 +401,8 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
     data = replace(data, cases=cases)
     _check_names(data, folder)
     files = list(itertools.chain.from_iterable(_files_by_role(case).values() for case in cases))
-    if missing := [path for path in files if not path.exists()]:
+    missing = [path for path in files if not path.exists()]
+    if missing:
         raise UserError(
             f"{first_few(missing, 1)}: there is no such file, but the data set names it; "
             "copy the data set completely."
@@ -571,10 +570,14 @@ def side_of(name: str) -> tuple[str | None, str]:
         >>> [side_of(name) for name in ("left_femur", "Femur_R", "kidney_left", "heart", "l")]
         [('left', 'femur'), ('right', 'Femur'), ('left', 'kidney'), (None, 'heart'), (None, 'l')]
     """
-    words = re.split(r"[\s_.-]+", name)
-    for index in (0, -1):
-        if len(words) > 1 and (side := SIDES.get(words[index].casefold())):
-            return side, "_".join(words[1:] if index == 0 else words[:-1])
+    first, *rest = re.split(r"[\s_.-]+", name)
+    if not rest:
+        return None, name
+    *begin, last = (first, *rest)
+    for word, organ in ((first, rest), (last, begin)):
+        side = SIDES.get(word.casefold())
+        if side is not None:
+            return side, "_".join(organ)
     return None, name
 
 
@@ -593,7 +596,9 @@ def plain_name(name: str) -> str:
         ['left_femur', 'left_femur', 'left_femur', 'heart']
     """
     side, organ = side_of(safe_name(name))
-    return f"{side}_{organ}".casefold() if side else organ.casefold()
+    if side is None:
+        return organ.casefold()
+    return f"{side}_{organ}".casefold()
 
 
 def label_names(names: Iterable[str]) -> dict[str, str]:
@@ -657,7 +662,8 @@ def channel_of(name: str) -> Channel:
     words = set(re.split(r"[^a-z0-9]+", name.casefold()))
     if "ct" in words:
         return Channel("ct", WINDOW_HU)
-    return Channel("mr" if words & MR_WORDS else "other", None, "zscore")
+    modality = "mr" if words & MR_WORDS else "other"
+    return Channel(modality, None, "zscore")
 
 
 def require_pairs(
@@ -668,13 +674,15 @@ def require_pairs(
     Raises:
         UserError: With the name of the first.
     """
-    if alone := sorted(set(images) - set(labels)):
+    without_labels = sorted(set(images) - set(labels))
+    if without_labels:
         raise UserError(
-            f"{labels_at}: no labels for {first_few(alone, 1)}, which {images_at.name} holds; "
-            "add them, or move the image to another folder."
+            f"{labels_at}: no labels for {first_few(without_labels, 1)}, which {images_at.name} "
+            "holds; add them, or move the image to another folder."
         )
-    if alone := sorted(set(labels) - set(images)):
+    without_image = sorted(set(labels) - set(images))
+    if without_image:
         raise UserError(
-            f"{images_at}: no image for {first_few(alone, 1)}, which {labels_at.name} holds; "
-            "add it, or move the labels to another folder."
+            f"{images_at}: no image for {first_few(without_image, 1)}, which {labels_at.name} "
+            "holds; add it, or move the labels to another folder."
         )

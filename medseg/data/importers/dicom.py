@@ -151,7 +151,9 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
             )
         return named[0] if named else None
     of_patient = [image for image in series.values() if image.patient == file.patient]
-    return of_patient[0] if len(of_patient) == 1 else None
+    if len(of_patient) != 1:
+        return None
+    return of_patient[0]
 
 
 def _patient(series: ImageSeries, folder: Path) -> str:

@@ -142,7 +142,8 @@ def _merge_lobes(structures: FileValues) -> FileValues:
     merged: FileValues = {}
     for label, members in structures.items():
         organ = organ_of[label]
-        merged.setdefault(organ if organ in organs_of_lobes else label, []).extend(members)
+        name = organ if organ in organs_of_lobes else label
+        merged.setdefault(name, []).extend(members)
     return dict(sorted(merged.items(), key=lambda item: str(item[1][0])))
 
 
@@ -190,9 +191,11 @@ def import_luna16(folder: Path) -> DataSet:
             f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of "
             "its own; download and unpack it there."
         )
-    if alone := sorted(set(images) - set(masks)):
+    without_mask = sorted(set(images) - set(masks))
+    if without_mask:
         raise UserError(
-            f"{masks_at}: no mask of the scan {first_few(alone, 1)}; unpack the masks completely."
+            f"{masks_at}: no mask of the scan {first_few(without_mask, 1)}; "
+            "unpack the masks completely."
         )
     account.explain(masks_at, "its scan is in none of the subsets")
     subset_of = {name: _subset_of(path, folder) for name, path in images.items()}
@@ -291,11 +294,12 @@ def import_pairs(folder: Path) -> DataSet:
     _require_one_kind(list(labels.values()), labels_at)
     notes: list[str] = []
     structures: Structures | None = None
+    segments = _segments_of(labels)
     if any(path.is_dir() for path in labels.values()):
         structures = {name: list(masks_in(path)) for name, path in labels.items()}
         names_of_masks = sorted(map(str, set(itertools.chain.from_iterable(structures.values()))))
         groups = named_groups(names_of_masks, account)
-    elif segments := _segments_of(labels):
+    elif segments:
         structures, groups = _slicer_groups(segments, account)
     else:
         groups = values_in(cases, notes)

@@ -148,8 +148,12 @@ def find_format(path: Path) -> str:
     name = _format_at(path)
     if name is not None:
         return name
-    folders = sorted(entry for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-    inner = [folder.name for folder in folders if _format_at(folder) is not None]
+    folders: list[Path] = []
+    if path.is_dir():
+        folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    # DICOM files at any depth would have made the folder itself a data set: they are not searched
+    # for again.
+    inner = [folder.name for folder in folders if _format_at(folder, excluded=DICOM) is not None]
     if inner:
         count = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
         raise UserError(

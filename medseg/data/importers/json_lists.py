@@ -137,7 +137,8 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     about = read_about(path)
     account.claim(path)
     is_first_version = "channel_names" not in about
-    channels = _names(field(about, "modality" if is_first_version else "channel_names", dict, path))
+    channels_key = "modality" if is_first_version else "channel_names"
+    channels = _names(field(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
     if ending not in list(SUFFIXES):
         raise UserError(
@@ -591,12 +592,14 @@ def _numbered(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
         channels.setdefault(match[1], {})[int(match[2])] = path
     expected = range(len(raw.channels))
     for name, files in channels.items():
-        if missing := sorted(set(expected) - set(files)):
+        missing = sorted(set(expected) - set(files))
+        if missing:
             raise UserError(
                 f"{folder}: {name} lacks the channel {missing[0]:04d}, "
                 f"expected {len(expected)} channels ({DATASET_FILE}); add the file."
             )
-        if extra := sorted(set(files) - set(expected)):
+        extra = sorted(set(files) - set(expected))
+        if extra:
             raise UserError(
                 f"{folder}: {name} has a channel {extra[0]:04d}, "
                 f"but {DATASET_FILE} names {len(expected)}; correct one of them."
@@ -669,9 +672,10 @@ def _label_groups(
     label_of_group = label_names(groups)
     # A region that is exactly one group keeps its name and needs no row.
     for region, values in members.items():
-        parts = [
-            label_of_group[name] for name, group in groups.items() if set(group) <= set(values)
-        ]
+        parts = []
+        for name, group in groups.items():
+            if set(group) <= set(values):
+                parts.append(label_of_group[name])
         if parts != [label_of_group.get(region)]:
             why = f"region that overlaps others: divided into {', '.join(parts)}"
             account.merge(Kind.label, region, why)
@@ -785,7 +789,8 @@ def _check_values(members: Members, reserved: set[int | str], path: Path) -> Non
                 f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; "
                 "remove one of them."
             )
-        if shared := sorted(reserved.intersection(values)):
+        shared = sorted(reserved.intersection(values))
+        if shared:
             raise UserError(
                 f"{path}: the value {shared[0]} of the label {name!r} is also that of {IGNORE} "
                 f"or {BACKGROUND}; give it one name."

@@ -96,9 +96,8 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     )
     if num_folds > 1:
         advice = (
-            f"the folds of {SPLITS_FILE} are in the case table: "
-            f"data.fold=0 … data.fold={num_folds - 1} chooses one, "
-            f"together with data.num_folds={num_folds}"
+            f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … "
+            f"data.fold={num_folds - 1} chooses one, together with data.num_folds={num_folds}"
         )
     sides_of = {name: tuple(fold.get(name) for fold in members) for name in names}
     # The column `fold` says that a case is validated in one fold and trained on in all others. It
@@ -111,8 +110,10 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     for name, sides in sides_of.items():
         if not fits_column:
             places[name] = Place(sides=sides)
+        elif "val" in sides:
+            places[name] = Place(sides.index("val"))
         else:
-            places[name] = Place(sides.index("val") if "val" in sides else None)
+            places[name] = Place()
     return Folds(places, advice, num_sides=0 if fits_column else num_folds)
 
 
@@ -153,9 +154,8 @@ def _read_fold(
             if name in members:
                 raise UserError(
                     f"{path}: fold {number} names {name!r} in train and in val, but no case is "
-                    "trained on and validated "
-                    "at once; remove it from one of the lists, or remove the file and train on all "
-                    "cases with data.fold=all."
+                    "trained on and validated at once; remove it from one of the lists, or remove "
+                    "the file and train on all cases with data.fold=all."
                 )
             if count > 1:
                 account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
