@@ -22,6 +22,7 @@ from composed import train_config
 from torch.utils.data import DataLoader, Dataset
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
+from medseg.data.options import RegionFrom
 from medseg.data.samples import init_worker
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.io.read import read_labels
@@ -102,6 +103,36 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(
     assert len(set_up(first, first, tmp_path).val_cases) == 1, (
         "a case may be watched while it is learnt"
     )
+
+
+@pytest.mark.parametrize("has_boxes", [False, True])
+@pytest.mark.parametrize("has_channel", [False, True])
+def test_boxes_and_probabilities_of_a_case_are_of_its_own_coarse_stage(
+    has_boxes: bool,
+    has_channel: bool,
+    tiny_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stage that was trained on the case would see it better than any that comes later."""
+    for name in ("coarse_boxes", "kept_probs"):
+        monkeypatch.setattr(data_module, name, lambda case, stage, task: (case.name, stage))
+    first, second, *_ = read_case_table(tiny_table)
+    config = config_of(
+        "fine",
+        region_from=RegionFrom.coarse if has_boxes else RegionFrom.reference,
+        coarse_channel=has_channel,
+    )
+    config = replace(config, data=replace(config.data, cache=str(tmp_path)))
+    source = CaseSource(Split((first,), (second,), ()), LABEL_VALUES, 1.0)
+    data: Any = CasesDataModule(
+        config, [source], TASK, divisor=(8, 8, 8), coarse="usual", coarse_by_case={"case 1": "own"}
+    )
+    data.prepare_data()
+    data.setup("fit")
+    seen = {"case 0": ("case 0", "usual"), "case 1": ("case 1", "own")}
+    assert data.crops.coarse_boxes == (seen if has_boxes else {})
+    assert data.crops.coarse_probs == (seen if has_channel else {})
 
 
 @pytest.mark.parametrize(
