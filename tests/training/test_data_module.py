@@ -210,6 +210,37 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 5), (2, 5), (1, 1)])
+def test_a_loader_has_the_workers_and_the_batches_ahead_of_the_configuration(
+    num_workers: int, prefetch: int, tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    config = config_of()
+    values = replace(config.data, num_workers=num_workers, prefetch=prefetch)
+    data = set_up(first, second, tmp_path, replace(config, data=values))
+    loader = data.train_batches()  # starts no process yet
+    assert loader.num_workers == num_workers
+    assert loader.prefetch_factor == (prefetch if num_workers else None)
+    assert loader.persistent_workers is bool(num_workers)
+
+
+def test_training_samples_take_the_seed_and_the_augmentation_and_those_of_validation_neither(
+    tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    data = set_up(first, second, tmp_path, replace(config_of(), seed=7))
+    augmentation: Any = object()
+    data.augmentation = augmentation
+    data.weights = [2.0]
+    train, val = data.train_samples(), data.val_samples()
+    assert (train.seed, train.augmentation, train.jitter) == (7, augmentation, True)
+    assert (val.augmentation, val.jitter) == (None, False)
+    assert np.array_equal(train.weights, [1.0]), "an array: the cases have weights"
+    assert train.crops is val.crops is data.crops
+    assert [case.name for case, _ in train.items] == [first.name]
+    assert [case.name for case, _ in val.items] == [second.name]
+
+
 @pytest.mark.parametrize(
     ("config", "method"), [(config_of(), "forkserver"), (config_of("fine"), "spawn")]
 )
