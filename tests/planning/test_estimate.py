@@ -91,6 +91,26 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     assert loader_bytes(config, 0, process, sample, memory) == 0
 
 
+@pytest.mark.parametrize(("ema_decay", "num_copies"), [(None, 1), (0.9, 2)])
+def test_workers_keep_the_weights_and_the_average_that_they_were_forked_with(
+    ema_decay: float | None, num_copies: int
+) -> None:
+    config: Any = SimpleNamespace(
+        data=SimpleNamespace(prefetch=1),
+        ema_decay=ema_decay,
+        stage=SimpleNamespace(batch_size=1),
+        memory=SimpleNamespace(accumulate=1),
+        trainer=SimpleNamespace(devices=1, num_nodes=1),
+    )
+    memory: Any = SimpleNamespace(input=8, target=4, parameters=1000)
+    process = ProcessCost(main=0, pictures=0, worker=10, copies=20, seconds=0.0)
+    own = 10 + 5 + 12  # of each worker, with the batch that waits
+    assert (
+        loader_bytes(config, 3, process, SampleCost(5, 0.0), memory)
+        == 20 + num_copies * 1000 + 3 * own
+    )
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_all_but_the_optimiser_runs_once_for_each_micro_batch(
     accumulate: int, tmp_path: Path

@@ -224,6 +224,25 @@ def test_a_loader_has_the_workers_and_the_batches_ahead_of_the_configuration(
     assert loader.persistent_workers is bool(num_workers)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_sources_share_the_samples_whatever_the_number_of_their_cases(
+    share: float, tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, third, _ = read_case_table(tiny_table)
+    config = config_of()
+    config = replace(config, data=replace(config.data, cache=str(tmp_path)))
+    sources = [
+        CaseSource(Split((first, second), (), ()), LABEL_VALUES, share),
+        CaseSource(Split((third,), (), ()), LABEL_VALUES, 1.0 - share),
+    ]
+    data = CasesDataModule(config, sources, TASK, divisor=(8, 8, 8))
+    data.prepare_data()
+    data.setup("fit")
+    assert [case.name for case in data.train_cases] == [first.name, second.name, third.name]
+    weights = data.train_samples().weights
+    assert np.allclose(weights, [share / 2, share / 2, 1.0 - share])
+
+
 def test_training_samples_take_the_seed_and_the_augmentation_and_those_of_validation_neither(
     tiny_table: Path, tmp_path: Path
 ) -> None:
