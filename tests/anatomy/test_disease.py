@@ -12,9 +12,13 @@ from medseg.anatomy.disease import (
     DENSE_HU,
     FLUID_HU,
     KINDS,
+    MENISCUS_MM,
     RIM_MM,
+    WALL_MM,
     Disease,
     Fluid,
+    Place,
+    _pool,
     paint_disease,
     paint_fluid,
 )
@@ -224,6 +228,29 @@ def test_fluid_reaches_the_wall_lies_at_the_back_and_leaves_what_is_beyond_the_r
             assert wall_mm[is_fluid].min() < 3.0
             behind.append(height[is_fluid].mean() - height[(before == 1).numpy()].mean())
     assert np.mean(behind) > 4.0
+
+
+def test_fluid_climbs_at_the_wall_and_less_with_the_square_of_the_distance() -> None:
+    shape = (4, 20, 6)
+    z, y, x = (2.0 * torch.arange(float(size)) for size in shape)
+    climbs_mm = []
+    for n in range(10):
+
+        def pool(wall_mm: Tensor, number: int = n) -> Tensor:
+            organ = torch.ones(shape, dtype=torch.bool)
+            points_mm = (z[:, None, None], y[:, None], x)
+            rng = sample_rng(9, number)
+            return _pool(Place(points_mm, organ, organ.float(), torch.zeros(shape), rng), wall_mm)
+
+        shares = torch.tensor([0.0, 0.5, 1.0]).repeat_interleave(2).expand(shape)
+        # What is drawn is the same, and a level is one number: the climb alone is left.
+        rise_mm = pool(WALL_MM * shares) - pool(torch.full(shape, WALL_MM))
+        at_wall, half_way, deep = (float(rise_mm[..., place].mean()) for place in (0, 2, 4))
+        assert float((rise_mm - rise_mm[:1, :1]).abs().max()) < 1e-3
+        assert half_way - deep == pytest.approx(0.25 * (at_wall - deep), abs=1e-3)
+        climbs_mm.append(at_wall - deep)
+    assert 0 <= min(climbs_mm) < max(climbs_mm) <= MENISCUS_MM
+    assert max(climbs_mm) > 0.5 * MENISCUS_MM
 
 
 def test_without_fluid_nothing_is_drawn_and_with_it_each_lung_with_its_probability() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from medseg.anatomy.patient import beyond_patient
 
-SPACINGS = [(4.0, 4.0, 4.0), (8.0, 2.0, 2.0), (2.0, 1.3, 1.7)]
+# In the last two the voxels that are read are wider along one axis of the slice.
+SPACINGS = [(4.0, 4.0, 4.0), (8.0, 2.0, 2.0), (2.0, 1.3, 1.7), (4.0, 1.0, 7.0), (4.0, 7.0, 1.0)]
 
 
 def ellipse(

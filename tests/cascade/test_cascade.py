@@ -157,6 +157,21 @@ def test_a_region_at_the_edge_is_whole_and_said_aloud(
     assert f"left_lung touches the {face} border" in warning
 
 
+def test_a_whole_crop_is_at_least_as_large_as_the_patches_of_the_training() -> None:
+    """Each axis by itself; without a least size a crop holds its region and the margin alone."""
+    least = (72, 40, 80)
+    coarse = stage(CoarseOracle(), "coarse")
+    usual = Cascade(coarse, stage(FineOracle(), "fine")).segment(scan()[0])
+    wide = Cascade(coarse, stage(FineOracle(), "fine", least_size=least)).segment(scan()[0])
+    assert wide.boxes.keys() == {"left_lung", "right_lung"}
+    for name, box in wide.boxes.items():
+        own = usual.boxes[name].voxels.shape
+        assert own[0] < least[0]
+        assert own[1] > least[1]
+        assert own[2] < least[2]
+        assert box.voxels.shape == (72, own[1], 80)
+
+
 def test_stages_that_disagree_are_said_aloud() -> None:
     volume, target = scan()
     result = Cascade(stage(CoarseOracle(), "coarse"), stage(Upper(), "fine")).segment(volume)

@@ -263,6 +263,18 @@ def test_a_small_budget_runs_slabs_with_the_same_result(
         trained.predict_probs(image(), InferenceOptions(budget_gib=0.0002))
 
 
+def test_the_slabs_of_a_tile_need_no_more_where_the_scan_is_larger() -> None:
+    """A tile is what goes through the network; without tiles the planes of the scan do."""
+    small, large = (64, 64, 80), (64, 1024, 1280)
+    options = InferenceOptions(budget_gib=0.025)
+    tiled, whole = unet_stage(tile_size=small), unet_stage()
+    assert str(tiled.plan(small, options)) == str(tiled.plan(large, options))
+    assert tiled.plan(large, options).slab_bytes is not None
+    assert whole.plan(small, options).slab_bytes is not None
+    with pytest.raises(UserError, match="is too small for the fine stage"):
+        whole.plan(large, options)
+
+
 def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

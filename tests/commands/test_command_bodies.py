@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from dataclasses import replace
@@ -16,11 +17,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from medseg import __version__
-from medseg.commands import cli, entry, export, find_lr, train
+from medseg.commands import cli, entry, evaluate, export, find_lr, train
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.schema import ExportConfig, FindLrConfig
+from medseg.config.schema import EvaluateConfig, ExportConfig, FindLrConfig
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
+from medseg.evaluation.scoring import evaluate_folder
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE
@@ -390,3 +392,48 @@ def test_the_command_named_like_a_word_of_python_calls_its_function(
         entry.run_command(name)
     assert {name: job(None) for name, job in jobs.items()} == {"import": 3, "plan": 4}
     assert mains == [1]
+
+
+def test_every_key_of_an_evaluation_reaches_the_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is the default, so that a key that is not passed on would be seen."""
+    calls: list[inspect.BoundArguments] = []
+    signature = inspect.signature(evaluate_folder)
+
+    def noted(*arguments: Any, **keys: Any) -> Any:
+        calls.append(signature.bind(*arguments, **keys))
+        return SimpleNamespace(failed={})
+
+    monkeypatch.setattr(evaluate, "evaluate_folder", noted)
+    config = compose(
+        "evaluate",
+        EvaluateConfig,
+        f"pred='{tmp_path / 'pred'}'",
+        f"ref='{tmp_path / 'ref'}'",
+        f"output='{tmp_path / 'out'}'",
+        f"baseline='{tmp_path / 'before'}'",
+        "data.label_values={left_lung: 7, right_lung: 8}",
+        "data.labels_column=other",
+        "split=val",
+        "pictures=false",
+        "num_pictures=11",
+        "num_viewers=12",
+    )
+    assert evaluate.evaluate(config) == 0
+    (call,) = calls
+    given = dict(call.arguments)
+    assert list(given.pop("task").labels) == ["left_lung", "right_lung"]
+    assert given == {
+        "pred_dir": tmp_path / "pred",
+        "ref": tmp_path / "ref",
+        "output": tmp_path / "out",
+        "label_values": {7: "left_lung", 8: "right_lung"},
+        "labels_column": "other",
+        "split": "val",
+        "pictures": False,
+        "metrics": {},
+        "num_pictures": 11,
+        "num_viewers": 12,
+        "baseline": tmp_path / "before",
+    }

@@ -70,6 +70,12 @@ def test_explicit_patients_win_over_the_table() -> None:
     ]
 
 
+def test_a_patient_who_is_named_for_validation_is_no_test_patient_of_the_table() -> None:
+    cases = [case("a", "pa"), case("b", "pb", "test"), case("c", "pc", "test"), case("b2", "pb")]
+    assert names(split_cases(cases, val_patients=["pb"])) == [{"a"}, {"b", "b2"}, {"c"}]
+    assert names(split_cases(cases, fold="all")) == [{"a"}, set(), {"b", "b2", "c"}]
+
+
 def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
     cases = [case("a", "pa"), case("b", "pb"), case("c", "pc", "test"), case("c2", "pc")]
     for fold in range(2):

@@ -158,3 +158,14 @@ def test_a_budget_below_one_plane_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a plane of a layer needs 0\.0\d GiB"):
         run(network, image(torch.float32), 0.1 * least(network))
     assert math.isclose(least_budget_bytes(network, 32, 96), 4 * least(network), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("refine", [2, 48])
+def test_the_least_budget_is_enough_and_less_is_refused(refine: int) -> None:
+    """Whichever needs the most: a layer of the first level, or the refining head."""
+    network = make(refine=refine)
+    inputs = image(torch.float32, (16, 16, 48))
+    logits, _ = run(network, inputs, least(network))
+    assert logits.shape == (1, 3, 16, 16, 48)
+    with pytest.raises(ValueError, match="a plane of a layer needs"):
+        run(network, inputs, 0.95 * least(network))

@@ -217,6 +217,16 @@ def test_only_a_negative_qfac_flips(tmp_path: Path, qfac: float, sign: int) -> N
     assert np.allclose(ends_of(path), corners(np.diag([0.7, 0.8, sign * 2.5])), atol=1e-3)
 
 
+@pytest.mark.parametrize("qfac", [-1.0, 1.0])
+def test_a_negative_qfac_flips_the_third_axis_of_a_turned_scan(tmp_path: Path, qfac: float) -> None:
+    """The axis of the voxels, which is no axis of the world."""
+    turn = rotation(0.3, -0.2) @ np.diag([-1.0, -1.0, 1.0])
+    path = save(tmp_path / "a.nii", None, quaternion(turn), pixdim=(qfac, *STEPS))
+    want = corners(turn * [0.7, 0.8, qfac * 2.5])
+    assert np.allclose(ends_of(path), want, atol=1e-3)
+    assert np.allclose(load_itk(path)[1].index_to_world_xyz_mm((4, 6, 8)), want[1], atol=1e-3)
+
+
 @pytest.mark.parametrize("degrees", [179.9, 180.0])
 def test_a_rotation_by_about_half_a_turn(tmp_path: Path, degrees: float) -> None:
     angle = np.deg2rad(degrees)

@@ -41,6 +41,18 @@ def test_what_the_graph_holds_counts_until_backward_has_used_it() -> None:
         assert total(tracker) == 2 * 4000  # leaf and gradient
 
 
+def test_what_an_operation_takes_and_frees_counts_in_the_peak_alone() -> None:
+    with MemoryTracker(workspace=lambda operation, *_: 900 * ("exp" in str(operation))) as tracker:
+        tracker.now = Owner("forward", "stem")
+        values = torch.zeros(100)
+        assert tracker.peak_bytes == total(tracker) == 400
+        values.exp_()
+        assert total(tracker) == 400
+        assert (tracker.peak_bytes, tracker.peak_live[tracker.now]) == (1300, 1300)
+        values.add_(1)
+        assert tracker.peak_bytes == 1300
+
+
 def test_each_storage_has_one_owner() -> None:
     with MemoryTracker() as tracker:
         tracker.now = Owner("forward", "stem")

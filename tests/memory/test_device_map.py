@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from medseg.memory.device_map import _JoinDevices, apply_device_map, plan_device_map
+from medseg.memory.device_map import (
+    _JoinDevices,
+    apply_device_map,
+    plan_device_map,
+    resolve_device_map,
+)
 from medseg.memory.switches import checkpoint_blocks
 from medseg.models.unet import UNet
 from medseg.training.device_map_strategy import DeviceMapStrategy
@@ -44,6 +49,19 @@ def test_a_map_changes_nothing_where_all_devices_are_one(refine: int) -> None:
     assert torch.equal(logits, other_logits)
     assert gradients.keys() == other_gradients.keys() == dict(plain.named_parameters()).keys()
     assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_the_longest_of_several_names_counts_whatever_their_order() -> None:
+    names = ["stem", "encoder.0.block0", "encoder.0.block1", "encoder.1.down", "decoder.0.up"]
+    patterns = {
+        "encoder": "b",
+        "*.block0": "c",  # longer, though the alphabet has it first
+        "encoder.1": "d",
+        "decoder.0.up": "e",
+    }
+    expected = dict(zip(names[1:], ("c", "b", "d", "e"), strict=True))
+    for order in itertools.permutations(patterns):
+        assert resolve_device_map(names, {name: patterns[name] for name in order}) == expected
 
 
 @pytest.mark.gpu

@@ -91,6 +91,29 @@ def test_older_and_newer_plans_describe_one_network(toy: Toy) -> None:
     assert older["arguments"].keys() == described_network(8)["arch_kwargs"].keys()
 
 
+@pytest.mark.parametrize(
+    ("function", "arguments", "separate_z"),
+    [
+        ("resample_data_or_seg_to_shape", {}, False),
+        ("resample_data_or_seg_to_shape", {"force_separate_z": None}, None),
+        ("resample_data_or_seg_to_shape", {"force_separate_z": True}, True),
+        ("resample_torch_fornnunet", {}, None),
+        ("resample_torch_fornnunet", {"force_separate_z": False}, False),
+    ],
+)
+def test_whether_an_axis_is_resampled_apart_is_by_default_that_of_each_function(
+    function: str, arguments: dict[str, Any], separate_z: bool | None, toy: Toy
+) -> None:
+    """The two functions of nnU-Net have different defaults of one argument."""
+    configuration = toy["plans"]["configurations"]["3d_fullres"]
+    for key in ("resampling_fn_data", "resampling_fn_probabilities"):
+        configuration[key] = function
+        configuration[f"{key}_kwargs"] = {"order": 1, **arguments}
+    plan = read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+    for resampling in (plan.image_resampling, plan.logits_resampling):
+        assert (resampling.function, resampling.separate_z) == (function, separate_z)
+
+
 def test_the_reader_decides_the_orientation(toy: Toy) -> None:
     toy["plans"]["image_reader_writer"] = "NibabelIOWithReorient"
     assert read_plan(toy["plans"], toy["dataset"], "3d_fullres").orientation == "RAS"

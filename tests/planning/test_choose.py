@@ -98,6 +98,18 @@ def test_other_runs_see_as_many_voxels_per_step_as_possible() -> None:
         assert all(size % 16 == 0 for size in patch)
 
 
+def test_another_batch_is_divided_into_micro_batches_anew() -> None:
+    """The number of the run as configured need not divide a smaller batch."""
+    config = compose("allow=other_run", "stage.batch_size=4", "memory.accumulate=4")
+    batches = set()
+    for _, changed, _ in closer_runs(config, (32, 32, 48)):
+        batches.add(changed.stage.batch_size)
+        assert changed.memory.accumulate == 1
+        divided = varied(changed, "accumulate")
+        assert divided == {n for n in (1, 2, 4) if changed.stage.batch_size % n == 0}
+    assert batches == {4, 2, 1}
+
+
 def test_the_printed_arguments_give_the_switches() -> None:
     blocks = ["stem", "encoder.0.block0", "head"]
     option = Option(switches_of(compose("memory=amp"), blocks[:2], blocks), 1, 1.0)

@@ -12,7 +12,13 @@ import torch
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
 from medseg.planning import estimate
-from medseg.planning.estimate import Machine, kept_between_steps, kept_bytes, loader_bytes
+from medseg.planning.estimate import (
+    Machine,
+    kept_between_steps,
+    kept_bytes,
+    loader_bytes,
+    step_seconds,
+)
 from medseg.planning.process import ProcessCost, SampleCost
 
 from .test_choose import compose
@@ -83,6 +89,43 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     own = 10 + 5 + unstacked_mib + 2 * 12
     assert loader_bytes(config, 3, process, sample, memory) == (100 + 20 + 3 * own) * MIB
     assert loader_bytes(config, 0, process, sample, memory) == 0
+
+
+@pytest.mark.parametrize(("ema_decay", "num_copies"), [(None, 1), (0.9, 2)])
+def test_workers_keep_the_weights_and_the_average_that_they_were_forked_with(
+    ema_decay: float | None, num_copies: int
+) -> None:
+    config: Any = SimpleNamespace(
+        data=SimpleNamespace(prefetch=1),
+        ema_decay=ema_decay,
+        stage=SimpleNamespace(batch_size=1),
+        memory=SimpleNamespace(accumulate=1),
+        trainer=SimpleNamespace(devices=1, num_nodes=1),
+    )
+    memory: Any = SimpleNamespace(input=8, target=4, parameters=1000)
+    process = ProcessCost(main=0, pictures=0, worker=10, copies=20, seconds=0.0)
+    own = 10 + 5 + 12  # of each worker, with the batch that waits
+    assert (
+        loader_bytes(config, 3, process, SampleCost(5, 0.0), memory)
+        == 20 + num_copies * 1000 + 3 * own
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_all_but_the_optimiser_runs_once_for_each_micro_batch(
+    accumulate: int, tmp_path: Path
+) -> None:
+    costs = KernelCosts(tmp_path, torch.device("cpu"))
+    costs.costs = {"pass": Cost(0, 0, 0, 2.0), "loss": Cost(0, 0, 0, 0.5), "step": Cost(0, 0, 0, 7)}
+    timeline = Timeline(
+        [
+            Segment(Owner("forward", "block"), 0, [(0, 0, "pass"), (0, 0, "pass")], [0, 0]),
+            Segment(Owner("backward", "loss"), 0, [(0, 0, "loss")], [0]),
+            Segment(Owner("update"), 0, [(0, 0, "step")], [0]),
+        ]
+    )
+    config: Any = SimpleNamespace(memory=SimpleNamespace(accumulate=accumulate))
+    assert step_seconds(timeline, costs, config) == 4.5 * accumulate + 7
 
 
 @pytest.mark.parametrize(

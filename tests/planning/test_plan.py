@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -233,6 +234,16 @@ def test_an_evaluation_is_counted_as_it_runs(
     # In tiles the padded copy of the image, which a case of full tiles does without, is counted
     # too.
     assert tracker.peak_bytes <= counted <= (1.4 if tile_size else 1.01) * tracker.peak_bytes
+
+
+def test_a_case_that_is_smaller_than_a_tile_is_counted_as_padded_to_it() -> None:
+    config = compose(*SMALL, "inference.tile_size=[32,48,64]")
+    whole, _ = step.count_evaluation(config, (32, 48, 64))
+    for shape in ((16, 48, 64), (32, 8, 64), (32, 48, 24), (8, 8, 8)):
+        beside, _ = step.count_evaluation(config, shape)
+        assert beside - math.prod(shape) == whole - 32 * 48 * 64, "but for its reference"
+    larger, _ = step.count_evaluation(config, (40, 48, 64))
+    assert larger > whole + 8 * 48 * 64
 
 
 def test_a_budget_to_fit_and_one_to_check_exclude_each_other() -> None:

@@ -439,6 +439,40 @@ def test_every_key_of_the_weights_reaches_the_loader(
         assert options is config.inference
 
 
+def test_every_key_of_a_model_folder_reaches_its_loader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def load_model_folders(*arguments: Any, **keys: Any) -> Any:
+        calls.append((arguments, keys))
+        return SimpleNamespace(task=SimpleNamespace(labels={"liver": 7}))
+
+    monkeypatch.setattr(batch, "load_model_folders", load_model_folders)
+    monkeypatch.setattr(batch, "result_settings", lambda model, precision: {"given": precision})
+    config = PredictConfig(
+        input=str(tmp_path),
+        output=str(tmp_path),
+        weights=["a", "b"],
+        folds=["1", "3"],
+        label_values={"liver": 7},
+        accelerator=Accelerator.cpu,
+        precision=Precision.bf16,
+        inference=InferenceOptions(max_ram_gib=9.0),
+        trusted_targets=["mine."],
+    )
+    (chosen,) = batch.load_cascades(config)
+    expected = {
+        "label_values": {"liver": 7},
+        "accelerator": "cpu",
+        "precision": "bf16",
+        "options": config.inference,
+        "trusted": ["mine."],
+    }
+    assert calls == [((["a", "b"], ["1", "3"]), expected)]
+    assert chosen.settings == {"given": "bf16", "labels": {"liver": 7}}
+
+
 def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,15 @@ import pytest
 
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
-from medseg.prediction import cascades, contract
-from medseg.prediction.cascades import load_cascade
-from medseg.prediction.contract import NUM_ARRAYS, OVERHEAD_BYTES, backend_room_bytes, share_memory
+from medseg.prediction import batch, cascades, contract
+from medseg.prediction.cascades import RangeCascade, load_cascade
+from medseg.prediction.contract import (
+    NUM_ARRAYS,
+    OVERHEAD_BYTES,
+    MemoryShares,
+    backend_room_bytes,
+    share_memory,
+)
 
 BACKEND_BYTES = 100 * 2**20
 
@@ -90,3 +97,46 @@ def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cascades, "Cascade", lambda *stages: stages)
     load_cascade([], [], options=InferenceOptions())
     assert rooms == [100.0, 30.0]
+
+
+def test_each_model_of_a_batch_keeps_its_share_beside_all_backends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[float | None, int]] = []
+
+    def share_memory(max_ram_gib: float | None, backend_bytes: int) -> MemoryShares:
+        asked.append((max_ram_gib, backend_bytes))
+        return MemoryShares(0.75, 12.0)
+
+    monkeypatch.setattr(batch, "share_memory", share_memory)
+    models: list[Any] = []
+    for number in (3, 4):
+        models.append(SimpleNamespace(backend_bytes=number, within=lambda gib, n=number: (n, gib)))
+    config: Any = SimpleNamespace(inference=InferenceOptions(max_ram_gib=2.5))
+    cascades = [RangeCascade(model, {}) for model in models]
+    made = batch.make_batch(cascades, config, 7, batch.Observer())
+    assert asked == [(2.5, 7)]
+    assert [chosen.cascade for chosen in made.cascades] == [(3, 0.75), (4, 0.75)]
+    assert (made.array_bytes, made.num_cases) == (12.0, 7)
+
+
+@pytest.mark.parametrize(("budget_gib", "is_checked"), [(0.5, True), (2.0, False)])
+def test_headers_are_checked_where_the_budget_may_be_too_small_for_a_scan(
+    budget_gib: float, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    model: Any = SimpleNamespace(
+        options=InferenceOptions(budget_gib=budget_gib), task="task", check_budget=checked.append
+    )
+    scan: Any = SimpleNamespace(refusal="", name="a")
+    monkeypatch.setattr(batch, "pick_cascade", lambda *_: (RangeCascade(model, {}), []))
+    monkeypatch.setattr(batch, "read_report", lambda _: {})
+    monkeypatch.setattr(batch, "check_kinds", lambda *_: None)
+    monkeypatch.setattr(batch, "scan_grid", lambda scan, task: (scan.name, task))
+    monkeypatch.setattr(batch, "read_case", lambda scan, task: "read")
+    monkeypatch.setattr(batch.Batch, "_is_up_to_date", lambda *_: False)
+    monkeypatch.setattr(batch.Batch, "_begin", lambda *_: None)
+    config: Any = SimpleNamespace(save=[])
+    running = batch.Batch([], 0, 1e9, config, 1, batch.Observer())
+    assert running.read(batch.BatchCase(scan, Path("a.nii.gz")), is_ahead=False) == "read"
+    assert checked == ([("a", "task")] if is_checked else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,35 @@ def test_an_empty_result_has_one_warning() -> None:
     volume = Volume(np.zeros((2, 2, 2)), GRID, None)
     model = joined(painter(["liver"]), painter(["aorta"]))
     assert model.segment(volume, on_step=lambda _: None).warnings == [NO_LABEL]
+
+
+@dataclass(frozen=True)
+class Bounded(Painter):
+    """Model that keeps its bound and notes the grids that it is asked about."""
+
+    budget_gib: float = 9.0
+    backend_bytes: int = 3
+    asked: list[VoxelGrid] = field(default_factory=list)
+
+    def within(self, budget_gib: float) -> Bounded:
+        return replace(self, budget_gib=budget_gib)
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        self.asked.append(grid)
+
+
+def test_a_bound_on_the_memory_holds_for_each_part() -> None:
+    parts = [
+        Bounded(painter([name]).task, (), precision=precision, backend_bytes=number)
+        for name, precision, number in (("liver", "fp32", 3), ("aorta", "bf16", 4))
+    ]
+    model = joined(*parts)
+    bounded: Any = model.within(0.5).parts
+    assert [part.budget_gib for part in bounded] == [0.5, 0.5]
+    assert [part.budget_gib for part in parts] == [9.0, 9.0], "the model itself stays"
+    model.check_budget(GRID)
+    assert [part.asked for part in parts] == [[GRID], [GRID]]
+    assert (model.backend_bytes, model.precision) == (7, "fp32, bf16")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import pytest
 from medseg.io.identity import Identity
 from medseg.io.tables import read_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
+from medseg.prediction import summary as summary_module
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.scans import Scan
 from medseg.prediction.summary import write_summary
+from medseg.report.contact_sheet import Card
 from medseg.task import Channel, Task
 
 LUNGS = Task(
@@ -88,6 +90,33 @@ def test_a_scan_is_one_row_with_patient_date_figures_and_words(tmp_path: Path) -
     assert (failed["status"], failed["patient"], failed["date"]) == ("failed", "P 7", "2023-02-03")
     assert failed["warnings"].startswith("it is damaged")
     assert failed["total_ml"] == ""
+
+
+def test_the_page_sorts_a_case_by_its_least_agreement_and_names_its_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[list[Card]] = []
+    monkeypatch.setattr(
+        summary_module, "write_contact_sheet", lambda path, cards, structures: pages.append(cards)
+    )
+    agreements = {"left_lung": 0.98, "right_lung": 0.4, "liver": 0.7}
+    findings = [
+        {"code": code, "severity": severity, "sentence": "look"}
+        for code, severity in (
+            ("cut_region", "warning"),
+            ("left_out", "information"),
+            ("hu_range", "error"),
+            ("cut_region", "warning"),
+        )
+    ]
+    (tmp_path / "a.preview.png").touch()
+    case = case_of(tmp_path, "a", agreements=agreements, findings=findings)
+    write_summary(tmp_path, [case, case_of(tmp_path, "b", agreements={})], LUNGS)
+    ((card, other),) = pages
+    assert (card.least_agreement, other.least_agreement) == (0.4, None)
+    assert list(card.codes) == ["cut_region", "hu_range"]
+    assert (card.preview, card.viewer, other.preview) == ("a.preview.png", "", "")
+    assert card.volumes_ml == {"total": 3756.75, "left_lung": 1762.25, "right_lung": 1994.5}
 
 
 def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Path) -> None:

@@ -126,6 +126,46 @@ def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., Tra
     assert shorter.val_check_interval == 4, "a run shorter than the interval validates at its end"
 
 
+def test_a_module_takes_its_numbers_from_the_configuration(
+    compose: Callable[..., TrainConfig],
+) -> None:
+    """None of them is the default, so that a number that is not passed on would be seen."""
+    config = compose(
+        "seed=7",
+        "stage.batch_size=6",
+        "memory.accumulate=3",
+        "inference.tile_size=[8,16,24]",
+        "inference.overlap=0.25",
+        "ema_decay=0.75",
+    )
+    metadata = {"num_classes": 2}
+    module = make_module(config, make_network(config), metadata)
+    assert (module.seed, module.accumulate) == (7, 3)
+    assert module.tile_size is not None
+    assert (tuple(module.tile_size), module.overlap) == ((8, 16, 24), 0.25)
+    assert module.metadata is metadata
+    average = module.average
+    assert average is not None
+    for value in (0.0, 1.0):
+        for weight in module.network.parameters():
+            torch.nn.init.constant_(weight, value)
+        average.update()
+    assert all(torch.all(value == 0.25) for value in average.values().values())
+
+
+def test_a_trainer_takes_its_settings_from_the_configuration(
+    compose: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    usual = make_trainer(compose(), [])
+    assert (usual.num_devices, usual.num_nodes, usual.limit_val_batches) == (1, 1, 1.0)
+    assert not usual._detect_anomaly
+    assert usual.default_root_dir == str(tmp_path)
+    ranks = ["trainer=ddp", "trainer.devices=2", "trainer.num_nodes=3", "stage.batch_size=6"]
+    changed = make_trainer(compose(*ranks, "debug.fast=true", "debug.anomaly=true"), [])
+    assert (changed.num_devices, changed.num_nodes, changed.limit_val_batches) == (2, 3, 1)
+    assert changed._detect_anomaly
+
+
 @pytest.fixture
 def coarse_of_folds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: Path) -> list[Path]:
     """Coarse stages of the folds 0 and 1 of two, which are their paths."""

@@ -128,6 +128,17 @@ def test_scores_of_cases_are_kept_of_the_best_and_the_last_validation(tmp_path: 
     assert len(validate(started(60), 80, 0.7, 0.7)) == 2
 
 
+def test_a_validation_that_a_resumed_run_repeats_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "validation.csv"
+    module: Any = SimpleNamespace(case_scores={("a", 0, 1): 0.5, ("b", 0, 1): 0.25})
+    trainer: Any = SimpleNamespace(sanity_checking=False, is_global_zero=True, global_step=80)
+    for _ in range(2):
+        scores = ValidationScores(path, ValidationPictures(tmp_path, [View({1: "lung"}, False)]))
+        scores.on_train_start(trainer, module)  # from the checkpoint of the same step
+        scores.on_validation_end(trainer, module)
+        assert [(row["step"], row["case"]) for row in read_csv(path)] == [("80", "a"), ("80", "b")]
+
+
 def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path) -> None:
     path = tmp_path / "validation.csv"
     path.write_text("step,case,label,dice,picture\n20,a_1,lung,0.9,\n")

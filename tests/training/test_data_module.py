@@ -22,6 +22,7 @@ from composed import train_config
 from torch.utils.data import DataLoader, Dataset
 
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table
+from medseg.data.options import RegionFrom
 from medseg.data.samples import init_worker
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.io.read import read_labels
@@ -104,6 +105,36 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(
     )
 
 
+@pytest.mark.parametrize("has_boxes", [False, True])
+@pytest.mark.parametrize("has_channel", [False, True])
+def test_boxes_and_probabilities_of_a_case_are_of_its_own_coarse_stage(
+    has_boxes: bool,
+    has_channel: bool,
+    tiny_table: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stage that was trained on the case would see it better than any that comes later."""
+    for name in ("coarse_boxes", "kept_probs"):
+        monkeypatch.setattr(data_module, name, lambda case, stage, task: (case.name, stage))
+    first, second, *_ = read_case_table(tiny_table)
+    config = config_of(
+        "fine",
+        region_from=RegionFrom.coarse if has_boxes else RegionFrom.reference,
+        coarse_channel=has_channel,
+    )
+    config = replace(config, data=replace(config.data, cache=str(tmp_path)))
+    source = CaseSource(Split((first,), (second,), ()), LABEL_VALUES, 1.0)
+    data: Any = CasesDataModule(
+        config, [source], TASK, divisor=(8, 8, 8), coarse="usual", coarse_by_case={"case 1": "own"}
+    )
+    data.prepare_data()
+    data.setup("fit")
+    seen = {"case 0": ("case 0", "usual"), "case 1": ("case 1", "own")}
+    assert data.crops.coarse_boxes == (seen if has_boxes else {})
+    assert data.crops.coarse_probs == (seen if has_channel else {})
+
+
 @pytest.mark.parametrize(
     ("pin_memory", "has_gpu", "is_pinned"),
     [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
@@ -177,6 +208,56 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
         "network cannot learn it"
     )
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 5), (2, 5), (1, 1)])
+def test_a_loader_has_the_workers_and_the_batches_ahead_of_the_configuration(
+    num_workers: int, prefetch: int, tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    config = config_of()
+    values = replace(config.data, num_workers=num_workers, prefetch=prefetch)
+    data = set_up(first, second, tmp_path, replace(config, data=values))
+    loader = data.train_batches()  # starts no process yet
+    assert loader.num_workers == num_workers
+    assert loader.prefetch_factor == (prefetch if num_workers else None)
+    assert loader.persistent_workers is bool(num_workers)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_sources_share_the_samples_whatever_the_number_of_their_cases(
+    share: float, tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, third, _ = read_case_table(tiny_table)
+    config = config_of()
+    config = replace(config, data=replace(config.data, cache=str(tmp_path)))
+    sources = [
+        CaseSource(Split((first, second), (), ()), LABEL_VALUES, share),
+        CaseSource(Split((third,), (), ()), LABEL_VALUES, 1.0 - share),
+    ]
+    data = CasesDataModule(config, sources, TASK, divisor=(8, 8, 8))
+    data.prepare_data()
+    data.setup("fit")
+    assert [case.name for case in data.train_cases] == [first.name, second.name, third.name]
+    weights = data.train_samples().weights
+    assert np.allclose(weights, [share / 2, share / 2, 1.0 - share])
+
+
+def test_training_samples_take_the_seed_and_the_augmentation_and_those_of_validation_neither(
+    tiny_table: Path, tmp_path: Path
+) -> None:
+    first, second, *_ = read_case_table(tiny_table)
+    data = set_up(first, second, tmp_path, replace(config_of(), seed=7))
+    augmentation: Any = object()
+    data.augmentation = augmentation
+    data.weights = [2.0]
+    train, val = data.train_samples(), data.val_samples()
+    assert (train.seed, train.augmentation, train.jitter) == (7, augmentation, True)
+    assert (val.augmentation, val.jitter) == (None, False)
+    assert np.array_equal(train.weights, [1.0]), "an array: the cases have weights"
+    assert train.crops is val.crops is data.crops
+    assert [case.name for case, _ in train.items] == [first.name]
+    assert [case.name for case, _ in val.items] == [second.name]
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,35 @@ def test_a_line_has_the_mean_of_the_micro_batches_since_the_last_one(
         steps.step(1.0, float("nan"))
 
 
+@pytest.mark.parametrize("uses_gpu", [False, True])
+def test_the_peak_of_a_line_is_that_of_the_device(
+    uses_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path / "history.csv", 1, 1)
+    steps = Steps(history, monkeypatch)
+    history.load = SimpleNamespace(read=dict, uses_gpu=uses_gpu)
+    sizes = {False: 2**30, True: 5 * 2**30}
+    monkeypatch.setattr(history_module, "peak_bytes", lambda is_gpu: sizes[is_gpu])
+    steps.step(1.0, 3.0)
+    assert [row["peak_gib"] for row in history.rows] == [5.0 if uses_gpu else 1.0]
+
+
+def test_a_validation_is_no_part_of_the_seconds_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = History(tmp_path / "history.csv", 2, 4)
+    steps = Steps(history, monkeypatch)
+    steps.trainer.optimizers = [SimpleNamespace(param_groups=[{"lr": 0.5}])]
+    for index in range(4):
+        history.on_train_batch_start(steps.trainer, steps.module, None, 0)
+        steps.step(1.0, 3.0)
+        if index in (0, 2):
+            history.on_validation_start(steps.trainer, steps.module)
+            steps.now_s += 1000.0
+    assert [(row["step"], row["seconds_per_step"]) for row in history.rows] == [(2, 3.0), (4, 3.0)]
+    assert [row["lr"] for row in history.rows] == [0.5, 0.5]
+
+
 def test_a_resumed_history_counts_the_time_of_all_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,9 @@ USUAL_WINDOW_HU = (-1250, 250)
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
+# The same with a scanner's padding as the lowest value, to the rounding of a stored number.
+DIVIDED_PADDINGS = (-2.048, -3.024)
+DIVIDED_ROUNDING = 5e-4
 # The lowest value of a scanner is -1024; a spike there is normal.
 FLOOR_HU = -1010
 HARMLESS_CLIP_HU = -1000
@@ -332,8 +335,9 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     # of mean 0 and standard deviation 1.
     num_near_zero = facts.counts[ZERO]
     num_near_one = facts.counts[ZERO + 1]
-    is_in_range = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1] and high <= DIVIDED_HIGH
-    if is_in_range and num_near_zero > num_near_one:
+    is_air = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1]
+    is_padding = any(abs(low - padding) <= DIVIDED_ROUNDING for padding in DIVIDED_PADDINGS)
+    if (is_air or is_padding) and high <= DIVIDED_HIGH and num_near_zero > num_near_one:
         # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were
         # divided and clipped.
         kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"

@@ -130,6 +130,18 @@ def test_hu_divided_by_1000_and_clipped_are_named(high: float) -> None:
     assert "error" not in {severity for _, severity in codes(again)}
 
 
+@pytest.mark.parametrize("padding", [-2048, -3024])
+def test_hu_divided_by_1000_are_named_beside_the_padding_of_a_scanner(padding: int) -> None:
+    image_hu = ct(5)
+    image_hu[0, 0, :9] = 2900
+    image_hu[:, :2] = padding
+    stored = (image_hu / 1000).astype(np.float32)
+    (finding,) = audit_image(measure_image(stored))
+    assert "data.hu_slope=1000 corrects them" in finding.cure
+    again = HuScale(1000.0, 0.0).apply(stored)
+    assert "error" not in {severity for _, severity in codes(again)}
+
+
 @pytest.mark.parametrize("value", [-1500, -2000, -2048, -3024])
 def test_padding_below_air_is_noted(value: int) -> None:
     image = ct(5)
