@@ -93,6 +93,44 @@ def reduce_planes(
             labels[number] = _painted(planes, number, inputs, region_values)
 
 
+def average_planes(
+    members: Sequence[tuple[Tensor, Planes]],
+    region_values: Sequence[int] | None,
+    labels: np.ndarray,
+) -> None:
+    """Label each voxel by the mean of the probabilities of several models.
+
+    Args:
+        members: Logits (D, K, h, w) of each model at its spacing, and their resampling to the crop
+            of the scan, which is the same for all.
+        region_values: Value of each head for regions; None for classes.
+        labels: Receives the labels of the crop, (D, H, W); may be a view.
+    """
+    for number in range(len(labels)):
+        total: Tensor | None = None
+        for logits, planes in members:
+            probabilities = _probabilities(logits, planes, number, region_values is None)
+            # In float32 and in the order of the models, as nnU-Net adds them.
+            total = probabilities if total is None else total.add_(probabilities)
+        assert total is not None, "an ensemble has members"
+        mean = total.div_(len(members)).numpy()
+        if region_values is None:
+            labels[number] = mean.argmax(axis=0)
+            continue
+        labels[number] = 0
+        for head, value in enumerate(region_values):
+            labels[number][mean[head] > 0.5] = value
+
+
+def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: bool) -> Tensor:
+    """Probabilities (K, H, W) of a plane of the scan."""
+    inputs = [logits[index] for index in planes.sources(number)]
+    resampled = torch.stack(
+        [_resampled(planes, number, inputs, head) for head in range(logits.shape[1])]
+    )
+    return torch.softmax(resampled, 0) if are_classes else torch.sigmoid(resampled)
+
+
 def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
     """Head of the largest logit of each voxel, the first of equals."""
     if isinstance(planes, SplinePlanes) and planes.keeps_range:
