@@ -230,7 +230,7 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
             name = supported[0]
         return read_plan(plans, dataset, name)
     except PlanError as error:
-        raise UserError(f"{source}: {PLANS} {error}") from error
+        raise UserError(f"{source}: {error.sentence}") from error
 
 
 def _find_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) -> dict[str, Path]:

@@ -350,7 +350,7 @@ class NnunetModel:
         try:
             yield
         except PlanError as error:
-            raise UserError(f"weights={self.folder.path}: plans.json {error}") from error
+            raise UserError(f"weights={self.folder.path}: {error.sentence}") from error
 
     def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
         """Planes of logits (K, H, W) of one fold, without the padding."""
@@ -521,7 +521,7 @@ def _load_folder(
             loaded.append(Fold(name, file, checkpoint.mirror_axes))
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
-        raise UserError(f"{given}: plans.json {error}") from error
+        raise UserError(f"{given}: {error.sentence}") from error
     configuration = folder.plan.configuration
     model = NnunetModel(
         folder=folder,
