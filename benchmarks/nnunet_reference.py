@@ -479,6 +479,60 @@ def record(output: Path) -> None:
             if name == STORED_MODEL:
                 record_orientations(model, output / "orientations.npz")
         np.savez_compressed(output / f"{name}.npz", scan=scan, spacing_mm=spacing_mm, labels=labels)
+    record_ensembles(output)
+
+
+# Small toys of one label set and one order of axes, whose probabilities are averaged.
+ENSEMBLES = {
+    "ensemble": ("folds", "torch", "cascade"),
+    "ensemble_regions": ("2d_regions", "regions", "cascade_regions"),
+}
+
+
+def record_ensembles(recorded: Path) -> None:
+    """Write the labels of nnU-Net's ensembles of recorded toys, on the scan of the first one.
+
+    Args:
+        recorded: Folder of `record`; receives `<ensemble>.npz` with `scan`, `spacing_mm` and
+            `labels`.
+    """
+    for name, members in ENSEMBLES.items():
+        with np.load(recorded / f"{members[0]}.npz") as first:
+            scan, spacing_mm = first["scan"], first["spacing_mm"]
+        with tempfile.TemporaryDirectory() as folder:
+            models = []
+            for member in members:
+                with zipfile.ZipFile(recorded / f"{member}.zip") as archive:
+                    archive.extractall(Path(folder, member))
+                plans = sorted(Path(folder, member).rglob("plans.json"))
+                # The first stage of a cascade lies beside the second one.
+                models.append(plans[0].parent)
+            labels = labels_of_ensemble(models, scan, {"spacing": spacing_mm.tolist()})
+        np.savez_compressed(
+            recorded / f"{name}.npz", scan=scan, spacing_mm=spacing_mm, labels=labels
+        )
+
+
+def labels_of_ensemble(
+    folders: list[Path], image: np.ndarray, properties: dict[str, Any]
+) -> np.ndarray:
+    """Average the probabilities that nnU-Net's predictor gives, by its own function for files."""
+    from nnunetv2.ensembling.ensemble import average_probabilities
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    with tempfile.TemporaryDirectory() as temporary:
+        files = []
+        for number, folder in enumerate(folders):
+            probabilities = results_of_nnunet(folder, image, properties, probabilities=True)[1]
+            files.append(str(Path(temporary, f"{number}.npz")))
+            np.savez_compressed(files[-1], probabilities=probabilities)
+        mean = average_probabilities(files)
+    manager = PlansManager(str(folders[0] / "plans.json"))
+    dataset = json.loads((folders[0] / "dataset.json").read_text())
+    labels: np.ndarray = manager.get_label_manager(dataset).convert_probabilities_to_segmentation(
+        mean
+    )
+    return labels.astype(np.uint8)
 
 
 def storages() -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
@@ -528,7 +582,15 @@ def record_orientations(model: Path, output: Path) -> None:
 
 
 def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]) -> np.ndarray:
-    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them.
+    """Run nnU-Net's own predictor on the CPU, on channels (C, D, H, W) as its reader gives them."""
+    labels: np.ndarray = results_of_nnunet(folder, image, properties)
+    return labels
+
+
+def results_of_nnunet(
+    folder: Path, image: np.ndarray, properties: dict[str, Any], *, probabilities: bool = False
+) -> Any:
+    """Labels of nnU-Net's own predictor; with `probabilities` a pair of labels and those.
 
     A cascade gets the labels of its first stage, in the type of nnU-Net's readers.
     """
@@ -541,10 +603,12 @@ def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]
     predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(str(folder), None)
     with contextlib.redirect_stdout(sys.stderr):
-        labels: np.ndarray = predictor.predict_single_npy_array(
-            image, dict(properties), segmentation_previous_stage=previous
+        return predictor.predict_single_npy_array(
+            image,
+            dict(properties),
+            segmentation_previous_stage=previous,
+            save_or_return_probabilities=probabilities,
         )
-    return labels
 
 
 def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:

@@ -225,7 +225,7 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
             name = supported[0]
         return read_plan(plans, dataset, name)
     except PlanError as error:
-        raise UserError(f"{source}: {PLANS} {error}") from error
+        raise UserError(f"{source}: {error.sentence}") from error
 
 
 def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:

@@ -6,17 +6,24 @@ it are there; with several the logits at the network's spacing lie in a temporar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.io.scratch import new_tensor, scratch_at_most
 from medseg.nnunet.planes import Planes
+from medseg.nnunet.spline import SplinePlanes
 
 # Sums of folds of more bytes are a temporary file.
 MAX_FOLDS_BYTES = 2**26
+# A head that can be the largest in a larger share of a plane is interpolated there as a whole.
+DENSE = 0.3
+# Share of the largest logit that is more than the rounding of an interpolation.
+ROUNDING = 1e-6
 
 
 def mean_planes(
@@ -86,8 +93,48 @@ def reduce_planes(
             labels[number] = _painted(planes, number, inputs, region_values)
 
 
+def average_planes(
+    members: Sequence[tuple[Tensor, Planes]],
+    region_values: Sequence[int] | None,
+    labels: np.ndarray,
+) -> None:
+    """Label each voxel by the mean of the probabilities of several models.
+
+    Args:
+        members: Logits (D, K, h, w) of each model at its spacing, and their resampling to the crop
+            of the scan, which is the same for all.
+        region_values: Value of each head for regions; None for classes.
+        labels: Receives the labels of the crop, (D, H, W); may be a view.
+    """
+    for number in range(len(labels)):
+        total: Tensor | None = None
+        for logits, planes in members:
+            probabilities = _probabilities(logits, planes, number, region_values is None)
+            # In float32 and in the order of the models, as nnU-Net adds them.
+            total = probabilities if total is None else total.add_(probabilities)
+        assert total is not None, "an ensemble has members"
+        mean = total.div_(len(members)).numpy()
+        if region_values is None:
+            labels[number] = mean.argmax(axis=0)
+            continue
+        labels[number] = 0
+        for head, value in enumerate(region_values):
+            labels[number][mean[head] > 0.5] = value
+
+
+def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: bool) -> Tensor:
+    """Probabilities (K, H, W) of a plane of the scan."""
+    inputs = [logits[index] for index in planes.sources(number)]
+    resampled = torch.stack(
+        [_resampled(planes, number, inputs, head) for head in range(logits.shape[1])]
+    )
+    return torch.softmax(resampled, 0) if are_classes else torch.sigmoid(resampled)
+
+
 def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
     """Head of the largest logit of each voxel, the first of equals."""
+    if isinstance(planes, SplinePlanes) and planes.keeps_range:
+        return _largest_in_cells(planes, number, inputs)
     best: Tensor | None = None
     label: Tensor | None = None
     for head in range(inputs[0].shape[0]):
@@ -100,6 +147,48 @@ def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarra
         torch.maximum(best, logit, out=best)
     assert label is not None, "a network has a head"
     return label.numpy()
+
+
+def _largest_in_cells(planes: SplinePlanes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
+    """Like `_largest`, but a head is interpolated only where it can be the largest.
+
+    In a cell between source voxels a head lies in the range of its corners. It cannot win where its
+    largest corner is below the smallest corner of another head.
+    """
+    heads = range(inputs[0].shape[0])
+    floor = torch.full(inputs[0].shape[1:], -torch.inf)
+    for head in heads:
+        smallest = -_largest_corner([-values[head].float() for values in inputs])
+        torch.maximum(floor, smallest, out=floor)
+    # Rounding may lead a sum out of the range, by far less than this.
+    floor -= ROUNDING * max(float(values.abs().max()) for values in inputs)
+    num_voxels = math.prod(planes.plane_shape)
+    best = torch.full((num_voxels,), -torch.inf)
+    label = torch.zeros(num_voxels, dtype=torch.uint8)
+    for head in heads:
+        cells = _largest_corner([values[head].float() for values in inputs]) >= floor
+        if not cells.any():
+            continue
+        voxels = planes.voxels_of(cells)
+        if len(voxels) > DENSE * num_voxels:
+            logit = _resampled(planes, number, inputs, head).flatten()
+            label.masked_fill_(logit > best, head)
+            torch.maximum(best, logit, out=best)
+        else:
+            sources = [values[head].double() for values in inputs]
+            logit = _rounded(planes.resample_at(number, sources, voxels), inputs[0].dtype)
+            is_better = logit > best[voxels]
+            winners = voxels[is_better]
+            best[winners] = logit[is_better]
+            label[winners] = head
+    return label.reshape(planes.plane_shape).numpy()
+
+
+def _largest_corner(planes: Sequence[Tensor]) -> Tensor:
+    """Largest corner of each cell (h, w): of a voxel, the next ones, and their other plane."""
+    largest = planes[0] if len(planes) == 1 else torch.maximum(*planes)
+    beyond = functional.pad(largest[None], (0, 1, 0, 1), mode="replicate")
+    return functional.max_pool2d(beyond, 2, stride=1)[0]
 
 
 def _painted(
@@ -119,10 +208,14 @@ def _painted(
 
 def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int) -> Tensor:
     """Logits (H, W) of one head on a plane of the scan, float32, rounded as nnU-Net stores them."""
-    is_half = inputs[0].dtype is torch.half
     plane = planes.resample(number, [values[head].double() for values in inputs])
+    return _rounded(plane, inputs[0].dtype)
+
+
+def _rounded(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits in float32, rounded to the precision of the sums where they were interpolated."""
     # What torch interpolates stays in float32.
-    if is_half and plane.dtype is torch.float64:
+    if dtype is torch.half and logits.dtype is torch.float64:
         # NumPy rounds float64 to half once; torch would round to float32 on the way.
-        return torch.from_numpy(plane.numpy().astype(np.float16)).float()
-    return plane.float()
+        return torch.from_numpy(logits.numpy().astype(np.float16)).float()
+    return logits.float()

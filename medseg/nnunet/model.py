@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from medseg.errors import UserError
-from medseg.findings import information_of, warnings_of
-from medseg.geometry.grid import VoxelGrid
+from medseg.findings import Finding, information_of, warnings_of
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import (
     NO_LABEL,
     Segmentation,
     label_volumes_ml,
 )
-from medseg.io.scratch import new_array
+from medseg.io.scratch import new_array, new_tensor, scratch_at_most
 from medseg.io.volume import Volume
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, tf32_as
@@ -31,10 +31,10 @@ from medseg.memory.profile import release_free_memory
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
-from medseg.nnunet.labels import mean_planes, reduce_planes
+from medseg.nnunet.labels import MAX_FOLDS_BYTES, mean_planes, reduce_planes
 from medseg.nnunet.network import call_network, first_difference, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
-from medseg.nnunet.planes import make_planes
+from medseg.nnunet.planes import Planes, make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
 from medseg.nnunet.slabs import least_budget_bytes, logits_in_slabs
 from medseg.nnunet.tiles import all_starts, finished_planes
@@ -196,8 +196,8 @@ class NnunetModel:
         num_voxels = 0
         if self.previous is not None:
             of_first, num_voxels = self.previous.expected(grid)
-            memory[PREVIOUS] = of_first["segment"]
-        grid = self._orientation_of(grid).reoriented(grid)
+            memory[PREVIOUS] = of_first[STEPS[-1]]
+        grid = self.turned_grid(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
         spacing_mm = grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x]
@@ -250,49 +250,103 @@ class NnunetModel:
         """
         assert not keep_probabilities, "`save` refuses them"
         result = Segmentation(np.empty(0))
+        prepared = self.prepare_scan(volume, more_channels, result, on_step)
+        with timed(result, "segment", on_step), self._naming_the_folder():
+            result.labels = new_array(volume.array.shape, np.uint8)
+            self._segment(prepared, self.crop_of(result.labels, prepared.box, volume.grid))
+        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
+        result.tiling_plans["segment"] = self.described_passes()
+        result.findings += self.findings_of(volume.grid)
+        if not any(result.volumes_ml.values()):
+            result.findings += warnings_of("empty_result", [NO_LABEL])
+        return result
+
+    def prepare_scan(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray],
+        result: Segmentation,
+        on_step: Callable[[str], None] | None,
+    ) -> Prepared:
+        """Bring a scan to the input of the network; a cascade segments it by its first stage.
+
+        Args:
+            volume: See `segment`.
+            more_channels: See `segment`.
+            result: Receives durations and what the first stage says.
+            on_step: See `segment`.
+
+        Raises:
+            UserError: If the plan does not fit the scan.
+        """
         orientation = self._orientation_of(volume.grid)
         grid = orientation.reoriented(volume.grid)
         images = [orientation.turned(image) for image in (volume.array, *more_channels)]
         previous: np.ndarray | None = None
         if self.previous is not None:
-            with _timed(result, PREVIOUS, on_step):
+            with timed(result, PREVIOUS, on_step):
                 first = self.previous.segment(volume, more_channels)
             previous = orientation.turned(first.labels)
             result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
-        with _timed(result, "prepare", on_step), self._naming_the_folder():
-            prepared = prepare(images, grid.spacing_mm, self.plan, previous)
-        with _timed(result, "segment", on_step), self._naming_the_folder():
-            stored = new_array(volume.array.shape, np.uint8)
-            # A view of the stored labels in the order of the network, into which the crop goes.
-            turned = orientation.turned(stored).transpose(self.plan.transpose)
-            self._segment(prepared, turned[prepared.box.slices()])
-        result.labels = stored
-        result.volumes_ml = label_volumes_ml(stored, volume.grid, self.task)
-        result.tiling_plans["segment"] = self._described_passes()
-        result.findings += information_of("model_folder", self.folder.notes)
-        result.findings += warnings_of("stored_orientation", self._side_warnings(volume.grid))
-        if not any(result.volumes_ml.values()):
-            result.findings += warnings_of("empty_result", [NO_LABEL])
-        return result
+        with timed(result, "prepare", on_step), self._naming_the_folder():
+            return prepare(images, grid.spacing_mm, self.plan, previous)
+
+    def crop_of(self, stored: np.ndarray, box: VoxelBox, grid: VoxelGrid) -> np.ndarray:
+        """View of stored labels (D, H, W) in the order of the network, where the crop lies."""
+        turned = self._orientation_of(grid).turned(stored).transpose(self.plan.transpose)
+        return turned[box.slices()]
+
+    def turned_grid(self, grid: VoxelGrid) -> VoxelGrid:
+        """Grid of a scan in the orientation of the network, not transposed."""
+        return self._orientation_of(grid).reoriented(grid)
+
+    def findings_of(self, grid: VoxelGrid) -> list[Finding]:
+        """Notes on the folder, and a warning on the orientation of a scan."""
+        findings = information_of("model_folder", self.folder.notes)
+        return findings + warnings_of("stored_orientation", self._side_warnings(grid))
+
+    def planes_of(self, prepared: Prepared) -> Planes:
+        """Resampling of the logits of a prepared scan to its crop.
+
+        Raises:
+            UserError: If the plan does not fit the scan.
+        """
+        plan = self.plan.for_scan(prepared.spacing_mm)
+        with self._naming_the_folder():
+            return make_planes(
+                plan.logits_resampling,
+                prepared.shape,
+                prepared.box.shape,
+                plan.spacing_mm,
+                prepared.spacing_mm,
+            )
+
+    @torch.inference_mode()
+    def store_logits(self, prepared: Prepared) -> Tensor:
+        """Write the logits of a prepared scan (D, K, H, W) to a temporary file."""
+        depth, height, width = prepared.shape
+        shape = (depth, self.plan.labels.num_heads, height, width)
+        with scratch_at_most(MAX_FOLDS_BYTES):
+            stored = new_tensor(shape, self._dtype)
+        with self._naming_the_folder(), _NETWORK_LOCK, tf32_as(self.precision):
+            for number, plane in enumerate(self._mean_planes(prepared)):
+                stored[number] = plane
+        return stored
 
     @torch.inference_mode()
     def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
         """Set the labels of the crop of a prepared scan, transposed."""
-        plan = self.plan.for_scan(prepared.spacing_mm)
-        planes = make_planes(
-            plan.logits_resampling,
-            prepared.shape,
-            prepared.box.shape,
-            plan.spacing_mm,
-            prepared.spacing_mm,
-        )
+        planes = self.planes_of(prepared)
         with _NETWORK_LOCK, tf32_as(self.precision):
-            num_heads = plan.labels.num_heads
-            folds = (self._fold_planes(fold, prepared) for fold in self.folds)
-            depth, height, width = prepared.shape
-            shape = (depth, num_heads, height, width)
-            logits = mean_planes(folds, len(self.folds), shape)
-            reduce_planes(logits, planes, plan.labels.region_values, labels)
+            logits = self._mean_planes(prepared)
+            reduce_planes(logits, planes, self.plan.labels.region_values, labels)
+
+    def _mean_planes(self, prepared: Prepared) -> Iterator[Tensor]:
+        """Planes of logits (K, H, W), averaged over the folds."""
+        folds = (self._fold_planes(fold, prepared) for fold in self.folds)
+        depth, height, width = prepared.shape
+        shape = (depth, self.plan.labels.num_heads, height, width)
+        return mean_planes(folds, len(self.folds), shape)
 
     @contextmanager
     def _naming_the_folder(self) -> Iterator[None]:
@@ -304,7 +358,7 @@ class NnunetModel:
         try:
             yield
         except PlanError as error:
-            raise UserError(f"weights={self.folder.path}: plans.json {error}") from error
+            raise UserError(f"weights={self.folder.path}: {error.sentence}") from error
 
     def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
         """Planes of logits (K, H, W) of one fold, without the padding."""
@@ -381,7 +435,7 @@ class NnunetModel:
             "stored in another direction; look at them, or give inference.orientation=LPS (or RAS)"
         ]
 
-    def _described_passes(self) -> str:
+    def described_passes(self) -> str:
         """Say how tiles went through the networks."""
         names = ", ".join(fold.name for fold in self.folds)
         axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
@@ -475,7 +529,7 @@ def _load_folder(
             folds.append(Fold(name, file, checkpoint.mirror_axes))
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
-        raise UserError(f"{source}: plans.json {error}") from error
+        raise UserError(f"{source}: {error.sentence}") from error
     configuration = folder.plan.configuration
     model = NnunetModel(
         folder=folder,
@@ -566,9 +620,7 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
 
 
 @contextmanager
-def _timed(
-    result: Segmentation, step: str, on_step: Callable[[str], None] | None
-) -> Iterator[None]:
+def timed(result: Segmentation, step: str, on_step: Callable[[str], None] | None) -> Iterator[None]:
     """Announce a step and record its seconds; it begins without free memory of the one before."""
     release_free_memory()
     if on_step is not None:

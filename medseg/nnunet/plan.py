@@ -51,6 +51,14 @@ READERS = {
 class PlanError(ValueError):
     """A plan that is damaged or not supported; the message has no path."""
 
+    @property
+    def sentence(self) -> str:
+        """The message with its file and the cure."""
+        return (
+            f"plans.json {self}; take plans.json and dataset.json as nnU-Net wrote them, or "
+            "predict with nnU-Net"
+        )
+
 
 @dataclass(frozen=True)
 class ResamplingPlan:

@@ -98,12 +98,20 @@ class SplinePlanes:
         target: Shape of the result.
         orders: Order of the spline along each axis; 0 takes the nearest voxel.
         margins: Voxels that were added to the source at each end of an axis, for a cubic spline.
+
+    Attributes:
+        num_planes: Number of output planes.
+        plane_shape: Their shape, (H, W).
+        keeps_range: Whether a result lies between its taps.
     """
 
     def __init__(
         self, source: Shape, target: Shape, orders: Shape, margins: Shape = (0, 0, 0)
     ) -> None:
         self.num_planes = target[0]
+        self.plane_shape = target[1:]
+        # No result of linear interpolation lies outside the range of its taps.
+        self.keeps_range = max(orders) <= 1
         depth, height, width = (
             axis_taps(outputs, inputs, order, margin)
             for outputs, inputs, order, margin in zip(target, source, orders, margins, strict=True)
@@ -137,6 +145,44 @@ class SplinePlanes:
         assert total is not None, "each output has a tap"
         return total
 
+    def voxels_of(self, cells: Tensor) -> Tensor:
+        """Voxels of an output plane that lie in some cells, by their places in its flat array.
+
+        Args:
+            cells: Mask (h, w); a cell spans from its source voxel to the next one of each axis.
+        """
+        rows, columns = self._rows[0][0], self._columns[0][0]
+        mask = cells.index_select(0, rows).index_select(1, columns)
+        return mask.flatten().nonzero()[:, 0]
+
+    def resample_at(self, plane: int, planes: Sequence[Tensor], voxels: Tensor) -> Tensor:
+        """Compute some voxels of an output plane, with the bits of `resample`.
+
+        Args:
+            plane: Its number.
+            planes: Source planes (h, w) of `sources`, float64.
+            voxels: See `voxels_of`.
+
+        Returns:
+            One value each, float64.
+        """
+        width = len(self._columns[0][0])
+        row_of = torch.div(voxels, width, rounding_mode="floor")
+        column_taps = list(_taps_at(voxels - row_of * width, *self._columns))
+        total: Tensor | None = None
+        weights = self._depth.weight
+        for tap, values in enumerate(planes):
+            weighted = values if weights is None else values * float(weights[plane, tap])
+            for row, row_weight in _taps_at(row_of, *self._rows):
+                for column, column_weight in column_taps:
+                    term = weighted[row, column]
+                    for weight in (row_weight, column_weight):
+                        if weight is not None:
+                            term.mul_(weight)
+                    total = term if total is None else total.add_(term)
+        assert total is not None, "each output has a tap"
+        return total
+
 
 def _as_tensors(taps: AxisTaps) -> tuple[list[Tensor], list[Tensor] | None]:
     """Split taps into one tensor of indices and one of weights for each tap."""
@@ -157,6 +203,14 @@ def _taps(
             # Along the rows the weights are a column.
             gathered.mul_(weight[tap][:, None] if axis == 0 else weight[tap])
         yield gathered
+
+
+def _taps_at(
+    outputs: Tensor, index: Sequence[Tensor], weight: Sequence[Tensor] | None
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Source voxel and weight of each tap for some outputs of an axis."""
+    for tap, sources in enumerate(index):
+        yield sources[outputs], None if weight is None else weight[tap][outputs]
 
 
 def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:

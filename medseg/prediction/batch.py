@@ -139,6 +139,7 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
             config.weights,
             config.folds,
             label_values=config.label_values,
+            ensemble=config.ensemble,
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,

@@ -15,7 +15,8 @@ from medseg.inference.options import InferenceOptions, Seen
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
-from medseg.nnunet.model import load_nnunet
+from medseg.nnunet.ensemble import NnunetEnsemble
+from medseg.nnunet.model import NnunetModel, load_nnunet
 from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
 from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.joined import JoinedModels
@@ -143,6 +144,7 @@ def load_model_folders(
     folds: Sequence[str] | None = None,
     *,
     label_values: Mapping[str, int] | None = None,
+    ensemble: bool = False,
     accelerator: str = "auto",
     precision: str | None = None,
     options: InferenceOptions | None = None,
@@ -155,6 +157,7 @@ def load_model_folders(
             of nnU-Net's export.
         folds: Names of the folds to average; None = all.
         label_values: Label name to value where it is not its place among the labels of all folders.
+        ensemble: Whether probabilities of folders of nnU-Net are averaged, in place of painting.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: See `load_cascade`; `fp32`, `bf16` or None for a folder of nnU-Net.
         options: Keys of `inference`; the defaults where None.
@@ -192,13 +195,33 @@ def load_model_folders(
             continue
         device = _device_of(accelerator)
         models.append(load_nnunet(folder, folds, device, nnunet_options, precision))
+    names = _distinct_names([Path(folder) for folder in weights])
     joined = models[0]
-    if len(models) > 1 or label_values:
-        names = _distinct_names([Path(folder) for folder in weights])
-        joined = JoinedModels(names, tuple(models), label_values or {})
+    if ensemble:
+        names, joined = ("ensemble",), _ensemble_of(names, models)
+    if len(names) > 1 or label_values:
+        parts = (joined,) if ensemble else tuple(models)
+        joined = JoinedModels(names, parts, label_values or {})
     if options.around is None:
         return joined
     return TotalsegmentatorModel(joined, isotropic_mm(models))
+
+
+def _ensemble_of(names: Sequence[str], models: Sequence[ScanModel]) -> NnunetEnsemble:
+    """Join models of nnU-Net whose probabilities are averaged.
+
+    Raises:
+        UserError: If one is none of nnU-Net, or they do not go together.
+    """
+    members: list[NnunetModel] = []
+    for name, model in zip(names, models, strict=True):
+        if not isinstance(model, NnunetModel):
+            raise UserError(
+                f"ensemble=true averages model folders of nnU-Net, but {name} is one of medseg; "
+                "leave it out"
+            )
+        members.append(model)
+    return NnunetEnsemble(tuple(members))
 
 
 def _distinct_names(folders: Sequence[Path]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from medseg.io.atomic import replace_text
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
+from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.prediction.contract import LIBRARIES_BYTES
@@ -106,7 +107,7 @@ def forecast(
         return _forecast_joined(model, grid, loaded_bytes, array_bytes)
     if isinstance(model, TotalsegmentatorModel):
         return _forecast_resampled(model, grid, loaded_bytes, array_bytes)
-    if isinstance(model, NnunetModel):
+    if isinstance(model, (NnunetModel, NnunetEnsemble)):
         return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
@@ -155,9 +156,9 @@ def _forecast_joined(
 
 
 def _forecast_nnunet(
-    model: NnunetModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
-    """Forecast a case of a model of nnU-Net, which has no crop that is unknown beforehand."""
+    """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
     num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
     fixed = loaded_bytes + LIBRARIES_BYTES + channels * _held(SCAN * num_voxels, array_bytes)

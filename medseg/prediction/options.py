@@ -159,6 +159,10 @@ class PredictConfig:
         dict[str, int] | None,
         Knob("With weights: {name: value}, 1 to 255; null: 1, 2, … in the order of the folders."),
     ] = None
+    ensemble: Annotated[
+        bool,
+        Knob("With several weights of nnU-Net: average their probabilities, as nnUNetv2_ensemble."),
+    ] = False
     by_spacing: Annotated[
         dict[str, RangeOptions] | None,
         Knob("Name: other checkpoints for a range of the scan's coarsest spacing."),
@@ -305,11 +309,18 @@ class PredictConfig:
                         f"{key} belongs to a model folder; give weights=<folder> too, "
                         "or leave it out"
                     )
+            if self.ensemble:
+                yield (
+                    "ensemble belongs to model folders; give weights=[<folder>,<folder>] too, or "
+                    "leave it out"
+                )
             return
         yield from text_clashes("weights", self.weights, "a model folder, a list of them or null")
         for key in (*STAGES, "by_spacing"):
             if getattr(self, key) is not None:
                 yield f"weights and {key} exclude each other; leave one of them out"
+        if self.ensemble and isinstance(self.weights, list) and len(self.weights) < 2:
+            yield "ensemble averages several model folders, got one; leave it out"
         if self.folds == []:
             yield (
                 "folds: expected numbers of folds, such as [0,1], but got none; "

@@ -40,6 +40,7 @@ class Segmenter:
         weights: In place of all, a model folder or a list of them; see `load_model_folders`.
         folds: Names of the folds to average; None = all.
         label_values: Label name to value where it is not its place among the labels of `weights`.
+        ensemble: Whether probabilities of folders of nnU-Net are averaged, in place of painting.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
@@ -60,6 +61,7 @@ class Segmenter:
         weights: str | Path | Sequence[str | Path] | None = None,
         folds: Sequence[str] | None = None,
         label_values: Mapping[str, int] | None = None,
+        ensemble: bool = False,
         accelerator: str = "auto",
         precision: str | None = None,
         options: InferenceOptions | None = None,
@@ -75,6 +77,7 @@ class Segmenter:
                 folders,
                 folds,
                 label_values=label_values,
+                ensemble=ensemble,
                 accelerator=accelerator,
                 precision=precision,
                 options=options,

@@ -386,6 +386,8 @@ def test_the_python_api_takes_a_model_folder() -> None:
         (["weights=a", "coarse=b"], "weights and coarse exclude each other"),
         (["weights=a", "folds=[]"], "folds: expected numbers of folds"),
         (["label_values={a: 1}"], "label_values belongs to a model folder"),
+        (["ensemble=true"], "ensemble belongs to model folders"),
+        (["weights=a", "ensemble=true"], "ensemble averages several model folders, got one"),
         (["weights=[]"], "weights: expected a model folder, a list of them or null"),
     ],
 )

@@ -1,0 +1,212 @@
+"""Ensemble of nnU-Net's configurations: the mean of their probabilities at the scan's resolution.
+
+As `nnUNetv2_ensemble` of results with `--save_probabilities`, but plane by plane: the logits of
+each model lie in a temporary file at the spacing of its network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medseg.errors import UserError
+from medseg.findings import warnings_of
+from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_ml
+from medseg.io.scratch import new_array
+from medseg.io.volume import Volume
+from medseg.nnunet.labels import average_planes
+from medseg.nnunet.model import NnunetModel, timed
+from medseg.nnunet.plan import NnunetPlan
+from medseg.nnunet.planes import Planes
+from medseg.task import Task
+
+AVERAGE = "average"
+# Logits, probabilities and their sum, float32.
+PROBABILITY_PLANES = 3
+
+
+@dataclass(frozen=True)
+class NnunetEnsemble:
+    """Models of nnU-Net for one task whose probabilities are averaged.
+
+    Attributes:
+        members: The models, in the order given.
+    """
+
+    members: tuple[NnunetModel, ...]
+
+    # As for one model.
+    keeps_values = True
+    has_views = False
+    backend_bytes = 0
+
+    def __post_init__(self) -> None:
+        first = self.members[0]
+        for member in self.members[1:]:
+            for what, of_first, own in (
+                ("labels", first.plan.labels, member.plan.labels),
+                ("channels", len(first.plan.channels), len(member.plan.channels)),
+                ("order of axes", first.plan.transpose, member.plan.transpose),
+                ("orientation", first.orientation, member.orientation),
+            ):
+                if of_first != own:
+                    raise UserError(
+                        f"ensemble=true: {first.folder.path} and {member.folder.path} differ in "
+                        f"their {what}; give configurations of one data set"
+                    )
+
+    @property
+    def options(self) -> InferenceOptions:
+        """Keys of `inference`, which are the same for all."""
+        return self.members[0].options
+
+    @property
+    def task(self) -> Task:
+        """Labels and channels, which are the same for all."""
+        return self.members[0].task
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all networks."""
+        return self.members[0].device
+
+    @property
+    def precision(self) -> str:
+        """Number format of all networks."""
+        return self.members[0].precision
+
+    @property
+    def steps(self) -> list[str]:
+        """Steps of all members with their numbers, and the mean."""
+        steps: list[str] = []
+        for number, member in enumerate(self.members, start=1):
+            steps += [f"{step}_{number}" for step in member.steps]
+        return [*steps, AVERAGE]
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, str]]:
+        """Checksums of the configurations of all members with their numbers."""
+        files: dict[str, dict[str, str]] = {}
+        for number, member in enumerate(self.members, start=1):
+            for name, checksums in member.checkpoints.items():
+                files[f"ensemble_{name}_{number}"] = checksums
+        return files
+
+    @property
+    def plan(self) -> NnunetPlan:
+        """Plan of the first member; labels and axes are the same for all."""
+        return self.members[0].plan
+
+    @property
+    def pass_steps(self) -> list[str]:
+        """Steps in which a network runs."""
+        steps: list[str] = []
+        for number, member in enumerate(self.members, start=1):
+            steps += [f"{step}_{number}" for step in member.pass_steps]
+        return steps
+
+    @property
+    def tile_bytes(self) -> float:
+        """Memory of a pass of the largest network."""
+        return max(member.tile_bytes for member in self.members)
+
+    def within(self, budget_gib: float) -> NnunetEnsemble:
+        """Return the same ensemble with a bound on the memory of a network pass."""
+        return NnunetEnsemble(tuple(member.within(budget_gib) for member in self.members))
+
+    def check_budget(self, grid: VoxelGrid) -> None:
+        """Tiles are the same for all scans: `within` has checked them."""
+
+    def expected(self, grid: VoxelGrid) -> tuple[dict[str, list[int]], int]:
+        """Expect the arrays of a case by the header of its scan; see `NnunetModel.expected`."""
+        memory: dict[str, list[int]] = {}
+        num_voxels = 0
+        for number, member in enumerate(self.members, start=1):
+            of_member, of_networks = member.expected(grid)
+            num_voxels += of_networks
+            for step, sizes in of_member.items():
+                memory[f"{step}_{number}"] = sizes
+        shape = self.members[0].turned_grid(grid).shape
+        _, y, x = self.plan.transpose
+        plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
+        memory[AVERAGE] = [math.prod(shape), PROBABILITY_PLANES * plane]
+        return memory, num_voxels
+
+    def segment(
+        self,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray] = (),
+        *,
+        on_step: Callable[[str], None] | None = None,
+        keep_probabilities: bool = False,
+    ) -> Segmentation:
+        """Segment one scan: the logits of each member in turn, then the mean; see `NnunetModel`.
+
+        Raises:
+            UserError: If a plan does not fit the scan.
+        """
+        assert not keep_probabilities, "`save` refuses them"
+        result = Segmentation(np.empty(0))
+        stored: list[tuple[Tensor, Planes]] = []
+        for number in range(1, len(self.members) + 1):
+            logits, planes, box = self._run(number, volume, more_channels, result, on_step)
+            stored.append((logits, planes))
+        with timed(result, AVERAGE, on_step):
+            result.labels = new_array(volume.array.shape, np.uint8)
+            labels = self.members[0].crop_of(result.labels, box, volume.grid)
+            average_planes(stored, self.plan.labels.region_values, labels)
+        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
+        if not any(result.volumes_ml.values()):
+            result.findings += warnings_of("empty_result", [NO_LABEL])
+        return result
+
+    def _run(
+        self,
+        number: int,
+        volume: Volume,
+        more_channels: Sequence[np.ndarray],
+        result: Segmentation,
+        on_step: Callable[[str], None] | None,
+    ) -> tuple[Tensor, Planes, VoxelBox]:
+        """Run the networks of a member; nothing but its logits stays.
+
+        Args:
+            number: Its number, from 1 on.
+            volume: See `segment`.
+            more_channels: See `segment`.
+            result: Receives durations, tiles and findings.
+            on_step: See `segment`.
+
+        Returns:
+            Its logits, their resampling, and the crop of the scan, which is that of all members.
+        """
+        member = self.members[number - 1]
+        part = Segmentation(np.empty(0))
+        announce = _numbered(number, on_step)
+        prepared = member.prepare_scan(volume, more_channels, part, announce)
+        planes = member.planes_of(prepared)
+        with timed(part, "segment", announce):
+            logits = member.store_logits(prepared)
+        part.tiling_plans["segment"] = member.described_passes()
+        for step, duration_s in part.durations_s.items():
+            result.durations_s[f"{step}_{number}"] = duration_s
+        for step, described in part.tiling_plans.items():
+            result.tiling_plans[f"{step}_{number}"] = described
+        name = member.folder.path.name
+        found = member.findings_of(volume.grid)
+        result.findings += [finding.within(name) for finding in found]
+        return logits, planes, prepared.box
+
+
+def _numbered(number: int, on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """Announce steps with the number of their member."""
+    if on_step is None:
+        return None
+    return lambda step: on_step(f"{step}_{number}")

@@ -1,0 +1,85 @@
+"""Labels from planes of logits: those of the largest interpolated logit of each voxel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as functional
+from scipy.ndimage import zoom
+from torch import Tensor
+
+from medseg.nnunet.labels import reduce_planes
+from medseg.nnunet.spline import SplinePlanes
+
+Shape = tuple[int, int, int]
+SOURCE = (9, 14, 12)
+TARGETS = [(17, 41, 30), (5, 9, 20), (9, 20, 12)]
+
+
+def smooth_logits(num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Logits (D, K, H, W) whose largest head changes from region to region, with equal heads."""
+    numbers = torch.Generator().manual_seed(3)
+    coarse = torch.randn((1, num_heads, 3, 4, 3), generator=numbers)
+    logits = functional.interpolate(coarse, size=SOURCE, mode="trilinear")[0].mul_(20)
+    logits[2] = logits[1]
+    return logits.transpose(0, 1).to(dtype).contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32])
+@pytest.mark.parametrize("orders", [(1, 1, 1), (0, 1, 1), (1, 1, 0)])
+@pytest.mark.parametrize("target", TARGETS)
+def test_labels_are_those_of_all_heads_at_all_voxels(
+    target: Shape, orders: Shape, dtype: torch.dtype
+) -> None:
+    logits = smooth_logits(7, dtype)
+    planes = SplinePlanes(SOURCE, target, orders)
+    labels = np.empty(target, dtype=np.uint8)
+    reduce_planes(iter(logits), planes, None, labels)
+    stored = np.float16 if dtype is torch.half else np.float32
+    resampled = []
+    for head in logits.double().numpy().transpose(1, 0, 2, 3):
+        whole = head
+        for order in (0, 1):
+            factors = [
+                1 / (SOURCE[axis] / target[axis]) if orders[axis] == order else 1
+                for axis in range(3)
+            ]
+            if order in orders:
+                whole = zoom(whole, factors, order=order, mode="nearest", grid_mode=True)
+        resampled.append(whole.astype(stored))
+    assert np.array_equal(labels, np.argmax(resampled, axis=0))
+    assert len(np.unique(labels)) > 3
+
+
+@pytest.mark.parametrize("orders", [(1, 1, 1), (0, 1, 1), (1, 0, 1)])
+def test_some_voxels_have_the_bits_of_the_plane(orders: Shape) -> None:
+    planes = SplinePlanes(SOURCE, (17, 41, 30), orders)
+    sources = [part.double() for part in smooth_logits(3, torch.half)[4:, 0]]
+    inputs = sources[: len(planes.sources(8))]
+    voxels = torch.arange(0, 41 * 30, 7)
+    some = planes.resample_at(8, inputs, voxels)
+    assert torch.equal(some, planes.resample(8, inputs).flatten()[voxels])
+
+
+def test_a_head_that_cannot_win_is_not_interpolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.full((SOURCE[0], 5, *SOURCE[1:]), -5, dtype=torch.half)
+    logits[:, (0, 3)] = 0
+    logits[:, 0, :, :6] = 10
+    logits[:, 3, :, 6:] = 10
+    heads_seen = 0
+    resample = SplinePlanes.resample
+    resample_at = SplinePlanes.resample_at
+
+    def counted(self: SplinePlanes, *arguments: object) -> Tensor:
+        nonlocal heads_seen
+        heads_seen += 1
+        function = resample if len(arguments) == 2 else resample_at
+        return function(self, *arguments)  # type: ignore[operator]
+
+    monkeypatch.setattr(SplinePlanes, "resample", counted)
+    monkeypatch.setattr(SplinePlanes, "resample_at", counted)
+    labels = np.empty(TARGETS[0], dtype=np.uint8)
+    reduce_planes(iter(logits), SplinePlanes(SOURCE, TARGETS[0], (1, 1, 1)), None, labels)
+    assert heads_seen == 2 * TARGETS[0][0]
+    assert set(np.unique(labels)) == {0, 3}
