@@ -444,7 +444,7 @@ def load_nnunet(
 
 def _load_folder(
     folder: ModelFolder,
-    given: str,
+    source: str,
     device: torch.device,
     options: InferenceOptions,
     precision: str,
@@ -453,7 +453,7 @@ def _load_folder(
 
     Args:
         folder: Its files.
-        given: Key and value of the user, for messages.
+        source: Key and value of the user, for messages.
         device: See `load_nnunet`.
         options: See `load_nnunet`.
         precision: `fp32` or `bf16`.
@@ -464,18 +464,18 @@ def _load_folder(
         shapes = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
         folds: list[Fold] = []
         for name, file in folder.checkpoints.items():
-            checkpoint = read_checkpoint(file, f"{given}: fold {name}")
+            checkpoint = read_checkpoint(file, f"{source}: fold {name}")
             difference = fits(shapes, checkpoint.weights)
             if difference:
                 raise UserError(
-                    f"{given}: the weights of fold {name} do not fit the network of plans.json "
+                    f"{source}: the weights of fold {name} do not fit the network of plans.json "
                     f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
                     "take the files of one training"
                 )
             folds.append(Fold(name, file, checkpoint.mirror_axes))
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
-        raise UserError(f"{given}: plans.json {error}") from error
+        raise UserError(f"{source}: plans.json {error}") from error
     configuration = folder.plan.configuration
     model = NnunetModel(
         folder=folder,
