@@ -32,7 +32,7 @@ from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
 from medseg.nnunet.labels import mean_planes, reduce_planes
-from medseg.nnunet.network import call_network, fits, make_network, network_input
+from medseg.nnunet.network import call_network, first_difference, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import make_planes
 from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
@@ -196,7 +196,7 @@ class NnunetModel:
         num_voxels = 0
         if self.previous is not None:
             of_first, num_voxels = self.previous.expected(grid)
-            memory[PREVIOUS] = of_first[STEPS[-1]]
+            memory[PREVIOUS] = of_first["segment"]
         grid = self._orientation_of(grid).reoriented(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
@@ -214,7 +214,7 @@ class NnunetModel:
         # Sums of the heads, and of the weights, in as many planes as a tile has.
         window = itemsize * plan.patch_size[0] * (num_heads + 1) * height * width
         # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
-        held = 2 * itemsize * num_heads * height * width
+        two_planes = 2 * itemsize * num_heads * height * width
         labels = math.prod(shape)
         starts = all_starts(
             (depth, height, width), plan.patch_size, self.options.overlap, is_2d=plan.is_2d
@@ -226,7 +226,7 @@ class NnunetModel:
         if passes > len(self.folds):
             mirrored = 4 * num_heads * math.prod(plan.patch_size)
         memory["prepare"] = [image]
-        memory["segment"] = [image, window, held, labels, mirrored]
+        memory["segment"] = [image, window, two_planes, labels, mirrored]
         return memory, num_voxels + num_tiles * passes * math.prod(plan.patch_size)
 
     def segment(
@@ -259,9 +259,9 @@ class NnunetModel:
                 first = self.previous.segment(volume, more_channels)
             previous = orientation.turned(first.labels)
             result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
-        with _timed(result, "prepare", on_step), self._of_the_plan():
+        with _timed(result, "prepare", on_step), self._naming_the_folder():
             prepared = prepare(images, grid.spacing_mm, self.plan, previous)
-        with _timed(result, "segment", on_step), self._of_the_plan():
+        with _timed(result, "segment", on_step), self._naming_the_folder():
             stored = new_array(volume.array.shape, np.uint8)
             # A view of the stored labels in the order of the network, into which the crop goes.
             turned = orientation.turned(stored).transpose(self.plan.transpose)
@@ -295,7 +295,7 @@ class NnunetModel:
             reduce_planes(logits, planes, plan.labels.region_values, labels)
 
     @contextmanager
-    def _of_the_plan(self) -> Iterator[None]:
+    def _naming_the_folder(self) -> Iterator[None]:
         """Name the folder where its plan does not fit a scan.
 
         Raises:
@@ -465,7 +465,7 @@ def _load_folder(
         folds: list[Fold] = []
         for name, file in folder.checkpoints.items():
             checkpoint = read_checkpoint(file, f"{source}: fold {name}")
-            difference = fits(shapes, checkpoint.weights)
+            difference = first_difference(shapes, checkpoint.weights)
             if difference:
                 raise UserError(
                     f"{source}: the weights of fold {name} do not fit the network of plans.json "

@@ -54,7 +54,7 @@ def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
     return logits
 
 
-def fits(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
+def first_difference(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Compare names and shapes of weights with those of a network.
 
     Returns:

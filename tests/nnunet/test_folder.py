@@ -16,7 +16,7 @@ import torch
 from medseg.errors import UserError
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import open_model_folder
-from medseg.nnunet.network import fits, make_network
+from medseg.nnunet.network import first_difference, make_network
 
 Toy = dict[str, Any]
 MakeFolder = Callable[..., Path]
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_read_with_the_numbers_of_its_logger(
     checkpoint = read_checkpoint(model.checkpoints["0"], "weights=model")
     assert checkpoint.mirror_axes == ()
     assert checkpoint.trainer == "nnUNetTrainer_4000epochs_NoMirroring"
-    assert fits(make_network(model.plan), checkpoint.weights) == ""
+    assert first_difference(make_network(model.plan), checkpoint.weights) == ""
 
 
 def test_folds_are_chosen_by_name(toy: Toy, make_folder: MakeFolder) -> None:
@@ -195,8 +195,8 @@ def test_weights_of_another_network_are_told_apart(toy: Toy, make_folder: MakeFo
     weights = dict(network.state_dict())
     name = next(iter(weights))
     wrong_shape = {**weights, name: weights[name][:1]}
-    assert f"{name} has the shape" in fits(network, wrong_shape)
+    assert f"{name} has the shape" in first_difference(network, wrong_shape)
     other_weights = {**weights, "other": weights[name]}
-    assert "is no part of the network" in fits(network, other_weights)
+    assert "is no part of the network" in first_difference(network, other_weights)
     del weights[name]
-    assert fits(network, weights) == f"{name} is missing"
+    assert first_difference(network, weights) == f"{name} is missing"
