@@ -214,12 +214,12 @@ def plan_slabs(
     if any(len(axis.index) == 0 for axis in axes):
         return
     z, y, x = axes
-    # Source range, target range and taps: of a slab all rows and columns, but a part of the planes.
-    along_z = z.part(0, len(z.index))
-    along_y = y.part(0, len(y.index))
-    along_x = x.part(0, len(x.index))
+    # A slab has all rows and columns, but a part of the planes.
+    source_z, _, _ = z.part(0, len(z.index))
+    source_y, target_y, taps_y = y.part(0, len(y.index))
+    source_x, target_x, taps_x = x.part(0, len(x.index))
     planes, rows, columns = (
-        source_range.stop - source_range.start for source_range, _, _ in (along_z, along_y, along_x)
+        source_range.stop - source_range.start for source_range in (source_z, source_y, source_x)
     )
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (rows * columns)
@@ -230,9 +230,12 @@ def plan_slabs(
     least_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
     step = max(step, least_step)
     for start in range(0, len(z.index), step):
-        part_of_z = z.part(start, start + step)
-        sources, targets, taps = zip(part_of_z, along_y, along_x, strict=True)
-        yield Slab(sources, targets, taps)
+        source_z, target_z, taps_z = z.part(start, start + step)
+        yield Slab(
+            source=(source_z, source_y, source_x),
+            target=(target_z, target_y, target_x),
+            taps=(taps_z, taps_y, taps_x),
+        )
 
 
 def _is_z_first(z: AxisTaps, y: AxisTaps) -> bool:

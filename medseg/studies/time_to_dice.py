@@ -92,8 +92,12 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         # Before the clock of the row starts: the first row would pay for the cache of all.
         make_data_module(row_config).prepare_data()
         points, outcome = train_row(row_config, config, limit_minutes)
-        line = {"row": name, "arguments": " ".join(rows[name]), "outcome": outcome}
-        line |= _figures(points, config)
+        line: dict[str, Any] = {
+            "row": name,
+            "arguments": " ".join(rows[name]),
+            "outcome": outcome,
+            **_figures(points, config),
+        }
         line["ratio"] = 1.0
         if table:
             line["ratio"] = line["cpu_minutes"] / table[0]["cpu_minutes"]

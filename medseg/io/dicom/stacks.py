@@ -362,9 +362,8 @@ def choose_stack(
 
     Unreadable files are refused with their series: other series stay readable beside them. A file
     that does not tell its series belongs to the only volume of its folder; beside several it is
-    told, and each of them goes on. A series
-    that consists of unreadable files only is left out, like an object of another modality, if
-    exactly one other series can be read.
+    told, and each of them goes on. A series that consists of unreadable files only is left out,
+    like an object of another modality, if exactly one other series can be read.
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.

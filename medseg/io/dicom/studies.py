@@ -177,11 +177,11 @@ def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[s
     copies = broken_copies(folder.dicom, {path for _, path in slices})
     owned: dict[str, list[Path]] = {}
     for image in [*folder.loose, *map(refused_copy, copies)]:
-        uid = folders.owner(image.path)
-        if uid is None:
+        owner = folders.owner(image.path)
+        if owner is None:
             on_loose(image)
         else:
-            owned.setdefault(uid, []).append(image.path)
+            owned.setdefault(owner, []).append(image.path)
     return owned
 
 
