@@ -316,6 +316,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
     with _explained_errors(command):
         arguments = with_plan(arguments, schema, partial(compose, command))
     arguments = targets_first(arguments)
+    # Hydra reads the command line by itself.
     sys.argv[1:] = options_first(arguments)
     if {"--help", "-h"} & set(sys.argv):
         with _explained_errors(command):

@@ -140,7 +140,8 @@ def curve(values: list[float]) -> str:
         fmean(values[start : start + num_joined]) for start in range(0, len(values), num_joined)
     ]
     low = min(means)
-    value_range = max(means) - low or 1.0
+    # A flat curve has no range to divide by.
+    value_range = (max(means) - low) or 1.0
     heights = [(mean - low) / value_range for mean in means]
     return "".join(BARS[int(height * (len(BARS) - 1))] for height in heights)
 

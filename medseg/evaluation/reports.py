@@ -35,6 +35,7 @@ def read_cost(prediction: Path) -> dict[str, float]:
         ]
     except _NO_REPORT:
         return {}
+    # An infinite cost in a report would end the evaluation after all scores.
     if not all(map(math.isfinite, costs)):
         return {}
     return dict(zip(COSTS, costs, strict=True))

@@ -1,7 +1,7 @@
 """Lightning module of a stage: training step, validation by whole cases, checkpoint content."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -191,28 +191,28 @@ class SegmentationModule(pl.LightningModule):
         release_free_memory()
         if self.average is not None:
             self.average.exchange()
-        scores, self.val_scores = self.val_scores, {}
-        if self.trainer.world_size > 1:
-            scores_of_ranks: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(scores_of_ranks, scores)
-            scores = {}
-            for rank_scores in scores_of_ranks:
-                scores |= rank_scores
+        scores = self._scores_of_all_ranks()
+        self.val_scores = {}
         self.case_scores = scores
         # `fmean` rounds once, so the order of ranks and cases changes no bit.
         for name in self.metrics:
             values = [score for (_, _, score_of), score in scores.items() if score_of == name]
-            # NaN where the metric is not defined.
-            values = [value for value in values if not math.isnan(value)]
-            # A distance is infinite where a label was not found at all: without it the mean would
-            # improve, so there is no mean then.
-            has_mean = bool(values) and all(map(math.isfinite, values))
-            mean = fmean(values) if has_mean else math.nan
-            self.log(f"val/{name}", mean, rank_zero_only=False)
+            self.log(f"val/{name}", _mean_of_defined(values), rank_zero_only=False)
         dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
         if dice:
             self.log("val/dice", fmean(dice), rank_zero_only=False)
             self.log("val/dice_worst", min(dice), rank_zero_only=False)
+
+    def _scores_of_all_ranks(self) -> dict[tuple[str, int, int | str], float]:
+        """Collect the scores of this validation, which all ranks must call together."""
+        if self.trainer.world_size == 1:
+            return self.val_scores
+        scores_of_ranks: list[Any] = [None] * self.trainer.world_size
+        torch.distributed.all_gather_object(scores_of_ranks, self.val_scores)
+        scores: dict[tuple[str, int, int | str], float] = {}
+        for rank_scores in scores_of_ranks:
+            scores |= rank_scores
+        return scores
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the metadata that prediction needs, and the average of the weights.
@@ -246,6 +246,16 @@ class SegmentationModule(pl.LightningModule):
             }
             self.average.load(averaged)
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
+
+
+def _mean_of_defined(scores: Sequence[float]) -> float:
+    """Average the scores of a metric that are defined, not NaN; NaN where there is no mean."""
+    defined = [score for score in scores if not math.isnan(score)]
+    # A distance is infinite where a label was not found at all: without it the mean would improve,
+    # so there is no mean then.
+    if defined and all(map(math.isfinite, defined)):
+        return fmean(defined)
+    return math.nan
 
 
 def only_inside(volume: Tensor, bounds: Tensor) -> Tensor:
