@@ -73,7 +73,12 @@ def command(name: str, *overrides: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "stages"),
-    [(TWO, "two stages"), (FOUR, "two stages"), (TWO, "one stage"), (FOUR, "one stage on patches")],
+    [
+        (TWO, "two stages"),
+        pytest.param(FOUR, "two stages", marks=pytest.mark.thorough),
+        pytest.param(TWO, "one stage", marks=pytest.mark.thorough),
+        (FOUR, "one stage on patches"),
+    ],
 )
 def test_channels_train_predict_and_evaluate(
     channels: list[str], stages: str, table: Path, tmp_path: Path

@@ -193,6 +193,7 @@ def test_some_mutations(kind: str, tmp_path: Path) -> None:
     run(kind, tmp_path, 50, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("kind", WRITERS)

@@ -219,6 +219,7 @@ def test_a_folder_without_a_scan_names_its_patient(
     assert refused[1].endswith("give the folder of a CT series (patient P02, 2024-01-01).")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same results in all forms; each refusal names patient, date and cure in one line."""

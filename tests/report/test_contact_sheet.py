@@ -73,6 +73,7 @@ def test_a_batch_without_pictures_says_how_to_get_them(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_hundred_scans_are_filtered_and_sorted_in_a_browser(
     chromium: Any, tmp_path: Path

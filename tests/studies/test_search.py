@@ -507,6 +507,7 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(
     ] == starts
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_searches_in_one_folder_share_its_trials(
     run: Callable[..., int], tmp_path: Path

@@ -109,6 +109,7 @@ def test_some_orientations(kind: str, number: int, tmp_path: Path) -> None:
     check(tmp_path, kind, ORIENTATIONS[number], "labelmap" if number == 13 else "binary")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["binary", "labelmap"])
 @pytest.mark.parametrize("kind", KINDS)
