@@ -369,7 +369,11 @@ def test_channels_last_stays_within_rounding(name: str) -> None:
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler here"
 )
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("unet-instance", "sqrt"), ("segresnet-group", "none")]
+    ("name", "checkpointing"),
+    [
+        ("unet-instance", "sqrt"),
+        pytest.param("segresnet-group", "none", marks=pytest.mark.thorough),
+    ],
 )
 def test_compiled_network_computes_the_same(name: str, checkpointing: str) -> None:
     plain = make(NETWORKS[name])
@@ -406,7 +410,7 @@ def test_neither_loader_workers_nor_the_step_of_a_resume_change_a_batch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["unet", "segresnet"])
+@pytest.mark.parametrize("network", ["unet", pytest.param("segresnet", marks=pytest.mark.thorough)])
 def test_neither_loader_workers_nor_an_interruption_change_a_bit(
     network: str, tiny_table: Path, tmp_path: Path
 ) -> None:

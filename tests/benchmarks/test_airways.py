@@ -87,11 +87,9 @@ def test_gas_below_the_lungs_is_no_trachea() -> None:
     assert not airway.lumen.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "index",
-    [0, pytest.param(1, marks=pytest.mark.thorough), pytest.param(3, marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize("index", [0, 1, 3])
 def test_the_airway_of_a_phantom_is_found(index: int) -> None:
     spec = PhantomSpec(seed=100, index=index, noise_hu=12.0, tilt_deg=(0.0, 0.0, 0.0))
     patient = draw_patient(spec)

@@ -72,10 +72,10 @@ def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
     [
         ("unet", 0.005),
         pytest.param("segresnet", 0.005, marks=pytest.mark.slow),
-        pytest.param("dynunet", 0.005, marks=pytest.mark.slow),
+        pytest.param("dynunet", 0.005, marks=[pytest.mark.slow, pytest.mark.thorough]),
         # An upper bound: storages that several of its blocks share count where one of them may hold
         # them.
-        pytest.param("swin_unetr", 0.1, marks=pytest.mark.slow),
+        pytest.param("swin_unetr", 0.1, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_the_peak_of_any_set_of_blocks_is_the_counted_one(

@@ -329,6 +329,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
     tiny_table: Path, tmp_path: Path
 ) -> None:
