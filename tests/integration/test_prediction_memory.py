@@ -30,9 +30,10 @@ from medseg.prediction import batch
 from medseg.geometry.grid import VoxelBox
 
 def everywhere(image_hu, grid, stage, *others, localise=cascade_module.localise, **options):
-    found = localise(image_hu, grid, stage, *others, **options)
-    full = VoxelBox.full(found.grid.shape)
-    return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
+    localised = localise(image_hu, grid, stage, *others, **options)
+    full = VoxelBox.full(localised.grid.shape)
+    boxes = {region.name: full for region in stage.task.regions}
+    return dataclasses.replace(localised, boxes=boxes)
 
 def with_noise(*arguments, load=batch.load_cascade, **options):
     cascade = load(*arguments, **options)

@@ -149,7 +149,7 @@ def test_other_labels_of_the_first_stage_change_those_of_the_second(name: str) -
     highest = max(model.plan.previous_values)
     others_first = Segmentation(first % highest + 1, tiling_plans={"segment": ""})
     stage = SimpleNamespace(segment=lambda *_: others_first)
-    changed = replace(model, previous=stage).segment(volume, others).labels  # type: ignore[arg-type]
+    changed = replace(model, previous=stage).segment(volume, others).labels
     assert (changed != expected).any()
 
 

@@ -41,9 +41,10 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
+    arguments = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", [*given, *overrides]), PredictConfig))
+        composed = hydra.compose("predict", [*arguments, *overrides])
+        return app.predict(to_config(composed, PredictConfig))
 
 
 def written(folder: Path) -> list[str]:
