@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY := PASSIVE
+# The tests start many processes, which would all compile medseg anew.
+unexport PYTHONDONTWRITEBYTECODE
 # One thread per worker: more would wait for each other. Neighbours share a worker, and with it their fixtures.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help setup demo lint test test-slow test-all attack matrix docs gpu clean
+.PHONY: help setup demo lint test test-slow test-thorough test-all attack matrix docs gpu clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -32,12 +34,15 @@ test: lint       ## the default tests (no GPU, no network, no data beside the re
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup ## only the slow tests: training to a score, two ranks, the wheel, the commands of the README
-	$(PYTEST) -m "slow and not gpu and not attack" --durations=15
+	$(PYTEST) -m "slow and not gpu and not attack and not thorough" --durations=15
+
+test-thorough: setup   ## only what the CI leaves out: the laws of other tests on many more inputs
+	$(PYTEST) -m "thorough and not gpu and not attack" --durations=15
 
 attack: setup    ## hostile files, kills, signals, races and full disks (about an hour)
 	$(PYTEST) -m attack --durations=15
 
-test-all: test test-slow   ## both
+test-all: test test-slow test-thorough   ## all three
 
 matrix: setup    ## every pair of network, stage, loss, switch and ranks in small trainings -> docs/matrix.md
 	$(BIN)/python tests/matrix/matrix.py docs/matrix.md

@@ -162,8 +162,8 @@ def test_gradients_set_to_none_or_to_zero_make_the_same_steps(name: str) -> None
             step(network)
             optimizer.step()
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(*(network.parameters() for network in networks), strict=True)
+        torch.equal(weight, same)
+        for weight, same in zip(*(network.parameters() for network in networks), strict=True)
     )
 
 
@@ -198,8 +198,8 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one_with_clipping(
     plain, fused = (
         fit([*settings, f"optimizer.fused={is_fused}"], batches) for is_fused in ("false", "true")
     )
-    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for weight, same in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-6)
 
 
 # --- accumulation, ranks, composition of a batch: the same weights after a step in fp64
@@ -228,7 +228,7 @@ def samples(kind: str) -> list[Sample]:
 
 
 def weights_after_a_step(
-    network: StageNetwork, given: list[Sample], num_micro_batches: int, num_ranks: int
+    network: StageNetwork, stacks: list[Sample], num_micro_batches: int, num_ranks: int
 ) -> Tensor:
     """One step of SGD; ranks take consecutive parts of micro-batches and average gradients."""
     network = copy.deepcopy(network)
@@ -239,10 +239,10 @@ def weights_after_a_step(
         metadata={},
     )  # fmt: skip
     module.log = lambda *_, **__: None
-    is_stacked = len({sample["target"].shape for sample in given}) == 1
-    size = len(given) // num_micro_batches // num_ranks
-    for first in range(0, len(given), size):
-        batch: Any = collate(given[first : first + size], network.divisor, is_stacked=is_stacked)
+    is_stacked = len({sample["target"].shape for sample in stacks}) == 1
+    size = len(stacks) // num_micro_batches // num_ranks
+    for first in range(0, len(stacks), size):
+        batch: Any = collate(stacks[first : first + size], network.divisor, is_stacked=is_stacked)
         (module.training_step(batch, 0) / num_micro_batches / num_ranks).backward()
     module.make_optimizer(network.parameters()).step()
     return torch.cat([weight.detach().flatten() for weight in network.parameters()])
@@ -251,16 +251,16 @@ def weights_after_a_step(
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("name", [name for name in NETWORKS if not name.endswith("batch")])
 def test_a_step_does_not_depend_on_how_its_samples_are_batched(name: str, kind: str) -> None:
-    network, given = make(NETWORKS[name]).double(), samples(kind)
-    together = weights_after_a_step(network, given, 1, 1)
+    network, stacks = make(NETWORKS[name]).double(), samples(kind)
+    together = weights_after_a_step(network, stacks, 1, 1)
     assert not torch.equal(
         together, torch.cat([weight.detach().flatten() for weight in network.parameters()])
     )
     for num_micro_batches, num_ranks in ((2, 1), (2, 2)):
-        other = weights_after_a_step(network, given, num_micro_batches, num_ranks)
+        other = weights_after_a_step(network, stacks, num_micro_batches, num_ranks)
         torch.testing.assert_close(other, together, rtol=0, atol=1e-9)
     torch.testing.assert_close(
-        weights_after_a_step(network, given[::-1], 1, 1), together, rtol=0, atol=1e-9
+        weights_after_a_step(network, stacks[::-1], 1, 1), together, rtol=0, atol=1e-9
     )
 
 
@@ -287,13 +287,13 @@ def test_a_budget_changes_no_label_or_is_refused(name: str) -> None:
     told = []
     for share in (1.0, 0.7, 0.5, 0.3):
         try:
-            found = trained.predict_probs(
+            probs = trained.predict_probs(
                 image, InferenceOptions(budget_gib=share * needed_gib)
             ).probs
         except UserError as error:
             told.append(str(error))
         else:
-            torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-11)
+            torch.testing.assert_close(probs, expected, rtol=0, atol=2.0**-11)
     # Our UNet goes on in slabs; other networks are refused rather than tiled.
     assert len(told) == 3 if name.startswith("segresnet") else len(told) <= 1
     assert all(
@@ -332,8 +332,8 @@ def test_half_precision_costs_no_dice(case: str, shared_ct: Path) -> None:
     for value in (1, 2):
         masks = [labels == value for labels in (fast, exact, reference)]
         fast_dice, exact_dice, both_dice = (
-            2 * (one & other).sum() / (one.sum() + other.sum())
-            for one, other in (masks[::2], masks[1:], masks[:2])
+            2 * (mask & other_mask).sum() / (mask.sum() + other_mask.sum())
+            for mask, other_mask in (masks[::2], masks[1:], masks[:2])
         )
         assert abs(fast_dice - exact_dice) < 0.001
         assert both_dice > 0.999
@@ -369,7 +369,11 @@ def test_channels_last_stays_within_rounding(name: str) -> None:
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler here"
 )
 @pytest.mark.parametrize(
-    ("name", "checkpointing"), [("unet-instance", "sqrt"), ("segresnet-group", "none")]
+    ("name", "checkpointing"),
+    [
+        ("unet-instance", "sqrt"),
+        pytest.param("segresnet-group", "none", marks=pytest.mark.thorough),
+    ],
 )
 def test_compiled_network_computes_the_same(name: str, checkpointing: str) -> None:
     plain = make(NETWORKS[name])
@@ -398,15 +402,15 @@ def test_neither_loader_workers_nor_the_step_of_a_resume_change_a_batch(
     data.num_workers = 2
     (resumed,) = data.train_batches(start_step=1)
     assert len(whole) == 2
-    for one, other in zip(whole[1], resumed, strict=True):
-        assert one["case"] == other["case"]
+    for stack, same in zip(whole[1], resumed, strict=True):
+        assert stack["case"] == same["case"]
         assert all(
-            torch.equal(one[key], other[key]) for key in ("image", "target", "inside", "region")
+            torch.equal(stack[key], same[key]) for key in ("image", "target", "inside", "region")
         )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["unet", "segresnet"])
+@pytest.mark.parametrize("network", ["unet", pytest.param("segresnet", marks=pytest.mark.thorough)])
 def test_neither_loader_workers_nor_an_interruption_change_a_bit(
     network: str, tiny_table: Path, tmp_path: Path
 ) -> None:
@@ -426,6 +430,6 @@ def test_the_order_of_files_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "mixed").mkdir()
     for file, name in zip(sorted((tmp_path / "sorted").iterdir()), "dbface", strict=True):
         shutil.copy(file, tmp_path / "mixed" / name)
-    one, other = (read_image(tmp_path / folder) for folder in ("sorted", "mixed"))
-    assert np.array_equal(one.array, other.array)
-    assert one.grid == other.grid
+    in_order, mixed = (read_image(tmp_path / folder) for folder in ("sorted", "mixed"))
+    assert np.array_equal(in_order.array, mixed.array)
+    assert in_order.grid == mixed.grid

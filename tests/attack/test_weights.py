@@ -256,13 +256,13 @@ def packed(num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [packed(2**31), packed(2**20)[:-30], b"PK\x05\x06" + bytes(18)],
+    "make_content",
+    [lambda: packed(2**31), lambda: packed(2**20)[:-30], lambda: b"PK\x05\x06" + bytes(18)],
     ids=["bomb", "cut", "empty"],
 )
-def test_a_hostile_archive_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_hostile_archive_is_refused(make_content: Callable[[], bytes], tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    path.write_bytes(content)
+    path.write_bytes(make_content())
     refused(path)
 
 

@@ -87,6 +87,7 @@ def test_gas_below_the_lungs_is_no_trachea() -> None:
     assert not airway.lumen.any()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_the_airway_of_a_phantom_is_found(index: int) -> None:

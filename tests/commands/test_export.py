@@ -67,9 +67,16 @@ NETWORKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["model.onnx", "model.xml"])
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("dynunet", "model.xml"),
+        ("unetr", "model.onnx"),
+        pytest.param("dynunet", "model.onnx", marks=pytest.mark.thorough),
+        pytest.param("unetr", "model.xml", marks=pytest.mark.thorough),
+    ],
+)
 def test_networks_of_monai_are_exported_with_their_input_sizes(
     name: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

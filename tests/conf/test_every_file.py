@@ -22,6 +22,12 @@ GROUPS = sorted(
 )
 FILES = [(group.name, path.stem) for group in GROUPS for path in sorted(group.glob("*.yaml"))]
 FILES.remove(("task", "brain_tumour"))  # four channels: test_task_presets.py
+# Its steps take as long as those of the other networks together, and tests/matrix takes one too.
+LONGEST = ("model", "swin_unetr")
+CASES = [
+    *(file for file in FILES if file != LONGEST),
+    pytest.param(*LONGEST, marks=pytest.mark.thorough),
+]
 # What a file needs beside itself on the tiny cases.
 ALSO = {
     ("task", "heart"): ["+data.label_values={heart: 1, other: 2}"],
@@ -61,7 +67,7 @@ EXPERIMENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: value)
+@pytest.mark.parametrize(("group", "name"), CASES, ids=lambda value: value)
 @pytest.mark.slow
 def test_takes_two_steps(
     group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest

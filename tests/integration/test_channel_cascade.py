@@ -73,7 +73,12 @@ def command(name: str, *overrides: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "stages"),
-    [(TWO, "two stages"), (FOUR, "two stages"), (TWO, "one stage"), (FOUR, "one stage on patches")],
+    [
+        (TWO, "two stages"),
+        pytest.param(FOUR, "two stages", marks=pytest.mark.thorough),
+        pytest.param(TWO, "one stage", marks=pytest.mark.thorough),
+        (FOUR, "one stage on patches"),
+    ],
 )
 def test_channels_train_predict_and_evaluate(
     channels: list[str], stages: str, table: Path, tmp_path: Path
@@ -81,7 +86,8 @@ def test_channels_train_predict_and_evaluate(
     common = [*channels, "steps=40"]
     if stages == "two stages":
         coarse = train(tmp_path / "coarse", table, *COARSE, *common)
-        given = [f"coarse='{coarse}'", f"fine='{train(tmp_path / 'fine', table, *FINE, *common)}'"]
+        fine = train(tmp_path / "fine", table, *FINE, *common)
+        checkpoints = [f"coarse='{coarse}'", f"fine='{fine}'"]
     else:
         patch = (
             ["stage.patch_size=[32,32,32]", "inference.tile_size=[32,32,32]"]
@@ -91,10 +97,10 @@ def test_channels_train_predict_and_evaluate(
         how = ["stage=single", "spacing=isotropic_4mm", "task.regions=null", *COARSE[2:], *patch]
         if "patches" not in stages:
             how.append("inference.tile_size=null")
-        given = [f"coarse='{train(tmp_path / 'single', table, *how, *common)}'"]
-    given.append("accelerator=cpu")
+        checkpoints = [f"coarse='{train(tmp_path / 'single', table, *how, *common)}'"]
+    checkpoints.append("accelerator=cpu")
 
-    assert command("predict", f"input='{table}'", f"output='{tmp_path / 'out'}'", *given) == 0
+    assert command("predict", f"input='{table}'", f"output='{tmp_path / 'out'}'", *checkpoints) == 0
     scores = [f"pred='{tmp_path / 'out'}'", f"ref='{table}'", f"output='{tmp_path / 'scores'}'"]
     task = [*channels, *([] if stages == "two stages" else ["task.regions=null"])]
     assert command("evaluate", *scores, *task) == 0
@@ -112,7 +118,7 @@ def test_channels_train_predict_and_evaluate(
         : 2 if channels is TWO else 4
     ]
     alone = tmp_path / "alone.nii.gz"
-    assert command("predict", f"input={json.dumps(paths)}", f"output='{alone}'", *given) == 0
+    assert command("predict", f"input={json.dumps(paths)}", f"output='{alone}'", *checkpoints) == 0
     assert np.array_equal(
         read_labels(alone).array, read_labels(tmp_path / "out" / "case 3.nii.gz").array
     )

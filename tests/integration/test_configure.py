@@ -19,7 +19,7 @@ NUM_STEPS = 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["lungs", "abdomen"])
+@pytest.mark.parametrize("task", ["lungs", pytest.param("abdomen", marks=pytest.mark.thorough)])
 def test_the_experiment_keeps_what_was_predicted(task: str, tmp_path: Path) -> None:
     def medseg(*arguments: str) -> str:
         command = [sys.executable, "-m", "medseg.commands.cli", *arguments]

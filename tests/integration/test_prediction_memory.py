@@ -30,9 +30,10 @@ from medseg.prediction import batch
 from medseg.geometry.grid import VoxelBox
 
 def everywhere(image_hu, grid, stage, *others, localise=cascade_module.localise, **options):
-    found = localise(image_hu, grid, stage, *others, **options)
-    full = VoxelBox.full(found.grid.shape)
-    return dataclasses.replace(found, boxes={region.name: full for region in stage.task.regions})
+    localised = localise(image_hu, grid, stage, *others, **options)
+    full = VoxelBox.full(localised.grid.shape)
+    boxes = {region.name: full for region in stage.task.regions}
+    return dataclasses.replace(localised, boxes=boxes)
 
 def with_noise(*arguments, load=batch.load_cascade, **options):
     cascade = load(*arguments, **options)
@@ -88,6 +89,7 @@ def make_scan(path: Path, view: str, num_slices: int, slice_mm: float, repeats: 
     write_image(path, image_hu, grid)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> None:
     make_scan(tmp_path / "trunk.nii.gz", "trunk", 1200, 1.0, 4)
@@ -109,7 +111,8 @@ def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_slices", "slice_mm", "repeats"), [(1, 5.0, 1), (132, 2.5, 2), (520, 0.6, 4)]
+    ("num_slices", "slice_mm", "repeats"),
+    [(1, 5.0, 1), (132, 2.5, 2), pytest.param(520, 0.6, 4, marks=pytest.mark.thorough)],
 )
 def test_the_expected_peak_is_within_a_tenth_of_the_measured_one(
     num_slices: int, slice_mm: float, repeats: int, tmp_path: Path
@@ -147,6 +150,7 @@ def test_a_memory_contract_is_kept_and_changes_no_label(tmp_path: Path) -> None:
     assert all("in slabs" in passes[f"refine_{side}_lung"] for side in ("left", "right"))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_boxes_that_hold_everything_stay_below_three_gigabytes(tmp_path: Path) -> None:
     """Both sides are refined on the whole scan; overlap is left out: it costs time, not memory."""

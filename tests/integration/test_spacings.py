@@ -30,7 +30,13 @@ SPACINGS_MM = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "patch",
-    [[], ["stage.patch_size=[16,32,32]", "inference=tiles", "inference.tile_size=[16,32,32]"]],
+    [
+        [],
+        pytest.param(
+            ["stage.patch_size=[16,32,32]", "inference=tiles", "inference.tile_size=[16,32,32]"],
+            marks=pytest.mark.thorough,
+        ),
+    ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_trains_and_predicts_both_stages(

@@ -66,7 +66,11 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [[], ["trainer=ddp", "stage.batch_size=2"]], ids=["one rank", "two ranks"]
+    "ranks",
+    [
+        pytest.param([], id="one rank", marks=pytest.mark.thorough),
+        pytest.param(["trainer=ddp", "stage.batch_size=2"], id="two ranks"),
+    ],
 )
 def test_a_signal_to_the_process_group_saves_the_run_and_ends_all_processes(
     ranks: list[str], tiny_table: Path, tmp_path: Path

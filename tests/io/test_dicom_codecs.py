@@ -361,7 +361,7 @@ def test_a_damaged_marker_does_not_end_the_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("is_enhanced", [False, True])
-@pytest.mark.parametrize("slant", [0.0, 0.25])
+@pytest.mark.parametrize("slant", [0.0, pytest.param(0.25, marks=pytest.mark.thorough)])
 def test_reading_takes_a_few_slices_more_than_the_volume(
     tmp_path: Path, is_packed: bool, is_enhanced: bool, slant: float
 ) -> None:

@@ -104,11 +104,11 @@ def counted(pattern: str, remarks: str) -> int:
     return sum(int(count) for count in re.findall(pattern, remarks))
 
 
-def is_there(one: Slice, volume: Volume, plane: int, is_resampled: bool) -> bool:
+def is_there(slice_: Slice, volume: Volume, plane: int, is_resampled: bool) -> bool:
     """Whether a plane of the volume holds what a slice says."""
     rows_columns = np.moveaxis(np.indices(volume.grid.shape[1:]), 0, -1)
     index = np.concatenate([np.full((*rows_columns.shape[:2], 1), plane), rows_columns], axis=-1)
-    readings = on_plane(one, volume.grid.index_to_world_xyz_mm(index), is_resampled)
+    readings = on_plane(slice_, volume.grid.index_to_world_xyz_mm(index), is_resampled)
     tolerance = (1.0 if is_resampled else 0.0) + 1e-6 * np.abs(readings)
     return bool((np.abs(readings - volume.array[plane]) <= tolerance).any(axis=0).all())
 
@@ -125,14 +125,14 @@ def judge(volume: Volume, slices: Sequence[Slice], num_strange: int) -> None:
     is_resampled = "resampled" in said or "interpolated" in said
     filled = set(range(volume.grid.shape[0]))
     num_lost = num_strange
-    for one in slices:
-        height = float(volume.grid.world_to_index_zyx(one.origin)[0])
+    for slice_ in slices:
+        height = float(volume.grid.world_to_index_zyx(slice_.origin)[0])
         plane = round(height)
         is_near = (
             abs(height - plane) * volume.grid.spacing_mm[0] <= JITTER_MM
             and 0 <= plane < volume.grid.shape[0]
         )
-        if is_near and is_there(one, volume, plane, is_resampled):
+        if is_near and is_there(slice_, volume, plane, is_resampled):
             filled.discard(plane)
         else:
             num_lost += is_near or "onto an even grid" not in said
@@ -157,7 +157,7 @@ def run(kind: str, tmp_path: Path, num_mutations: int, seed: int) -> None:
     folder = tmp_path / "d"
     target = WRITERS[kind](folder)
     whole = target.read_bytes()
-    others = [one for file in folder.iterdir() if file != target for one in slices_of(file)]
+    others = [slice_ for file in folder.iterdir() if file != target for slice_ in slices_of(file)]
     volume = read_image(folder)
     assert finding_texts(volume) == ()
     judge(volume, [*others, *slices_of(target)], 0)
@@ -193,6 +193,7 @@ def test_some_mutations(kind: str, tmp_path: Path) -> None:
     run(kind, tmp_path, 50, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("kind", WRITERS)
@@ -213,7 +214,8 @@ def test_the_odd_files_that_come_with_pydicom() -> None:
         warnings.simplefilter("ignore")
         for file in files:
             with contextlib.suppress(UserError):
-                scans |= {one.path: one for one in read_frames(file) if isinstance(one, Frame)}
+                frames = [frame for frame in read_frames(file) if isinstance(frame, Frame)]
+                scans |= {frame.path: frame for frame in frames}
     assert {"CT_small.dcm", "693_J2KI.dcm", "J2K_pixelrep_mismatch.dcm"} <= {
         file.name for file in scans
     }

@@ -113,6 +113,7 @@ def test_a_damaged_file_is_read_right_or_refused(tmp_path: Path, index: int) -> 
     assert min(num_read, num_refused) > 10, "both ways were taken"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(SAMPLES)))
 def test_many_damaged_files_are_read_right_or_refused(tmp_path: Path, index: int) -> None:

@@ -86,9 +86,21 @@ def others(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
 
 
+NETWORKS = [row["network"] for row in SLOW_ROWS]
+
+
+def row_marks(number: int) -> list[pytest.MarkDecorator]:
+    """A first row of each network stays in the CI, the further ones are for `make test-all`."""
+    is_first = NETWORKS.index(NETWORKS[number]) == number
+    return [] if is_first else [pytest.mark.thorough]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_pictures")
-@pytest.mark.parametrize("number", range(len(SLOW_ROWS)))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=row_marks(number)) for number in range(len(SLOW_ROWS))],
+)
 def test_a_row_trains_resumes_and_predicts(
     number: int, tiny_table: Path, tmp_path: Path, others: dict[str, Path]
 ) -> None:

@@ -52,8 +52,8 @@ def toy_model(**changes: Any) -> dict[str, Any]:
 
 
 def arguments_of(folder: Path, *arguments: str) -> list[str]:
-    given = [f"init_from='{folder}'", "trainer=cpu", "logger=none", "run_dir=x", *arguments]
-    return with_plan(given, TrainConfig, lambda chosen: compose_command("train", chosen))
+    overrides = [f"init_from='{folder}'", "trainer=cpu", "logger=none", "run_dir=x", *arguments]
+    return with_plan(overrides, TrainConfig, lambda chosen: compose_command("train", chosen))
 
 
 def configure(folder: Path, *arguments: str) -> TrainConfig:
@@ -270,7 +270,7 @@ def test_what_contradicts_the_plan_is_refused(
 def test_a_study_of_stages_has_its_own_networks(make_folder: MakeFolder) -> None:
     folder = make_folder(toy_model())
     with pytest.raises(UserError, match=r"the experiments of this command name their own"):
-        with_plan([f"init_from='{folder}'"], CrossValidateConfig, lambda _: None)  # type: ignore[arg-type,return-value]
+        with_plan([f"init_from='{folder}'"], CrossValidateConfig, lambda _: None)
 
 
 @pytest.mark.parametrize("name", ["2d", "cascade"])
@@ -299,13 +299,14 @@ def test_weights_of_another_network_are_refused(make_folder: MakeFolder) -> None
 
 @pytest.mark.parametrize("arguments", [["resume=run"], ["init_from=null"], ["init_from=w.ckpt"]])
 def test_other_starts_have_no_plan(arguments: list[str], make_folder: MakeFolder) -> None:
-    given = [*([] if "init_from" in arguments[0] else [f"init_from='{make_folder(toy_model())}'"])]
-    given += arguments
+    overrides = list(arguments)
+    if "init_from" not in arguments[0]:
+        overrides.insert(0, f"init_from='{make_folder(toy_model())}'")
 
     def refuse(_: Any) -> Any:
         raise AssertionError("nothing is composed")
 
-    assert with_plan(given, TrainConfig, refuse) == given
+    assert with_plan(overrides, TrainConfig, refuse) == overrides
 
 
 # A run that kills itself when it has made three steps.

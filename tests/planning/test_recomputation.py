@@ -72,10 +72,10 @@ def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
     [
         ("unet", 0.005),
         pytest.param("segresnet", 0.005, marks=pytest.mark.slow),
-        pytest.param("dynunet", 0.005, marks=pytest.mark.slow),
+        pytest.param("dynunet", 0.005, marks=[pytest.mark.slow, pytest.mark.thorough]),
         # An upper bound: storages that several of its blocks share count where one of them may hold
         # them.
-        pytest.param("swin_unetr", 0.1, marks=pytest.mark.slow),
+        pytest.param("swin_unetr", 0.1, marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_the_peak_of_any_set_of_blocks_is_the_counted_one(
@@ -92,20 +92,21 @@ def test_the_peak_of_any_set_of_blocks_is_the_counted_one(
 def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Path) -> None:
     model = make_model("unet", tmp_path, accumulate)
     sets = [
-        one
+        blocks
         for size in range(len(model.blocks) + 1)
-        for one in itertools.combinations(model.blocks, size)
+        for blocks in itertools.combinations(model.blocks, size)
     ]
-    peaks, seconds = [model.peak(one) for one in sets], [model.duration(one) for one in sets]
+    peaks = [model.peak(blocks) for blocks in sets]
+    seconds = [model.duration(blocks) for blocks in sets]
     assert min(model.extra_seconds.values()) > 0
     least, most = min(peaks), model.peak()
     assert least < most
     for share in (number / 20 for number in range(21)):
         budget = round(least + share * (most - least))
-        found = model.fastest(budget)
-        assert found is not None
-        assert model.peak(found) <= budget
-        assert model.duration(found) == pytest.approx(
+        fastest = model.fastest(budget)
+        assert fastest is not None
+        assert model.peak(fastest) <= budget
+        assert model.duration(fastest) == pytest.approx(
             min(s for p, s in zip(peaks, seconds, strict=True) if p <= budget)
         )
     assert model.fastest(least - 1) is None

@@ -41,9 +41,10 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
+    arguments = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", [*given, *overrides]), PredictConfig))
+        composed = hydra.compose("predict", [*arguments, *overrides])
+        return app.predict(to_config(composed, PredictConfig))
 
 
 def written(folder: Path) -> list[str]:
@@ -219,6 +220,7 @@ def test_a_folder_without_a_scan_names_its_patient(
     assert refused[1].endswith("give the folder of a CT series (patient P02, 2024-01-01).")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same results in all forms; each refusal names patient, date and cure in one line."""

@@ -267,6 +267,7 @@ main()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_raylet_that_is_killed_ends_the_command_and_a_repeat_goes_on(
     checkpoint: Path, scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

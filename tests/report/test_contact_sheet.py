@@ -62,7 +62,7 @@ def test_words_are_escaped_and_links_lead_to_files_beside_the_page(tmp_path: Pat
     assert 'src="./a%231%20%C3%BC%3A%2050%25%3F.preview.png"' in page
     assert page.count("a%231%20%C3%BC%3A%2050%25%3F.html") == 0
     addresses = re.findall(r'(?:src|href)="([^"]*)"', page)
-    assert all(one.startswith(("./", "data:", "summary.")) for one in addresses), addresses
+    assert all(address.startswith(("./", "data:", "summary.")) for address in addresses), addresses
     assert "cut region (2)" in page
 
 
@@ -73,6 +73,7 @@ def test_a_batch_without_pictures_says_how_to_get_them(tmp_path: Path) -> None:
     assert "<img" not in page
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_hundred_scans_are_filtered_and_sorted_in_a_browser(
     chromium: Any, tmp_path: Path
@@ -118,4 +119,5 @@ def test_two_hundred_scans_are_filtered_and_sorted_in_a_browser(
     while not chromium.execute_script("return document.images[0].naturalWidth"):
         assert time.monotonic() < end_s, "the first picture is not drawn"
         time.sleep(0.2)
-    assert [one for one in chromium.get_log("browser") if one["level"] == "SEVERE"] == []
+    messages = chromium.get_log("browser")
+    assert [message for message in messages if message["level"] == "SEVERE"] == []

@@ -110,6 +110,7 @@ def test_scans_of_one_patient_do_not_make_a_difference() -> None:
     assert rank <= 0.085
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("num_patients", [6, 10, 20])
 @pytest.mark.parametrize("scans", [[1], [2], [5], [1, 1, 2, 3, 12]])

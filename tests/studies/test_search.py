@@ -87,9 +87,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> int:
-        given = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
+        command_line = ["sweep=mine", f"hydra.run.dir={tmp_path / 'a search (1)'}", *arguments]
         monkeypatch.setattr(
-            sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *given]
+            sys, "argv", ["medseg search", "--config-dir", str(tmp_path / "conf"), *command_line]
         )
         with forked.served(), pytest.raises(SystemExit) as end:
             run_command("search")
@@ -333,7 +333,9 @@ def test_of_two_searches_that_begin_at_the_same_moment_one_has_the_folder(
     with ThreadPoolExecutor(2) as pool:
         ends = [
             future.exception()
-            for future in [pool.submit(search.open_folder, trials.folder, one) for one in configs]
+            for future in [
+                pool.submit(search.open_folder, trials.folder, config) for config in configs
+            ]
         ]
     assert sorted(isinstance(end, UserError) for end in ends) == [False, True]
     assert ends.count(None) == 1
@@ -507,6 +509,7 @@ def test_a_search_killed_in_the_middle_goes_on_and_repeats_nothing(
     ] == starts
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_searches_in_one_folder_share_its_trials(
     run: Callable[..., int], tmp_path: Path

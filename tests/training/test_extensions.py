@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import hydra
 import lightning.pytorch.loggers.wandb
 import monai.losses
@@ -153,12 +154,12 @@ def test_disease_is_painted_into_the_labels_of_regions(
     airway = ("+task.labels.airway=3", "+data.label_values.airway=3")
     made = extensions.make_transforms(compose(f"stage={stage}", *airway))
     assert made is not None
-    effects = [one for one in made.transforms if isinstance(one, (Disease, Fluid))]
+    effects = [effect for effect in made.transforms if isinstance(effect, (Disease, Fluid))]
     assert [tuple(effect.organ_values) for effect in effects] == [painted, painted]
     whole = compose("stage=single", "task.regions=null", *airway)
     made = extensions.make_transforms(whole)
     assert made is not None
-    (disease,) = (one for one in made.transforms if isinstance(one, Disease))
+    (disease,) = (effect for effect in made.transforms if isinstance(effect, Disease))
     assert tuple(disease.organ_values) == (1, 2, 3)
 
 
@@ -207,14 +208,12 @@ def test_a_coarse_stage_of_another_task_is_refused(
 
 
 def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table: Path) -> None:
-    """With 0, 1 and 2 workers, with workers that start by spawn, and after an interruption."""
+    """With 0, 1 and 2 workers, with workers that inherit nothing, and after an interruption."""
     whole = batches(tiny_table, 0)
     assert len({float(stack["image"].sum()) for batch in whole for stack in batch}) > 4
-    others = [
-        batches(tiny_table, 1),
-        batches(tiny_table, 2),
-        batches(tiny_table, 2, start_method="spawn"),
-    ]
+    with forked.served():
+        apart = batches(tiny_table, 2, start_method="forkserver")
+    others = [batches(tiny_table, 1), batches(tiny_table, 2), apart]
     for other in others:
         assert len(other) == len(whole)
     for steps, first in [
@@ -222,9 +221,9 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
         (batches(tiny_table, 2, start_step=2), 2),
     ]:
         for batch, same_batch in zip(steps, whole[first:], strict=True):
-            for one, same in zip(batch, same_batch, strict=True):
-                assert torch.equal(one["image"], same["image"])
-                assert torch.equal(one["target"], same["target"])
+            for stack, same in zip(batch, same_batch, strict=True):
+                assert torch.equal(stack["image"], same["image"])
+                assert torch.equal(stack["target"], same["target"])
 
 
 @pytest.mark.parametrize(
@@ -268,12 +267,12 @@ def test_callbacks_metrics_and_loggers_are_added_by_name_with_and_without_a_plus
         "logger=many", "logger.more._target_=lightning.pytorch.loggers.CSVLogger",
         "logger.more.save_dir=logs",
     )  # fmt: skip
-    assert [type(one).__name__ for one in extensions.make_callbacks(config)] == [
+    assert [type(callback).__name__ for callback in extensions.make_callbacks(config)] == [
         "Timer",
         "LearningRateMonitor",
     ]
     assert list(extensions.make_metrics(config.metrics, 3)) == ["iou"]
-    assert [type(one).__name__ for one in extensions.make_loggers(config)] == [
+    assert [type(logger).__name__ for logger in extensions.make_loggers(config)] == [
         "CSVLogger",
         "TensorBoardLogger",
         "CSVLogger",
@@ -312,7 +311,7 @@ def test_the_check_of_the_loggers_leaves_no_file_in_the_run_folder_and_prints_no
     assert len(made) == 1
     assert not run_dir.exists()
     assert not Path(made[0]).exists()
-    assert not [one for one in recwarn if "optimizer.step" in str(one.message)]
+    assert not [warning for warning in recwarn if "optimizer.step" in str(warning.message)]
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +329,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
     tiny_table: Path, tmp_path: Path
 ) -> None:
@@ -339,16 +339,16 @@ def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
         "callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor", "logger=csv",
         "schedule=constant", "stage.validate_every=2",
         "augment.transforms=[effects, {_target_: monai.transforms.RandGaussianNoised, prob: 0.5}]",
-        "debug=profile_torch",
         f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
         "data.num_workers=0", "spacing=isotropic_4mm",
         "trainer.accelerator=cpu", "model.width=4",
     ]  # fmt: skip
 
-    def weights(name: str, *steps: int) -> dict[str, torch.Tensor]:
+    def weights(name: str, *steps: int, debug: str = "none") -> dict[str, torch.Tensor]:
         run_dir = tmp_path / name
+        own = [f"debug={debug}", f"logger.save_dir='{run_dir}'"]
         for number in steps:
-            config = compose(*settings, f"steps={number}", f"logger.save_dir='{run_dir}'")
+            config = compose(*settings, *own, f"steps={number}")
             config.run_dir, config.resume = str(run_dir), str(run_dir) if run_dir.exists() else None
             folder.open_run(config)
             train_run(config)
@@ -357,7 +357,7 @@ def test_a_run_scores_its_metrics_with_its_callbacks_and_resumes_with_them(
         )["state_dict"]
         return saved
 
-    whole, resumed = weights("whole", 4), weights("resumed", 2, 4)
+    whole, resumed = weights("whole", 4, debug="profile_torch"), weights("resumed", 2, 4)
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
     with (tmp_path / "resumed" / "history.csv").open(newline="") as file:
         scored = [row["val_iou"] for row in csv.DictReader(file) if row["val_dice"]]

@@ -381,6 +381,7 @@ def test_a_damaged_one_is_the_same_or_refused(checkpoint: Checkpoint, tmp_path: 
     assert 20 < fuzz(checkpoint, tmp_path, 200, 1) < 200
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_many_damaged_ones_are_the_same_or_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     fuzz(checkpoint, tmp_path, 2000, 2)

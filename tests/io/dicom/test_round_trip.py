@@ -62,7 +62,7 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
         assert min(np.abs(points - own).max() for own in planes.values()) < 1e-4
         num_found += np.count_nonzero(mask)
     on_slices = {key: expected(labels, slices, points) for key, points in planes.items()}
-    assert num_found == sum(np.count_nonzero(one) for one in on_slices.values())
+    assert num_found == sum(np.count_nonzero(plane_labels) for plane_labels in on_slices.values())
 
     # By highdicom, slice by slice.
     by_highdicom = highdicom.seg.segread(seg)
@@ -73,24 +73,27 @@ def check(folder: Path, kind: str, direction: np.ndarray, form: str = "binary") 
         )
     else:
         read = by_highdicom.get_pixels_by_source_instance([uid for uid, _ in planes], **options)
-    values = np.array([0, *(one.value for one in STRUCTURES)])
+    values = np.array([0, *(structure.value for structure in STRUCTURES)])
     assert np.array_equal(values[read], np.stack(list(on_slices.values())))
 
     # The contours, filled by matplotlib.
     filled = raw_contours(rtstruct, planes)
-    for key, one in on_slices.items():
+    for key, plane_labels in on_slices.items():
         for number, structure in enumerate(STRUCTURES, start=1):
             assert np.array_equal(
-                filled.get(key, {}).get(number, np.zeros_like(one, bool)), one == structure.value
+                filled.get(key, {}).get(number, np.zeros_like(plane_labels, bool)),
+                plane_labels == structure.value,
             )
 
     # Onto the grid again.
     for path in (seg, rtstruct):
         file = open_label_file(path)
-        assert list(file.names.values()) == [one.name for one in STRUCTURES]
+        assert list(file.names.values()) == [structure.name for structure in STRUCTURES]
         assert file.series_uids == ("1.2.3.4",)
         back = read_label_file(
-            file, slices, {number: one.value for number, one in enumerate(STRUCTURES, start=1)}
+            file,
+            slices,
+            {number: structure.value for number, structure in enumerate(STRUCTURES, start=1)},
         )
         assert back.grid == slices.grid
         covered = back.array != labels
@@ -109,6 +112,7 @@ def test_some_orientations(kind: str, number: int, tmp_path: Path) -> None:
     check(tmp_path, kind, ORIENTATIONS[number], "labelmap" if number == 13 else "binary")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["binary", "labelmap"])
 @pytest.mark.parametrize("kind", KINDS)

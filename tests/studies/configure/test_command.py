@@ -144,8 +144,8 @@ def test_more_memory_than_predicted_takes_a_smaller_patch() -> None:
     wishes = Wishes(1.0, 1.0, 2, ("plain",))
     setting = Setting((2.0, 2.0, 2.0), (64, 64, 64), "unet", "plain")
     arguments = (setting, FINGERPRINT, wishes, FakePlanner())
-    chosen, costs = command.measured(*arguments, FakePilot([1.2, 1.1, 0.9]))  # type: ignore[arg-type]
-    assert [one.patch_size[0] for one in timed] == [64, 48, 32]
+    chosen, costs = command.measured(*arguments, FakePilot([1.2, 1.1, 0.9]))
+    assert [trial.patch_size[0] for trial in timed] == [64, 48, 32]
     assert (chosen, costs.peak_gib) == (timed[-1], 0.9)
     with pytest.raises(UserError, match=r"the smallest patch took 1.10 GiB.*fit_gib=1.16"):
         command.measured(*arguments, FakePilot([1.2, 1.1, 1.1]))  # type: ignore[arg-type]
