@@ -14,6 +14,7 @@ from oracle import GRID, CoarseOracle, FineOracle, stage
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
 from medseg.prediction import contract
+from medseg.prediction import forecast as forecast_module
 from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import (
     FIRST_SCAN_BYTES,
@@ -162,3 +163,26 @@ def test_a_batch_names_its_largest_case_and_its_time() -> None:
         forecast_text(cases, 0.02, 8)
         == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
     )
+
+
+@pytest.mark.parametrize(("array_bytes", "held_bytes"), [(math.inf, 60), (60, 60), (59, 0)])
+def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
+    array_bytes: float, held_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def of_part(part: Any, *arguments: Any) -> Forecast:
+        asked.append(arguments)
+        return Forecast({"read": 100, "segment": part}, voxels=7)
+
+    monkeypatch.setattr(forecast_module, "forecast", of_part)
+    model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
+    grid = VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0))
+    found = forecast_module._forecast_joined(model, grid, 300, array_bytes)
+    assert asked == [(grid, 300, array_bytes)] * 2
+    assert found.memory == {
+        "read": 100 + held_bytes,
+        "segment_1": 500,
+        "segment_2": 800 + held_bytes,
+    }
+    assert found.voxels == 14
