@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,21 @@ def test_fluid_climbs_at_the_wall_and_less_with_the_square_of_the_distance() -> 
         climbs_mm.append(at_wall - deep)
     assert 0 <= min(climbs_mm) < max(climbs_mm) <= MENISCUS_MM
     assert max(climbs_mm) > 0.5 * MENISCUS_MM
+
+
+@pytest.mark.parametrize(("drawn", "share"), [(0.0, 0.02), (1.0, 0.5), (0.25, 0.08)])
+def test_what_sinks_to_the_back_is_a_share_of_the_organ_up_to_the_largest(
+    drawn: float, share: float
+) -> None:
+    shape = (10, 50, 10)
+    z, y, x = (2.0 * torch.arange(float(size)) for size in shape)
+    organ = torch.ones(shape, dtype=torch.bool)
+    rng: Any = SimpleNamespace(random=lambda: drawn, uniform=lambda *_, size: np.zeros(size))
+    points_mm = (z[:, None, None], y[:, None], x)
+    place = Place(points_mm, organ, organ.float(), torch.zeros(shape), rng)
+    is_below = place.lowest(0.5, 1.0, 4.0) >= 0
+    assert float(is_below.float().mean()) == pytest.approx(share, abs=0.02)
+    assert bool(is_below[:, -1].all()), "y runs to the back"
 
 
 def test_without_fluid_nothing_is_drawn_and_with_it_each_lung_with_its_probability() -> None:

@@ -17,11 +17,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from medseg import __version__
-from medseg.commands import cli, entry, evaluate, export, find_lr, train
+from medseg.commands import cli, entry, evaluate, export, find_lr, predict, train
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig, ExportConfig, FindLrConfig
-from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
+from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.tables import read_csv
@@ -392,6 +392,19 @@ def test_the_command_named_like_a_word_of_python_calls_its_function(
         entry.run_command(name)
     assert {name: job(None) for name, job in jobs.items()} == {"import": 3, "plan": 4}
     assert mains == [1]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [([0], 0), ([0, 0], 0), ([7], 7), ([7, 0], EXIT_FAILED), ([0, 7, EXIT_RESUME], EXIT_FAILED)],
+)
+def test_a_case_that_fails_alone_gives_its_own_exit_code(
+    codes: list[int], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [SimpleNamespace(exit_code=code, is_skipped=False) for code in codes]
+    monkeypatch.setattr(predict, "predict_scans", lambda config, observer: cases)
+    config: Any = SimpleNamespace()
+    assert predict.predict(config) == expected
 
 
 def test_every_key_of_an_evaluation_reaches_the_scores(

@@ -718,6 +718,24 @@ def test_ready_refused_and_failed_cases(write_case: WriteCase, tmp_path: Path, t
     assert len(list((tmp_path / "cache").glob("*/good-*/case.json"))) == 2
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_any_spacing_loses_is_in_the_audit_of_the_case(
+    order: int, case: Case, tmp_path: Path, task: Task
+) -> None:
+    """Voxels of 40 mm lose both lungs; the other spacing keeps them, whichever comes first."""
+    targets = [((40.0, 40.0, 40.0), "antialiased"), (SPACING_MM, "antialiased")][::order]
+    alone = []
+    for number, target in enumerate(targets):
+        ((one, _),) = prepare_cases([(case, NAMES)], tmp_path / str(number), task, [target])
+        assert one.audit is not None
+        alone.append(set(one.audit.findings))
+    ((together, _),) = prepare_cases([(case, NAMES)], tmp_path / "both", task, targets)
+    assert together.audit is not None
+    assert set(together.audit.findings) == alone[0] | alone[1]
+    assert len(together.audit.findings) == len(set(together.audit.findings))
+    assert alone[0] != alone[1]
+
+
 def test_a_real_scan(shared_ct: Path, tmp_path: Path, task: Task) -> None:
     cases = {case.name: case for case in read_case_table(shared_ct / "table.csv")}
     entry = prepare_case(cases["cip_ct64"], tmp_path, (4.0, 4.0, 4.0), task, NAMES)

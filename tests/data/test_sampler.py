@@ -136,3 +136,12 @@ def test_the_order_of_a_pass_shares_no_numbers_with_its_samples() -> None:
         order = [draw_from_pass(seed, n, 20) for n in range(20)]
         assert sorted(order) == list(range(20))
         assert order != sample_rng(seed, 0).permutation(20).tolist()
+
+
+def test_a_rare_item_comes_as_seldom_as_its_weight_says() -> None:
+    """Far less than once in a pass, so that the random start of the walk decides."""
+    weights = np.array([0.02, 0.38, 0.6])
+    num_passes = 600
+    drawn = [draw_from_pass(5, n, weights) for n in range(3 * num_passes)]
+    per_pass = np.bincount(drawn, minlength=3) / num_passes
+    assert np.allclose(per_pass, 3 * weights, atol=0.05)

@@ -293,6 +293,18 @@ def test_helper_labels_are_classes_behind_those_of_the_largest_region(
         assert np.array_equal(target, crop_padded(expected, box, 0))
 
 
+def test_classes_of_a_region_helpers_and_the_ignore_label_in_every_region() -> None:
+    """One head serves all regions: a helper has one class, whatever labels the region has."""
+    two, one = Region("two", ("a", "b"), None), Region("one", ("c",), None)
+    values = {"a": 4, "b": 2, "c": 7, "airway": 3, "vessel": 9}
+    task = Task("t", values, (two, one), (Channel(window_hu=(-1000.0, 400.0)),), ignore_label=200)
+    samples = Samples.__new__(Samples)  # the classes follow from the task alone
+    samples.task = task
+    labels = torch.tensor([0, 4, 2, 7, 3, 9, 200], dtype=torch.uint8)
+    assert samples._region_classes(labels, two).tolist() == [0, 1, 2, 0, 3, 4, 200]
+    assert samples._region_classes(labels, one).tolist() == [0, 0, 0, 1, 3, 4, 200]
+
+
 def test_patches_lie_in_their_box_and_meet_the_boundary(
     cached_cases: list[CachedCase], task: Task
 ) -> None:

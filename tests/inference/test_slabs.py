@@ -169,3 +169,16 @@ def test_the_least_budget_is_enough_and_less_is_refused(refine: int) -> None:
     assert logits.shape == (1, 3, 16, 16, 48)
     with pytest.raises(ValueError, match="a plane of a layer needs"):
         run(network, inputs, 0.95 * least(network))
+
+
+def test_the_least_budget_of_a_network_whose_stem_needs_the_most() -> None:
+    """Many channels of the image, in cells: a plane of them is the largest input of all layers."""
+    torch.manual_seed(0)
+    network = UNet(12, 3, width=4, depth=1, norm="affine").eval()
+    inputs = torch.randn(1, 12, 8, 16, 48)
+    budget = least_budget_bytes(network, 16, 48)
+    logits, _ = run(network, inputs, budget)
+    with torch.inference_mode():
+        torch.testing.assert_close(logits, network(inputs), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="a plane of a layer needs"):
+        run(network, inputs, 0.95 * budget)

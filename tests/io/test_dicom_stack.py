@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from io_volumes import finding_texts, make_hu, rotation
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.dicom.stacks import _overlap
 from medseg.io.read import read_image
 
 DIRECTIONS = {
@@ -324,3 +327,27 @@ def test_negative_intensities_of_another_modality_survive_a_missing_slice(tmp_pa
     )
     assert other.min() < -500
     assert np.array_equal(np.maximum(other, -1024), hu)
+
+
+@pytest.mark.parametrize(
+    ("second_mm", "shares"),
+    [
+        ((20.0, 25.0, 30.0), False),  # the next range begins a step on
+        ((15.0, 20.0, 25.0), False),  # rotations share a slice
+        ((10.0, 15.0, 20.0), True),
+        ((0.0, 5.0, 10.0, 15.0), True),
+        ((90.0, 95.0, 100.0), False),  # a gap is no step
+    ],
+)
+def test_groups_of_slices_fill_the_same_space_where_they_share_two_positions(
+    second_mm: tuple[float, ...], shares: bool
+) -> None:
+    def group(heights_mm: tuple[float, ...]) -> list[Any]:
+        axes = np.eye(3)[:2]
+        return [
+            SimpleNamespace(axes=axes, position_xyz_mm=(3.0, -7.0, height)) for height in heights_mm
+        ]
+
+    first = group((0.0, 5.0, 10.0, 15.0))
+    assert _overlap([first, group(second_mm)]) is shares
+    assert _overlap([group(second_mm), first]) is shares

@@ -217,6 +217,18 @@ def test_only_a_negative_qfac_flips(tmp_path: Path, qfac: float, sign: int) -> N
     assert np.allclose(ends_of(path), corners(np.diag([0.7, 0.8, sign * 2.5])), atol=1e-3)
 
 
+@pytest.mark.parametrize(("axis", "size"), [(0, 9), (1, 7), (2, 5)])
+def test_two_places_differ_by_the_distance_of_their_last_voxels(
+    tmp_path: Path, axis: int, size: int
+) -> None:
+    """The steps of one axis differ by a tenth, which adds up along it."""
+    steps = list(STEPS)
+    steps[axis] *= 1.1
+    path = save(tmp_path / "a.nii", PLAIN, (0.0, 0.0, 1.0), pixdim=(1.0, *steps))
+    said = f"disagree by up to {0.1 * (size - 1):.3g} voxels: the sform is used"
+    assert any(said in text for text in finding_texts(read_image(path)))
+
+
 @pytest.mark.parametrize("qfac", [-1.0, 1.0])
 def test_a_negative_qfac_flips_the_third_axis_of_a_turned_scan(tmp_path: Path, qfac: float) -> None:
     """The axis of the voxels, which is no axis of the world."""

@@ -53,6 +53,20 @@ def test_what_an_operation_takes_and_frees_counts_in_the_peak_alone() -> None:
         assert tracker.peak_bytes == 1300
 
 
+def test_nothing_is_known_of_a_storage_once_it_is_gone() -> None:
+    """Another one may get its address."""
+    with MemoryTracker() as tracker:
+        tracker.now = Owner("forward", "stem")
+        features = torch.zeros(100)
+        tracker.save(features)
+        tracker.take([features], "head")
+        (held,) = tracker.held_storages("forward")
+        assert (held.savers, held.takers) == ({"stem"}, {"head"})
+        del features
+        assert tracker.held_storages("forward") == []
+        assert not any((tracker._savers, tracker._takers, tracker._entries))
+
+
 def test_each_storage_has_one_owner() -> None:
     with MemoryTracker() as tracker:
         tracker.now = Owner("forward", "stem")

@@ -13,7 +13,7 @@ import torch
 
 from medseg.io import calibration
 from medseg.memory import kernels
-from medseg.memory.kernels import KernelCosts, continued, parts_of
+from medseg.memory.kernels import Cost, KernelCosts, continued, parts_of
 from medseg.memory.tracker import Call, Operand
 
 aten = torch.ops.aten
@@ -359,3 +359,25 @@ def test_the_calling_thread_works_on_an_operation_as_long_as_any_other() -> None
         torch.set_num_threads(num_threads)
     assert max(shares) > 0.45
     assert min(shares) < 0.9, "the other thread works as well"
+
+
+def test_what_is_measured_on_a_part_is_continued_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds in proportion to the larger part, bytes along the line of both."""
+    costs = KernelCosts(tmp_path, torch.device("cpu"))
+    monkeypatch.setattr(kernels, "parts_of", lambda _: [(0.25, "small"), (0.5, "large")])
+    timed: list[Any] = []
+
+    def durations(calls: dict[str, Any]) -> dict[str, list[float]]:
+        timed.append(calls)
+        return {"key": [3.0, 1.0, 2.0]}
+
+    sizes = {"small": 300, "large": 500}
+    monkeypatch.setattr(costs, "_lasting", lambda _: {"key": 11})
+    monkeypatch.setattr(costs, "_workspaces", lambda calls: {"key": sizes[calls["key"]]})
+    monkeypatch.setattr(costs, "_written_share", lambda call, size: 0.5)
+    monkeypatch.setattr(costs, "_durations", durations)
+    call: Any = SimpleNamespace(operation="convolution")
+    assert costs._measure({"key": call}) == {"key": Cost(900, 450, 11, 4.0)}
+    assert timed == [{"key": "large"}]

@@ -114,6 +114,13 @@ def test_whether_an_axis_is_resampled_apart_is_by_default_that_of_each_function(
         assert (resampling.function, resampling.separate_z) == (function, separate_z)
 
 
+def test_the_features_of_an_older_plan_double_up_to_its_limit(toy: Toy) -> None:
+    configuration = toy["plans"]["configurations"]["3d_fullres"]
+    configuration["unet_max_num_features"] = 20
+    network = read_plan(toy["plans"], toy["dataset"], "3d_fullres").network
+    assert network["arguments"]["features_per_stage"] == [8, 16, 20]
+
+
 def test_the_reader_decides_the_orientation(toy: Toy) -> None:
     toy["plans"]["image_reader_writer"] = "NibabelIOWithReorient"
     assert read_plan(toy["plans"], toy["dataset"], "3d_fullres").orientation == "RAS"

@@ -13,6 +13,7 @@ from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
 from medseg.planning import estimate
 from medseg.planning.estimate import (
+    LOADING,
     Machine,
     kept_between_steps,
     kept_bytes,
@@ -89,6 +90,28 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     own = 10 + 5 + unstacked_mib + 2 * 12
     assert loader_bytes(config, 3, process, sample, memory) == (100 + 20 + 3 * own) * MIB
     assert loader_bytes(config, 0, process, sample, memory) == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "kept_between_steps", lambda peak, sample_bytes: 0)
+    config: Any = SimpleNamespace(memory=SimpleNamespace(accumulate=accumulate))
+    memory: Any = SimpleNamespace(
+        peak=0, parameters=1, gradients=20, optimizer_state=300, input=4000, target=50_000
+    )
+    resident = estimate._host_bytes(
+        config,
+        memory,
+        SimpleNamespace(resident=0),
+        always=10**6,
+        shared=0,
+        sample_bytes=10**7,
+        validation_bytes=0,
+    )
+    gradients = 20 if accumulate > 1 else 0
+    assert resident[LOADING] == 10**6 + 301 + gradients + 10**7 + 2 * 54_000
 
 
 @pytest.mark.parametrize(("ema_decay", "num_copies"), [(None, 1), (0.9, 2)])

@@ -239,7 +239,7 @@ def test_an_evaluation_is_counted_as_it_runs(
 def test_a_case_that_is_smaller_than_a_tile_is_counted_as_padded_to_it() -> None:
     config = compose(*SMALL, "inference.tile_size=[32,48,64]")
     whole, _ = step.count_evaluation(config, (32, 48, 64))
-    for shape in ((16, 48, 64), (32, 8, 64), (32, 48, 24), (8, 8, 8)):
+    for shape in ((16, 48, 64), (32, 8, 24)):
         beside, _ = step.count_evaluation(config, shape)
         assert beside - math.prod(shape) == whole - 32 * 48 * 64, "but for its reference"
     larger, _ = step.count_evaluation(config, (40, 48, 64))

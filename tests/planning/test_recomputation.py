@@ -17,7 +17,7 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import count_step
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.switches import apply_switches
-from medseg.memory.tracker import Timeline
+from medseg.memory.tracker import Owner, Segment, Timeline
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
@@ -137,3 +137,25 @@ def test_an_error_gives_the_output_back(capfd: pytest.CaptureFixture[str]) -> No
         raise ValueError("wrong")
     print("after", flush=True)
     assert capfd.readouterr().out == "after\n"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_micro_batch_recomputes_its_blocks_and_the_optimiser_runs_once(
+    accumulate: int, tmp_path: Path
+) -> None:
+    costs = KernelCosts(tmp_path, torch.device("cpu"))
+    costs.costs = {"pass": Cost(0, 0, 0, 2.0), "step": Cost(0, 0, 0, 7.0)}
+
+    def timeline(num_passes: int) -> Timeline:
+        calls = [(0, 0, "pass")] * num_passes
+        return Timeline(
+            [
+                Segment(Owner("forward", "stem"), 0, [(0, 0, "pass")], [0]),
+                Segment(Owner("backward", "stem"), 0, calls, [0] * num_passes),
+                Segment(Owner("update"), 0, [(0, 0, "step")], [0]),
+            ]
+        )
+
+    model = StepModel(timeline(2), timeline(3), ["stem"], costs, accumulate)
+    assert model.duration() == 6.0 * accumulate + 7.0
+    assert model.duration(["stem"]) == 8.0 * accumulate + 7.0

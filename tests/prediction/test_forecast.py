@@ -13,7 +13,8 @@ from oracle import GRID, CoarseOracle, FineOracle, stage
 
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
-from medseg.prediction import contract
+from medseg.prediction import batch, contract
+from medseg.prediction import forecast as forecast_module
 from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import (
     FIRST_SCAN_BYTES,
@@ -162,3 +163,68 @@ def test_a_batch_names_its_largest_case_and_its_time() -> None:
         forecast_text(cases, 0.02, 8)
         == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
     )
+
+
+@pytest.mark.parametrize(("array_bytes", "held_bytes"), [(math.inf, 60), (60, 60), (59, 0)])
+def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
+    array_bytes: float, held_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def of_part(part: Any, *arguments: Any) -> Forecast:
+        asked.append(arguments)
+        return Forecast({"read": 100, "segment": part}, voxels=7)
+
+    monkeypatch.setattr(forecast_module, "forecast", of_part)
+    model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
+    grid = VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0))
+    found = forecast_module._forecast_joined(model, grid, 300, array_bytes)
+    assert asked == [(grid, 300, array_bytes)] * 2
+    assert found.memory == {
+        "read": 100 + held_bytes,
+        "segment_1": 500,
+        "segment_2": 800 + held_bytes,
+    }
+    assert found.voxels == 14
+
+
+def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(forecast_module, "machine_key", lambda cascade: cascade)
+    model: Any = "model"
+    first = forecast_module.expected_cost(Forecast({"read": 5}, voxels=10), model, 30.0)
+    assert first == {"peak_resident_bytes": 5, "total_s": None}
+    second = forecast_module.expected_cost(Forecast({"read": 5, "join": 9}, 4), model, 8.0)
+    assert second == {"peak_resident_bytes": 9, "total_s": 12.0}
+    assert seconds_per_voxel("model") == 2.5
+    assert seconds_per_voxel("other") is None
+
+
+@pytest.mark.parametrize(("known", "rate_s"), [("ab", 2.0), ("a", None), ("", None)])
+def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
+    known: str, rate_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    cases: list[Any] = [
+        SimpleNamespace(scan=SimpleNamespace(name=name), output=name) for name in "ab"
+    ]
+    monkeypatch.setattr(batch, "read_report", lambda _: {})
+    monkeypatch.setattr(
+        batch,
+        "pick_cascade",
+        lambda scan, _: (SimpleNamespace(cascade=SimpleNamespace(name=scan.name, task=None)), []),
+    )
+    monkeypatch.setattr(batch, "scan_grid", lambda *_: None)
+    monkeypatch.setattr(batch.Batch, "_forecast", lambda self, cascade, grid: cascade.name)
+    monkeypatch.setattr(batch, "machine_key", lambda cascade: cascade.name)
+    rates = {"a": 1.0, "b": 3.0}
+    monkeypatch.setattr(
+        batch, "seconds_per_voxel", lambda key: rates[key] if key in known else None
+    )
+    monkeypatch.setattr(batch, "forecast_text", lambda *arguments: told.append(arguments) or "said")
+    config: Any = SimpleNamespace(overwrite=False)
+    running = batch.Batch([], 0, 1e9, config, 2, batch.Observer())
+    assert running.describe_cost(cases) == "said"
+    assert told == [({"a": "a", "b": "b"}, rate_s, 2)]

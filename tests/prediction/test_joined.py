@@ -91,6 +91,24 @@ def test_an_empty_result_has_one_warning() -> None:
 
 
 @dataclass(frozen=True)
+class Doubtful(Painter):
+    """Model that doubts each of its results."""
+
+    def segment(self, volume: Volume, _: Any = (), **options: Any) -> Segmentation:
+        result = super().segment(volume, **options)
+        result.findings += warnings_of("cut_region", ["it is cut"])
+        return result
+
+
+def test_what_is_found_names_its_model_where_there_are_several() -> None:
+    volume = Volume(np.zeros((2, 2, 2)), GRID, None)
+    parts = [Doubtful(painter([name]).task, (0,)) for name in ("liver", "aorta")]
+    both = joined(*parts).segment(volume, on_step=lambda _: None)
+    assert both.warnings == ["part0: it is cut", "part1: it is cut"]
+    assert joined(parts[0]).segment(volume, on_step=lambda _: None).warnings == ["it is cut"]
+
+
+@dataclass(frozen=True)
 class Bounded(Painter):
     """Model that keeps its bound and notes the grids that it is asked about."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from medseg.report.spacings import ALL, Strategy, markdown, means_of
+from medseg.report.spacings import ALL, Strategy, markdown, means_of, prediction_costs
 
 COST = {
     "spacing": "1×1×1", "saved_bytes_per_voxel": 300.0, "step_peak_mib": 900.0,
@@ -105,3 +105,13 @@ def test_every_pair_of_rows_counts_as_a_comparison() -> None:
     best = "* all: high has the best mean Dice, 0.8235 over 3 regions"
     assert f"{best}\n" in markdown([rows[0], high])
     assert f"{best}; not established against low, same" in markdown([*rows, high])
+
+
+def test_the_costs_of_a_row_are_mean_seconds_and_the_largest_peak_of_its_cases() -> None:
+    scores = [
+        {**score(case, 1.0, 0.9, region=region), "predict_s": seconds, "predict_peak_gb": peak_gb}
+        for case, seconds, peak_gb in (("a", 2.0, 0.5), ("b", 6.0, 2.5), ("c", 1.0, 0.75))
+        for region in ("left_lung", "right_lung")[: 1 + (case == "b")]
+    ]
+    assert prediction_costs(Strategy("row", {}, scores, {})) == (3.0, 2.5)
+    assert all(map(math.isnan, prediction_costs(Strategy("row", {}, [], {}))))

@@ -65,6 +65,16 @@ def test_the_average_follows_its_formula() -> None:
     assert all(torch.equal(average.values()[name], value) for name, value in averaged.items())
 
 
+def test_all_that_is_no_whole_number_is_averaged() -> None:
+    """A single factor as well; an index of several numbers is no weight."""
+    network = nn.Conv3d(1, 2, 1)
+    network.factor = nn.Parameter(torch.tensor(2.0))
+    network.register_buffer("index", torch.arange(5))
+    average = WeightAverage(network, DECAY)
+    average.update()
+    assert average.values().keys() == {"weight", "bias", "factor"}
+
+
 def test_an_average_that_is_loaded_leaves_the_checkpoint_alone() -> None:
     network = nn.Conv3d(1, 2, 1)
     values = {name: torch.zeros_like(weight) for name, weight in network.state_dict().items()}

@@ -350,3 +350,25 @@ def test_loggers_write_their_lines_with_each_checkpoint(tmp_path: Path) -> None:
         checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, step - 1)
         checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, step)
     assert events == ["checkpoint of step 2", "lines", "lines"]
+
+
+@pytest.mark.parametrize(
+    ("num_cases", "step", "owes"), [(2, 4, True), (0, 4, False), (2, 3, False)]
+)
+def test_a_checkpoint_owes_the_validation_that_follows_it_where_there_are_cases(
+    num_cases: int, step: int, owes: bool, tmp_path: Path
+) -> None:
+    saved: list[bool] = []
+    checkpoints = Checkpoints(tmp_path, 2, 1, None, StopRequest())
+    trainer: Any = SimpleNamespace(
+        global_step=step,
+        max_steps=9,
+        should_stop=False,
+        accumulate_grad_batches=1,
+        num_val_batches=[num_cases],
+        world_size=1,
+        is_global_zero=False,
+        save_checkpoint=lambda *_, **__: saved.append(checkpoints.state_dict()["owes_validation"]),
+    )
+    checkpoints.on_train_batch_end(trainer, SimpleNamespace(), None, None, 0)
+    assert saved == [owes]

@@ -51,6 +51,13 @@ def test_divergence_is_a_mean_of_several_losses_not_one_bad_batch() -> None:
     assert has_diverged([1.0] * 20 + [9.0] * 3)
 
 
+def test_divergence_is_measured_from_the_lowest_loss_wherever_it_was() -> None:
+    fell = [5.0] * 10 + [1.0] * 10
+    assert not has_diverged([*fell, *[3.9] * 5])
+    assert has_diverged([*fell, *[4.1] * 5])
+    assert not has_diverged([*[1.0] * 2, *[9.0] * 3]), "too few for two means"
+
+
 class Climb:
     """What the callback sees of a trainer that accumulates over two micro-batches."""
 

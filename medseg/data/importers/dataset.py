@@ -676,6 +676,12 @@ def require_pairs(
     """
     without_labels = sorted(set(images) - set(labels))
     if without_labels:
+        if nfc(without_labels[0]) in map(nfc, labels):
+            raise UserError(
+                f"{labels_at}: it writes a letter of {without_labels[0]} in another way than "
+                f"{images_at.name}, as one character or as two (Unicode NFC and NFD), so that the "
+                "names differ although they look alike; rename one of the files."
+            )
         raise UserError(
             f"{labels_at}: no labels for {first_few(without_labels, 1)}, which {images_at.name} "
             "holds; add them, or move the image to another folder."

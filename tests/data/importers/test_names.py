@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
+from layouts import make_nnunet, make_pairs
 
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, closing_rows
@@ -102,3 +105,18 @@ def test_the_labels_that_a_refusal_proposes_are_complete_in_all_cases() -> None:
     ):
         data.require_structures()
     data.keep(["heart"]).require_structures()
+
+
+@pytest.mark.parametrize("make", [make_nnunet, make_pairs])
+def test_names_that_only_look_alike_are_told_so(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    """Some systems write a letter with marks as two characters."""
+    folder = make(tmp_path / "data")
+    images, labels = ("imagesTr", "labelsTr") if make is make_nnunet else ("images", "labels")
+    for place, form in ((images, "NFD"), (labels, "NFC")):
+        path = sorted((folder / place).iterdir())[0]
+        case = {make_nnunet: "chest_000", make_pairs: "p0"}[make]
+        path.rename(path.with_name(path.name.replace(case, unicodedata.normalize(form, "Müller"))))
+    with pytest.raises(UserError, match="rename one of the files"):
+        import_dataset(folder)
