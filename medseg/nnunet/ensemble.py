@@ -22,7 +22,7 @@ from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.nnunet.labels import average_planes
-from medseg.nnunet.model import NnunetModel, timed
+from medseg.nnunet.model import Expected, NnunetModel, timed
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
@@ -124,20 +124,22 @@ class NnunetEnsemble:
     def check_budget(self, grid: VoxelGrid) -> None:
         """Tiles are the same for all scans: `within` has checked them."""
 
-    def expected(self, grid: VoxelGrid) -> tuple[dict[str, list[int]], int]:
-        """Expect the arrays of a case by the header of its scan; see `NnunetModel.expected`."""
+    def expected(self, grid: VoxelGrid) -> Expected:
+        """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
         memory: dict[str, list[int]] = {}
         num_voxels = 0
+        operations = 0.0
         for number, member in enumerate(self.members, start=1):
-            of_member, of_networks = member.expected(grid)
-            num_voxels += of_networks
-            for step, sizes in of_member.items():
+            part = member.expected(grid)
+            num_voxels += part.num_voxels
+            operations += part.operations
+            for step, sizes in part.memory.items():
                 memory[f"{step}_{number}"] = sizes
         shape = self.members[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
         memory[AVERAGE] = [math.prod(shape), PROBABILITY_PLANES * plane]
-        return memory, num_voxels
+        return Expected(memory, num_voxels, operations)
 
     def segment(
         self,

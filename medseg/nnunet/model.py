@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
@@ -66,6 +68,20 @@ class Fold:
     mirror_axes: tuple[int, ...]
 
 
+class Expected(NamedTuple):
+    """Cost of a case that is known beforehand.
+
+    Attributes:
+        memory: Bytes of each array by step, without the scan and the passes of the network.
+        num_voxels: Voxels of tiles that go through networks.
+        operations: Additions and multiplications of the networks.
+    """
+
+    memory: dict[str, list[int]]
+    num_voxels: int
+    operations: float
+
+
 @dataclass(frozen=True)
 class NnunetModel:
     """A model folder that is ready to segment scans.
@@ -80,6 +96,7 @@ class NnunetModel:
         bytes_per_voxel: Memory of the network per voxel of a tile.
         least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
+        operations_per_voxel: Additions and multiplications of the network per voxel of a tile.
         precision: `fp32`, or `bf16` on a CPU; a GPU computes as nnU-Net lets it.
         previous: First stage of a cascade; None for others.
     """
@@ -93,6 +110,7 @@ class NnunetModel:
     bytes_per_voxel: float
     least_slab_bytes: float
     checkpoints: dict[str, dict[str, str]]
+    operations_per_voxel: float = 0.0
     precision: str = "fp32"
     previous: NnunetModel | None = None
 
@@ -182,21 +200,17 @@ class NnunetModel:
     def check_budget(self, grid: VoxelGrid) -> None:
         """A tile is the same for all scans: `within` has checked it."""
 
-    def expected(self, grid: VoxelGrid) -> tuple[dict[str, list[int]], int]:
-        """Expect the arrays of a case by the header of its scan, without the crop to its voxels.
+    def expected(self, grid: VoxelGrid) -> Expected:
+        """Expect the cost of a case by the header of its scan, without the crop to its voxels.
 
         Args:
             grid: Grid of the scan, in storage order.
-
-        Returns:
-            Bytes of each array by step, without the scan and the passes of the network; and the
-            voxels that go through networks.
         """
         memory: dict[str, list[int]] = {}
-        num_voxels = 0
+        before = Expected({}, 0, 0.0)
         if self.previous is not None:
-            of_first, num_voxels = self.previous.expected(grid)
-            memory[PREVIOUS] = of_first[STEPS[-1]]
+            before = self.previous.expected(grid)
+            memory[PREVIOUS] = before.memory[STEPS[-1]]
         grid = self.turned_grid(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
@@ -227,7 +241,9 @@ class NnunetModel:
             mirrored = 4 * num_heads * math.prod(plan.patch_size)
         memory["prepare"] = [image]
         memory["segment"] = [image, window, two_planes, labels, mirrored]
-        return memory, num_voxels + num_tiles * passes * math.prod(plan.patch_size)
+        num_voxels = num_tiles * passes * math.prod(plan.patch_size)
+        operations = before.operations + num_voxels * self.operations_per_voxel
+        return Expected(memory, before.num_voxels + num_voxels, operations)
 
     def segment(
         self,
@@ -543,6 +559,7 @@ def _load_folder(
         checkpoints={
             configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
         },
+        operations_per_voxel=_operations_per_voxel(shapes, folder.plan),
         precision=precision,
     )
     if model.least_bytes > options.budget_gib * 2**30:
@@ -577,6 +594,15 @@ def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device)
     return forward_bytes_per_voxel(
         network, lambda image: call_network(network, image, plan), shape, device
     )
+
+
+def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
+    """Count additions and multiplications of a pass, which run on shapes alone."""
+    num_channels = len(plan.channels) + (plan.previous_stage is not None)
+    image = torch.empty((1, num_channels, *plan.patch_size), device="meta")
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        call_network(network_on_meta, image, plan)
+    return counter.get_total_flops() / math.prod(plan.patch_size)
 
 
 def task_of(plan: NnunetPlan) -> Task:

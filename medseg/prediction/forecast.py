@@ -63,9 +63,9 @@ JOINING = 48 * 2**20
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
 NETWORK_TIME = 5
-# The same for a head of a model of nnU-Net: a voxel of a tile that is added to the sums, and one of
-# the scan to which logits are resampled.
-SUM_TIME, LOGIT_TIME = 0.1, 0.4
+# The same for a model of nnU-Net: an addition or multiplication of its networks, and for each head
+# a voxel of a tile that is added to the sums, and one of the scan to which logits are resampled.
+OPERATION_TIME, SUM_TIME, LOGIT_TIME = 2e-4, 0.1, 0.1
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -162,9 +162,9 @@ def _forecast_nnunet(
     num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
     fixed = loaded_bytes + LIBRARIES_BYTES + channels * _held(SCAN * num_voxels, array_bytes)
-    expected, network_voxels = model.expected(grid)
+    expected = model.expected(grid)
     memory = {"read": fixed}
-    for step, sizes in expected.items():
+    for step, sizes in expected.memory.items():
         memory[step] = fixed + sum(_held(size, array_bytes) for size in sizes)
     if model.device.type == "cpu":
         # A pass is no array, which could be a file.
@@ -172,7 +172,7 @@ def _forecast_nnunet(
             memory[step] += round(model.tile_bytes)
     num_heads = model.plan.labels.num_heads
     cost = (channels + LOGIT_TIME * num_heads) * num_voxels
-    cost += (NETWORK_TIME + SUM_TIME * num_heads) * network_voxels
+    cost += SUM_TIME * num_heads * expected.num_voxels + OPERATION_TIME * expected.operations
     return Forecast(memory, round(cost))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import subprocess
 import zipfile
@@ -17,7 +18,7 @@ import hydra
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import nnunet_reference
 from medseg import Segmenter
@@ -104,8 +105,26 @@ def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
                 lambda _, inputs, __: num_voxels.append(inputs[0][0, 0].numel())
             )
     model.segment(replace(volume, array=first), more)
-    _, expected = model.expected(volume.grid)
-    assert expected == sum(num_voxels)
+    assert model.expected(volume.grid).num_voxels == sum(num_voxels)
+
+
+def test_the_forecast_counts_the_operations_of_a_convolution() -> None:
+    model = load("folds", tta=False)
+    expected = model.expected(scan_of("folds")[0].grid)
+    operations: list[float] = []
+
+    def count(layer: nn.Conv3d, _: object, output: Tensor) -> None:
+        operations.append(2 * output.numel() * layer.weight[0].numel())
+
+    for layer in model.network.modules():
+        if isinstance(layer, nn.Conv3d):
+            layer.register_forward_hook(count)
+    with torch.inference_mode():
+        model.network(torch.zeros(1, 1, *model.plan.patch_size))
+    # The rest are the transposed convolutions of two levels.
+    share = sum(operations) / (model.operations_per_voxel * math.prod(model.plan.patch_size))
+    assert 0.9 < share < 1
+    assert expected.operations == expected.num_voxels * model.operations_per_voxel
 
 
 @pytest.mark.parametrize("name", NAMES)
