@@ -74,7 +74,6 @@ RULES = {
     "coarse_small_component": Switch(localise, "MIN_PART_FRACTION", 0.0),
     "coarse_mixed_sides": Switch(sides, "MIXED_SHARE", float("inf")),
     "coarse_small_region": Switch(localise, "MIN_REGION_ML", 0.0),
-    "coarse_small_beside_other_side": Switch(localise, "MIN_REGION_SHARE", 0.0),
     "fine_gas": Switch(join, "MAX_GAS_SHARE", 1.0),
     "fine_unseen": Switch(join, "MAX_UNSEEN_SHARE", 1.0),
     "fine_small_component": Switch(join, "MIN_PART_FRACTION", 0.0),

@@ -15,7 +15,6 @@ MAX_BEYOND_SHARE = 0.9
 # Parts and regions.
 MIN_PART_FRACTION = 0.1
 MIN_REGION_ML = 5.0
-MIN_REGION_SHARE = 0.01
 MIN_REPORTED_ML = 5.0
 MAX_GAS_SHARE = 0.5
 MAX_UNSEEN_SHARE = 0.9
@@ -121,13 +120,6 @@ RULES = (
         MIN_REGION_ML,
         "ml",
         "a smaller region on the coarse grid is absent",
-        _CHOSEN,
-    ),
-    Rule(
-        "min_region_share",
-        MIN_REGION_SHARE,
-        "share",
-        "a region below this share of the other side is absent",
         _CHOSEN,
     ),
     Rule(

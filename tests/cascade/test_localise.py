@@ -152,17 +152,6 @@ def test_a_region_below_the_least_volume_is_absent() -> None:
     ]
 
 
-def test_a_crumb_of_one_side_beside_a_whole_other_side_is_absent() -> None:
-    small = (slice(10, 18), slice(20, 28), slice(60, 70))  # 5.1 ml
-    large = (slice(0, 40), slice(0, 60), slice(0, 30))  # 576 ml
-    location = locate((small, 1), (large, 2))
-    assert list(location.boxes) == ["right_lung"]
-    assert (
-        "no left_lung found: the coarse stage marks 5.1 ml, and regions below 5.76 ml are "
-        "reported as absent"
-    ) in location.warnings
-
-
 @pytest.mark.parametrize(
     ("blocks", "text"),
     [
