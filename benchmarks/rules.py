@@ -80,7 +80,6 @@ RULES = {
     "fine_holes": Switch(join, "fill_holes", lambda *_: None),
     "absent_contradiction": Switch(contradictions, "MIN_AGREEMENT", -1.0),
     "absent_doubtful_tiny": Switch(contradictions, "MIN_DOUBTFUL_SHARE", 0.0),
-    "absent_doubtful_gas": Switch(contradictions, "MAX_DOUBTFUL_GAS_SHARE", 1.0),
 }
 """The rules of `anatomy/` and `cascade/` that change a label or remove a region."""
 

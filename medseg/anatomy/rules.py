@@ -22,7 +22,6 @@ MAX_UNSEEN_SHARE = 0.9
 USUAL_AGREEMENT = 0.85
 MIN_AGREEMENT = 0.1
 MIN_DOUBTFUL_SHARE = 0.03
-MAX_DOUBTFUL_GAS_SHARE = 1 / 3
 # Sides.
 MIXED_SHARE = 0.05
 MAX_OTHER_SIDE = 0.005
@@ -165,14 +164,6 @@ RULES = (
         "with less than usual agreement, a region below this share of its least plausible volume "
         "is absent",
         _COHORT,
-        33,
-    ),
-    Rule(
-        "max_doubtful_gas_share",
-        MAX_DOUBTFUL_GAS_SHARE,
-        "share",
-        "with less than usual agreement, a region with more gas is absent",
-        "emphysema 24 %, the next lung 5 %, air below a blanket 46 %",
         33,
     ),
     Rule(
