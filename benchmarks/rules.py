@@ -74,7 +74,6 @@ RULES = {
     "coarse_small_component": Switch(localise, "MIN_PART_FRACTION", 0.0),
     "coarse_mixed_sides": Switch(sides, "MIXED_SHARE", float("inf")),
     "coarse_small_region": Switch(localise, "MIN_REGION_ML", 0.0),
-    "fine_gas": Switch(join, "MAX_GAS_SHARE", 1.0),
     "fine_unseen": Switch(join, "MAX_UNSEEN_SHARE", 1.0),
     "fine_small_component": Switch(join, "MIN_PART_FRACTION", 0.0),
     "fine_holes": Switch(join, "fill_holes", lambda *_: None),
@@ -104,7 +103,7 @@ def read_rule_sets(together: str) -> dict[str, tuple[str, ...]]:
     """List the sets of rules that are switched off: each alone, those given, and all.
 
     Args:
-        together: Sets of names, such as `fine_gas+fine_holes,coarse_gas+fine_gas`.
+        together: Sets of names, such as `fine_unseen+fine_holes,coarse_gas+fine_unseen`.
 
     Raises:
         UserError: If a name is unknown.
