@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.instruments import given_arguments
-from medseg.anatomy import contradictions, impossible, sides
+from medseg.anatomy import contradictions, impossible
 from medseg.cascade import cascade as cascade_module
 from medseg.cascade import join, localise
 from medseg.cascade.cascade import Cascade
@@ -72,7 +72,6 @@ RULES = {
     "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
     "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
     "coarse_small_component": Switch(localise, "MIN_PART_FRACTION", 0.0),
-    "coarse_mixed_sides": Switch(sides, "MIXED_SHARE", float("inf")),
     "coarse_small_region": Switch(localise, "MIN_REGION_ML", 0.0),
     "fine_unseen": Switch(join, "MAX_UNSEEN_SHARE", 1.0),
     "fine_small_component": Switch(join, "MIN_PART_FRACTION", 0.0),

@@ -23,7 +23,6 @@ USUAL_AGREEMENT = 0.85
 MIN_AGREEMENT = 0.1
 MIN_DOUBTFUL_SHARE = 0.03
 # Sides.
-MIXED_SHARE = 0.05
 MAX_OTHER_SIDE = 0.005
 MAX_VOLUME_RATIO = 8.0
 CUT_SHARE = 0.5
@@ -165,13 +164,6 @@ RULES = (
         "is absent",
         _COHORT,
         33,
-    ),
-    Rule(
-        "mixed_share",
-        MIXED_SHARE,
-        "share",
-        "a component with less of the other side is not mixed",
-        "a few voxels beyond the middle cast no doubt",
     ),
     Rule(
         "max_other_side",

@@ -18,7 +18,7 @@ from medseg.anatomy.plausibility import (
 )
 from medseg.anatomy.position import side_pairs
 from medseg.anatomy.rules import MIN_PART_FRACTION, MIN_REGION_ML
-from medseg.anatomy.sides import lone_side_warnings, unmix_sides
+from medseg.anatomy.sides import lone_side_warnings
 from medseg.cascade.stage import Prediction, TrainedStage
 from medseg.findings import Finding, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
@@ -209,8 +209,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
-    # After the clean-up: a small component would be mixed with whatever it touches.
-    findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
+    findings: list[Finding] = []
     masks = {region.name: np.isin(cleaned, task.region_values(region)) for region in task.regions}
     measured: dict[str, FoundRegion] = {}
     for region in task.regions:
