@@ -22,7 +22,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.instruments import given_arguments
-from medseg.anatomy import contradictions, impossible, sides
+from medseg.anatomy import contradictions, impossible
 from medseg.cascade import cascade as cascade_module
 from medseg.cascade import join, localise
 from medseg.cascade.cascade import Cascade
@@ -73,16 +73,12 @@ RULES = {
     "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
     "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
     "coarse_small_component": Switch(localise, "MIN_PART_FRACTION", 0.0),
-    "coarse_mixed_sides": Switch(sides, "MIXED_SHARE", float("inf")),
     "coarse_small_region": Switch(localise, "MIN_REGION_ML", 0.0),
-    "coarse_small_beside_other_side": Switch(localise, "MIN_REGION_SHARE", 0.0),
-    "fine_gas": Switch(join, "MAX_GAS_SHARE", 1.0),
     "fine_unseen": Switch(join, "MAX_UNSEEN_SHARE", 1.0),
     "fine_small_component": Switch(join, "MIN_PART_FRACTION", 0.0),
     "fine_holes": Switch(join, "fill_holes", lambda *_: None),
     "absent_contradiction": Switch(contradictions, "MIN_AGREEMENT", -1.0),
     "absent_doubtful_tiny": Switch(contradictions, "MIN_DOUBTFUL_SHARE", 0.0),
-    "absent_doubtful_gas": Switch(contradictions, "MAX_DOUBTFUL_GAS_SHARE", 1.0),
 }
 
 
@@ -106,7 +102,7 @@ def read_rule_sets(together: str) -> dict[str, tuple[str, ...]]:
     """List the sets of rules that are switched off: each alone, those given, and all.
 
     Args:
-        together: Sets of names, such as `fine_gas+fine_holes,coarse_gas+fine_gas`.
+        together: Sets of names, such as `fine_unseen+fine_holes,coarse_gas+fine_unseen`.
 
     Raises:
         UserError: If a name is unknown.

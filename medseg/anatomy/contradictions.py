@@ -1,24 +1,18 @@
 """Contradictions of two stages: regions that one of them finds and the other does not.
 
-Doubtful regions that are tiny or gas count as contradictions, too.
+Doubtful regions that are tiny count as contradictions, too.
 """
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from medseg.anatomy.rules import (
-    MAX_DOUBTFUL_GAS_SHARE,
-    MIN_AGREEMENT,
-    MIN_DOUBTFUL_SHARE,
-    USUAL_AGREEMENT,
-)
-from medseg.task import Region, Task
+from medseg.anatomy.rules import MIN_AGREEMENT, MIN_DOUBTFUL_SHARE, USUAL_AGREEMENT
+from medseg.task import Task
 
 
 def remove_contradictions(
     labels: np.ndarray,
-    image_hu: np.ndarray,
     task: Task,
     label_volumes_ml: dict[str, float],
     agreements: Mapping[str, float],
@@ -32,7 +26,6 @@ def remove_contradictions(
 
     Args:
         labels: Final label map (D, H, W) in LPS order.
-        image_hu: The scan, its first channel.
         task: Labels and regions.
         label_volumes_ml: Volume of each label; updated.
         agreements: Region name to the Dice coefficient of the two stages.
@@ -48,7 +41,7 @@ def remove_contradictions(
     contradicted: set[str] = set()
     for region in regions:
         volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
-        if _is_contradicted(region, volume_ml, agreement, labels, image_hu, task):
+        if _is_contradicted(region.name, volume_ml, agreement, task):
             contradicted.add(region.name)
     # A label that two regions share stays if one of them does.
     trusted_labels: set[str] = set()
@@ -82,22 +75,11 @@ def remove_contradictions(
     return absent, warnings
 
 
-def _is_contradicted(
-    region: Region,
-    volume_ml: float,
-    agreement: float,
-    labels: np.ndarray,
-    image_hu: np.ndarray,
-    task: Task,
-) -> bool:
-    """Whether the stages hardly agree on a region, or agree little and it is tiny or gas."""
+def _is_contradicted(region: str, volume_ml: float, agreement: float, task: Task) -> bool:
+    """Whether the stages hardly agree on a region, or agree little and it is tiny."""
     if agreement < MIN_AGREEMENT:
         return True
-    if agreement >= USUAL_AGREEMENT:
-        return False
-    if _is_tiny(volume_ml, region.name, task):
-        return True
-    return _is_gas(labels, image_hu, task.region_values(region), task.least_hu)
+    return agreement < USUAL_AGREEMENT and _is_tiny(volume_ml, region, task)
 
 
 def _erase(labels: np.ndarray, values: Sequence[int]) -> None:
@@ -112,18 +94,3 @@ def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
     # Without a range in the task, no volume is tiny.
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml
-
-
-def _is_gas(
-    labels: np.ndarray, image_hu: np.ndarray, values: Sequence[int], least_hu: float | None
-) -> bool:
-    """Whether more than a third of a region is below the bound of gas, as air in blankets is."""
-    if least_hu is None:
-        return False
-    num_voxels = 0
-    num_gas = 0
-    for plane, plane_hu in zip(labels, image_hu, strict=True):
-        region_hu = plane_hu[np.isin(plane, values)]
-        num_voxels += len(region_hu)
-        num_gas += int(np.count_nonzero(region_hu < least_hu))
-    return num_gas > MAX_DOUBTFUL_GAS_SHARE * num_voxels

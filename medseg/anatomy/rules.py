@@ -15,7 +15,6 @@ MAX_BEYOND_SHARE = 0.9
 # Parts and regions.
 MIN_PART_FRACTION = 0.1
 MIN_REGION_ML = 5.0
-MIN_REGION_SHARE = 0.01
 MIN_REPORTED_ML = 5.0
 MAX_GAS_SHARE = 0.5
 MAX_UNSEEN_SHARE = 0.9
@@ -23,9 +22,7 @@ MAX_UNSEEN_SHARE = 0.9
 USUAL_AGREEMENT = 0.85
 MIN_AGREEMENT = 0.1
 MIN_DOUBTFUL_SHARE = 0.03
-MAX_DOUBTFUL_GAS_SHARE = 1 / 3
 # Sides.
-MIXED_SHARE = 0.05
 MAX_OTHER_SIDE = 0.005
 MAX_VOLUME_RATIO = 8.0
 CUT_SHARE = 0.5
@@ -124,13 +121,6 @@ RULES = (
         _CHOSEN,
     ),
     Rule(
-        "min_region_share",
-        MIN_REGION_SHARE,
-        "share",
-        "a region below this share of the other side is absent",
-        _CHOSEN,
-    ),
-    Rule(
         "min_reported_ml",
         MIN_REPORTED_ML,
         "ml",
@@ -174,21 +164,6 @@ RULES = (
         "is absent",
         _COHORT,
         33,
-    ),
-    Rule(
-        "max_doubtful_gas_share",
-        MAX_DOUBTFUL_GAS_SHARE,
-        "share",
-        "with less than usual agreement, a region with more gas is absent",
-        "emphysema 24 %, the next lung 5 %, air below a blanket 46 %",
-        33,
-    ),
-    Rule(
-        "mixed_share",
-        MIXED_SHARE,
-        "share",
-        "a component with less of the other side is not mixed",
-        "a few voxels beyond the middle cast no doubt",
     ),
     Rule(
         "max_other_side",

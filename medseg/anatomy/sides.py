@@ -1,13 +1,12 @@
-"""Sides of an organ: components in which both are mixed, and a lone side that is doubtful."""
+"""Sides of an organ: a lone side that is doubtful."""
 
 from collections.abc import Mapping
 
 import numpy as np
-from scipy import ndimage
 
 from medseg.anatomy.position import side_pairs
-from medseg.anatomy.rules import CUT_SHARE, MAX_WALL_MM, MIXED_SHARE, OPEN_SHARE
-from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
+from medseg.anatomy.rules import CUT_SHARE, MAX_WALL_MM, OPEN_SHARE
+from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.intensity import BODY_HU
 from medseg.task import Task
 
@@ -57,54 +56,3 @@ def lone_side_warnings(
                 f"wall of {lone.name} would be, and shows the skin on the other; check the side"
             )
     return warnings
-
-
-def unmix_sides(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[str]:
-    """Assign a component that mixes both sides of an organ to the side with most of its voxels.
-
-    The label map is changed in place.
-
-    Sides that only touch keep their border; they count as mixed where one reaches across the
-    other's centre. On a scan of one side alone, a network that does not see the midline may label
-    half of the organ as the other side.
-
-    Returns:
-        Warnings of what was changed.
-    """
-    warnings = []
-    for left, right in side_pairs(task):
-        # Labels that correspond one to one can be relabelled as the other side; lobes do not.
-        if len(left.labels) != len(right.labels):
-            continue
-        left_values, right_values = task.region_values(left), task.region_values(right)
-        components, _ = ndimage.label(np.isin(labels, (*left_values, *right_values)))
-        for number, slices in enumerate(ndimage.find_objects(components), start=1):
-            component = components[slices] == number
-            inner = labels[slices]
-            is_left = component & np.isin(inner, left_values)
-            is_right = component & np.isin(inner, right_values)
-            num_left, num_right = int(is_left.sum()), int(is_right.sum())
-            num_fewer, num_more = sorted((num_left, num_right))
-            if num_fewer < MIXED_SHARE * num_more or not _reach_across(is_left, is_right):
-                continue
-            winner, loser = (left, right) if num_left >= num_right else (right, left)
-            new_values = task.region_values(winner)
-            for value, new_value in zip(task.region_values(loser), new_values, strict=True):
-                inner[component & (inner == value)] = new_value
-            warnings.append(
-                f"{num_fewer * voxel_ml(grid):.0f} ml that the coarse stage labelled {loser.name} "
-                f"lie within {winner.name} and were relabelled accordingly; check the sides"
-            )
-    return warnings
-
-
-def _reach_across(left: np.ndarray, right: np.ndarray) -> bool:
-    """Whether the left mask reaches beyond the right one's centre, or the other way round."""
-    # Voxels at each x; array x points to the left.
-    left_counts, right_counts = left.sum((0, 1)), right.sum((0, 1))
-    indices = np.arange(len(left_counts))
-    left_centre = float(np.average(indices, weights=left_counts))
-    right_centre = float(np.average(indices, weights=right_counts))
-    left_begins = np.flatnonzero(left_counts)[0]
-    right_ends = np.flatnonzero(right_counts)[-1]
-    return bool(left_begins < right_centre or right_ends > left_centre)

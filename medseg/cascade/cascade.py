@@ -256,7 +256,7 @@ class Cascade:
         """
         task = self.task
         absent, contradictions = remove_contradictions(
-            labels, image, task, result.volumes_ml, result.agreements
+            labels, task, result.volumes_ml, result.agreements
         )
         result.findings += warnings_of("little_agreement", contradictions)
         for name in absent:

@@ -41,7 +41,8 @@ def join(
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
-        image_hu: The scan on that grid; None skips the check against `task.least_hu`.
+        image_hu: The scan on that grid, for the check against `task.least_hu`; None skips it. It
+            is skipped with a coarse stage, too, whose labels have lost their gas.
         localisation: Result of the coarse stage, which must mark a tenth of each component. None
             skips the check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
@@ -62,9 +63,8 @@ def join(
             remove_components(labels, value, gas, MIN_PART_FRACTION)
             continue
         unseen = Rejection(_unseen(localisation, grid, task, value), MAX_UNSEEN_SHARE)
-        counts = remove_components(labels, value, [*gas, unseen], MIN_PART_FRACTION)
-        # The last count is that of `unseen`.
-        volume_ml = counts[-1] * voxel_ml(grid)
+        (num_removed,) = remove_components(labels, value, [unseen], MIN_PART_FRACTION)
+        volume_ml = num_removed * voxel_ml(grid)
         if warnings is not None and volume_ml >= MIN_REPORTED_ML:
             warnings.append(
                 f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are "

@@ -17,8 +17,8 @@ from medseg.anatomy.plausibility import (
     side_warnings,
 )
 from medseg.anatomy.position import side_pairs
-from medseg.anatomy.rules import MIN_PART_FRACTION, MIN_REGION_ML, MIN_REGION_SHARE
-from medseg.anatomy.sides import lone_side_warnings, unmix_sides
+from medseg.anatomy.rules import MIN_PART_FRACTION, MIN_REGION_ML
+from medseg.anatomy.sides import lone_side_warnings
 from medseg.cascade.stage import Prediction, TrainedStage
 from medseg.findings import Finding, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
@@ -29,7 +29,7 @@ from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, cut, erase_outside
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.resample import resample_image
-from medseg.task import Region, Task
+from medseg.task import Task
 
 
 @dataclass(frozen=True)
@@ -213,27 +213,17 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)
-    # After the clean-up: a small component would be mixed with whatever it touches.
-    findings = warnings_of("mixed_sides", unmix_sides(cleaned, grid, task))
-    masks = {}
-    volumes_ml = {}
-    for region in task.regions:
-        mask = np.isin(cleaned, task.region_values(region))
-        masks[region.name] = mask
-        volumes_ml[region.name] = float(mask.sum()) * voxel_ml(grid)
-    pairs = side_pairs(task)
+    findings: list[Finding] = []
     measured: dict[str, FoundRegion] = {}
     for region in task.regions:
-        mask, volume_ml = masks[region.name], volumes_ml[region.name]
-        # A few voxels beside a large organ of the other side are an error, not a small organ.
-        partner_ml = _partner_ml(region, pairs, volumes_ml)
-        least_ml = max(MIN_REGION_ML, MIN_REGION_SHARE * partner_ml)
-        if mask.any() and volume_ml >= least_ml:
+        mask = np.isin(cleaned, task.region_values(region))
+        volume_ml = float(mask.sum()) * voxel_ml(grid)
+        if volume_ml >= MIN_REGION_ML:
             measured[region.name] = measure_region(region, mask, grid)
             continue
         sentence = (
             f"no {region.name} found: the coarse stage marks {volume_ml:.1f} ml, and regions below "
-            f"{least_ml:.3g} ml are reported as absent"
+            f"{MIN_REGION_ML:g} ml are reported as absent"
         )
         findings += warnings_of("missing_region", [sentence])
         cleaned[mask] = 0  # so that the agreement of the stages does not count it
@@ -245,22 +235,9 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
         findings += warnings_of("empty_result", [sentence])
     for region_found in measured.values():
         findings += warnings_of("cut_region", border_warnings(region_found, grid))
-    for left, right in pairs:
+    for left, right in side_pairs(task):
         if left.name in measured and right.name in measured:
             implausible = pair_warnings(measured[left.name], measured[right.name])
             findings += warnings_of("implausible_pair", implausible)
     boxes = {name: region_found.box for name, region_found in measured.items()}
     return Localisation(cleaned, grid, boxes, findings)
-
-
-def _partner_ml(
-    region: Region, pairs: Sequence[tuple[Region, Region]], volumes_ml: dict[str, float]
-) -> float:
-    """Volume of the other side of a region's organ, the largest of several; 0 without one."""
-    partner_ml = 0.0
-    for left, right in pairs:
-        if region == left:
-            partner_ml = max(partner_ml, volumes_ml[right.name])
-        elif region == right:
-            partner_ml = max(partner_ml, volumes_ml[left.name])
-    return partner_ml

@@ -100,7 +100,7 @@ def test_a_switch_names_what_its_module_has_and_puts_it_back(name: str) -> None:
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(UserError, match="together: there is no rule typo"):
-        rules.read_rule_sets("fine_gas+typo")
+        rules.read_rule_sets("fine_unseen+typo")
 
 
 def test_the_tables_have_each_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

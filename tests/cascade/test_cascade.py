@@ -209,28 +209,6 @@ def test_a_region_far_below_the_plausible_volume_on_which_the_stages_agree_littl
     )
 
 
-@pytest.mark.parametrize(("gas_planes", "is_kept"), [(2, False), (1, True)])
-def test_a_region_with_much_gas_on_which_the_stages_agree_little_is_absent(
-    gas_planes: int, is_kept: bool
-) -> None:
-    """One or two planes of five of the left block lie below the bound of gas."""
-    volume, target = scan()
-    value = float(np.median(volume.array[target == 1]))
-    for start in range(gas_planes):
-        planes = volume.array[:, :, start::5]
-        planes[target[:, :, start::5] == 1] -= 3
-    task = replace(TASK, least_hu=value - 2.5)
-    stages = (
-        replace(stage(CoarseOracle(), "coarse"), task=task),
-        replace(stage(Upper(), "fine"), task=task),
-    )
-    result = Cascade(*stages).segment(volume)
-    assert (result.volumes_ml["left_lung"] > 0) == is_kept
-    assert dice(result.labels == 2, target == 2) >= 0.98
-    agreeing = stages[0], replace(stage(FineOracle(), "fine"), task=task)
-    assert dice(Cascade(*agreeing).segment(volume).labels == 1, target == 1) >= 0.98
-
-
 class SeesProbability(FineOracle):
     """Foreground is what the coarse stage finds, or with `uses_it=False` what is bright."""
 
