@@ -133,8 +133,9 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     """
     import openvino
 
-    # Autocast would write conversions into the trace that OpenVINO does not know.
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+    # Autocast would write conversions into the trace that OpenVINO does not know. In inference mode
+    # a head predicts parts, whose number would be a constant of the trace.
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         # Of `torch.jit.trace`, which OpenVINO calls.
