@@ -16,7 +16,7 @@ from medseg.anatomy.plausibility import airless_warnings, volume_warnings
 from medseg.cascade.agreement import agreement, distortion_warnings, most_disputed_xyz_mm
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.join import RegionResult, join, paste_percent
-from medseg.cascade.localise import Localisation, localise, predict_body, stacked
+from medseg.cascade.localise import Localisation, localise, predict_body
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
@@ -573,38 +573,9 @@ def refine(
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
         left out and so count as background.
     """
-    lattice = grid.resampled(stage.spacing_mm)
-    intensities = intensities or stage.intensities(images)
-
-    def crop_of(image: np.ndarray, outside: float, limits: tuple[float, float] | None) -> Tensor:
-        resampled = resample_crop(
-            image, grid, lattice, crop, outside, stage.resampling, limits=limits
-        )
-        return erase_outside(resampled, crop, outside)
-
-    # One name for the image at all times: a second name would keep a second crop in memory while
-    # the network runs.
-    image = stacked(
-        [
-            normalise_(crop_of(channel, outside, limits), intensity)
-            for channel, outside, limits, intensity in zip(
-                images, stage.outside, stage.limits, intensities, strict=True
-            )
-        ]
-    )
-    if stage.has_coarse_channel:
-        assert localisation is not None, "it has the probabilities"
-        assert localisation.probs is not None, "they were asked for"
-        assert localisation.probs_grid is not None, "it comes with them"
-        # The sum over the labels of the region, resampled to its crop, is one more channel.
-        values = stage.task.region_values(region)
-        coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
-        image = torch.cat([image, coarse[None]])
-        del coarse  # as large as a channel of the crop, while the network runs
     # Right sides look like left ones to the network.
     flipped = [X_AXIS] if region.side == "right" else []
-    if flipped:
-        image = _flipped(image, flipped)
+    image = _input_image(images, grid, crop, region, stage, flipped, intensities, localisation)
     prediction = stage.predict_probs(image, options or InferenceOptions())
     # Copied even without an axis: a view would keep the background and the classes of other regions
     # in memory.
@@ -612,3 +583,40 @@ def refine(
     if prediction.std is None:
         return prediction._replace(probs=probs)
     return prediction._replace(probs=probs, std=prediction.std.flip(flipped))
+
+
+def _input_image(
+    images: Sequence[np.ndarray],
+    grid: VoxelGrid,
+    crop: Crop,
+    region: Region,
+    stage: TrainedStage,
+    flipped: Sequence[int],
+    intensities: Sequence[Intensity] | None,
+    localisation: Localisation | None,
+) -> Tensor:
+    """Make the input (C, D, H, W) of the fine stage for a region; arguments as for `refine`.
+
+    Channel by channel: in float32, no more than one is in memory. The crop is reversed along the
+    axes `flipped`.
+    """
+    lattice = grid.resampled(stage.spacing_mm)
+    intensities = intensities or stage.intensities(images)
+    result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)
+    for number, image in enumerate(images):
+        outside, limits = stage.outside[number], stage.limits[number]
+        channel = resample_crop(
+            image, grid, lattice, crop, outside, stage.resampling, limits=limits
+        )
+        channel = normalise_(erase_outside(channel, crop, outside), intensities[number])
+        result[number] = channel.flip(flipped)
+        del channel  # before the next one is made
+    if stage.has_coarse_channel:
+        assert localisation is not None, "it has the probabilities"
+        assert localisation.probs is not None, "they were asked for"
+        assert localisation.probs_grid is not None, "it comes with them"
+        # The sum over the labels of the region, resampled to its crop, is the last channel.
+        values = stage.task.region_values(region)
+        coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
+        result[-1] = coarse.flip(flipped)
+    return result

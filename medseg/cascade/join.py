@@ -19,9 +19,10 @@ from medseg.task import Region, Task
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 
-# Native voxels of one slab; each needs five float32 values and three bytes at a time. Larger slabs
-# leave the cache of the processor, and the system clears their memory anew each time.
-SLAB_VOXELS = 2**21
+# Native voxels of one slab, three planes of 512×512; each needs five float32 values and three bytes
+# at a time. Arrays of 4 MiB and more leave the cache of the processor, and the system clears their
+# memory anew each time (`medseg.memory.heap`).
+SLAB_VOXELS = 3 * 2**18
 
 
 def join(

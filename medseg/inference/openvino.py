@@ -133,8 +133,15 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     """
     import openvino
 
-    # Autocast would write conversions into the trace that OpenVINO does not know.
-    with torch.inference_mode(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+    with (
+        # The first pass converts, in inference mode, in which a head predicts a number of parts
+        # that would be a constant of the trace.
+        torch.inference_mode(False),
+        torch.no_grad(),
+        # It would write conversions into the trace that OpenVINO does not know.
+        torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
+    ):
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         # Of `torch.jit.trace`, which OpenVINO calls.

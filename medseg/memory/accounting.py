@@ -490,6 +490,7 @@ def forward_bytes_per_voxel(
     call: Callable[[Tensor], Tensor],
     image_shape: tuple[int, int, int, int, int],
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> float:
     """Count the peak bytes of a forward pass per voxel of its input.
 
@@ -498,12 +499,13 @@ def forward_bytes_per_voxel(
         call: Runs the network on an image, in its precision.
         image_shape: (1, C, D, H, W) of the image, see `Traits.small_size`.
         device: Device of the network.
+        dtype: Number format of the image.
 
     Returns:
         Peak bytes of activations and logits per voxel, with the kernels' workspaces, without
         weights and image.
     """
-    image = torch.zeros(image_shape, device=device)
+    image = torch.zeros(image_shape, dtype=dtype, device=device)
     with torch.inference_mode(), MemoryTracker() as tracker:
         tracker.assign(image, INPUT)
         _assign_weights(network, tracker)

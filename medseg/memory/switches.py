@@ -143,19 +143,13 @@ def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
 
 
 def use_channels_last(network: nn.Module) -> None:
-    """Store weights channels-last and bring each image to that layout.
+    """Store weights channels-last, to which convolutions then bring their features.
 
     The channels of a voxel are then neighbours in memory, which convolutions in half precision
-    prefer. Names and values stay.
+    prefer. Names and values stay. The image stays as it is: a copy of it would be in memory for the
+    whole pass.
     """
     network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-    network.register_forward_pre_hook(_image_to_channels_last)
-
-
-def _image_to_channels_last(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    image, *rest = args
-    assert isinstance(image, Tensor)
-    return image.contiguous(memory_format=torch.channels_last_3d), *rest
 
 
 POLICIES = ("none", "sqrt", "all")

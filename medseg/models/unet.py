@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,9 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
+# Largest number of planes of features that a head without refinement predicts at a time. At least
+# half as many are in a part: of less than three, `Conv3d` computes in fp32.
+PART_PLANES = 16
 
 
 class Stem(nn.Module):
@@ -82,10 +86,31 @@ class Head(nn.Module):
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
         """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is ignored."""
-        logits = self.conv(features)
         if self.cell == POINT:
-            return logits
-        return depth_to_space(logits, self.cell)
+            return self.conv(features)
+        if not torch.is_inference_mode_enabled():
+            return depth_to_space(self.conv(features), self.cell)
+        return self._logits_by_parts(features)
+
+    def _logits_by_parts(self, features: Tensor) -> Tensor:
+        """Predict the logits of a few planes at a time, with the same result.
+
+        The cells of all planes would be as large as the logits, at the peak of a prediction.
+        """
+        shape = [size * step for size, step in zip(features.shape[2:], self.cell, strict=True)]
+        parts = features.tensor_split(math.ceil(features.shape[2] / PART_PLANES), dim=2)
+        logits: Tensor | None = None
+        start = 0
+        for part in parts:
+            cells = depth_to_space(self.conv(part), self.cell)  # (N, K, d, H, W)
+            if logits is None:
+                # The format of the convolution, which autocast chooses.
+                logits = cells.new_empty((*cells.shape[:2], *shape))
+            stop = start + cells.shape[2]
+            logits[:, :, start:stop] = cells
+            start = stop
+        assert logits is not None, "features have a plane"
+        return logits
 
 
 class RefiningHead(nn.Module):

@@ -267,9 +267,10 @@ def _pass_bytes(
     network_shape = network_size(plan.tile_size or shape, stage.divisor)
     padded: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
     num_padded = math.prod(padded)
-    during: float = _held(IMAGE * stage.num_channels * num_voxels, array_bytes)
+    image = stage.image_dtype.itemsize * stage.num_channels
+    during: float = _held(image * num_voxels, array_bytes)
     if padded != shape:
-        during += _held(IMAGE * stage.num_channels * num_padded, array_bytes)
+        during += _held(image * num_padded, array_bytes)
     # A single pass gives its probabilities when its features are free.
     if plan != TilingPlan(None):
         during += _held(PROBABILITY * classes * num_padded, array_bytes)

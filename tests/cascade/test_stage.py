@@ -500,3 +500,46 @@ def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
     trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))
     assert plans == [None, 7e9]
+
+
+OURS = {"stem": "space_to_depth", "refine": 4, "norm": "affine", "width": 8, "depth": 2}
+
+
+def our_stage(precision: str, tile_size: tuple[int, int, int] | None = None) -> TrainedStage:
+    torch.manual_seed(0)
+    network = StageNetwork(lambda channels: UNet(channels, 3, **OURS), in_channels=1).eval()
+    return stage(network, "fine", precision=precision, tile_size=tile_size)
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        (our_stage("bf16"), torch.bfloat16),
+        (our_stage("fp16"), torch.float16),
+        (our_stage("fp32"), torch.float32),
+        (our_stage("bf16", (32, 32, 32)), torch.float32),  # tiles are searched for air
+        (stage(Sloped(), "fine", precision="bf16"), torch.float32),  # may begin with anything
+    ],
+)
+def test_only_an_image_that_a_convolution_would_round_is_in_half_precision(
+    trained: TrainedStage, expected: torch.dtype
+) -> None:
+    assert trained.image_dtype == expected
+
+
+@pytest.mark.parametrize("stem", ["conv", "strided", "space_to_depth"])
+@pytest.mark.parametrize("budget_gib", [1.0, 0.004])
+def test_a_rounded_image_gives_the_probabilities_of_the_image(
+    stem: str, budget_gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OURS, "stem", stem)
+    monkeypatch.setitem(OURS, "refine", 0 if stem == "conv" else 4)
+    trained = our_stage("bf16")
+    trained.count_memory()
+    options = InferenceOptions(budget_gib=budget_gib)
+    shown = torch.rand((1, 112, 48, 32), generator=torch.Generator().manual_seed(1)) * 2 - 1
+    rounded = trained.predict_probs(shown, options)
+    assert (rounded.tiling_plan.slab_bytes is None) == (budget_gib == 1.0)
+    monkeypatch.setattr(TrainedStage, "image_dtype", torch.float32)
+    whole = trained.predict_probs(shown, options)
+    assert torch.equal(rounded.probs, whole.probs)

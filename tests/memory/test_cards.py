@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
 import pytest
 import torch
 
+from medseg.commands import find_lr
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.schema import PlanConfig
+from medseg.config.schema import FindLrConfig, LadderConfig, PlanConfig
 from medseg.errors import UserError
 from medseg.memory import device
 from medseg.memory.device import stage_precision, use_supported_half
@@ -23,6 +26,7 @@ from medseg.prediction import batch, cascades
 from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
+from medseg.studies import ladder
 from medseg.training import assemble
 from medseg.training.options import TrainConfig
 
@@ -143,6 +147,69 @@ def test_a_plan_counts_what_the_training_will_compute_in(
         with pytest.raises(ReachedError):
             plan_app.plan(compose("plan", PlanConfig, *arguments))
     assert precisions == [Precision.fp16, Precision.bf16]
+
+
+CARDS = [
+    (T4, "auto", Precision.fp16),
+    (T4, "cpu", Precision.bf16),
+    (A100, "auto", Precision.bf16),
+]
+
+
+@pytest.mark.parametrize(("capability", "accelerator", "expected"), CARDS)
+def test_find_lr_trains_in_what_the_training_will_compute_in(
+    capability: tuple[int, int],
+    accelerator: str,
+    expected: Precision,
+    tmp_path: Path,
+    pretend: Pretend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    precisions: list[Precision] = []
+
+    def make_network(config: TrainConfig) -> None:
+        precisions.append(config.memory.precision)
+        raise ReachedError
+
+    monkeypatch.setattr(find_lr, "find_spacing", lambda *_: None)
+    monkeypatch.setattr(find_lr, "make_network", make_network)
+    pretend(capability)
+    arguments = ["stage=coarse", "memory.precision=bf16", f"trainer.accelerator={accelerator}"]
+    config = compose("find_lr", FindLrConfig, *arguments, f"output='{tmp_path}'", "run_dir=x")
+    with pytest.raises(ReachedError):
+        find_lr.find_lr(config)
+    assert precisions == [expected]
+
+
+@pytest.mark.parametrize(("capability", "accelerator", "expected"), CARDS)
+def test_every_row_of_a_ladder_is_measured_in_what_its_device_has(
+    capability: tuple[int, int],
+    accelerator: str,
+    expected: Precision,
+    tmp_path: Path,
+    pretend: Pretend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    precisions: list[Precision] = []
+
+    def measure(_: Path, config: TrainConfig, *__: object) -> dict[str, object]:
+        precisions.append(config.memory.precision)
+        return {}
+
+    common = [f"trainer.accelerator={accelerator}"]
+    overrides = SimpleNamespace(overrides=SimpleNamespace(task=common))
+    monkeypatch.setattr(ladder, "HydraConfig", SimpleNamespace(get=lambda: overrides))
+    monkeypatch.setattr(ladder, "measure", measure)
+    monkeypatch.setattr(ladder, "table_row", lambda *_: {"device": ""})
+    monkeypatch.setattr(ladder, "write", lambda *_: None)
+    monkeypatch.setattr(ladder, "print_table", lambda *_: None)
+    pretend(capability)
+    config = compose("ladder", LadderConfig, *common, f"output='{tmp_path}'", "run_dir=x")
+    rows = {"plain": ["memory.precision=fp32"], "half": ["memory.precision=bf16"]}
+    config = replace(config, networks={}, rows=rows, peers=False, train=False)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        assert ladder.ladder(config) == 0
+    assert precisions == [Precision.fp32, expected]
 
 
 @pytest.mark.parametrize("asked", ["bf16", None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.memory.precision import autocast
 from medseg.models.blocks import (
     BLOCKS,
     NORMS,
@@ -23,7 +25,7 @@ from medseg.models.blocks import (
     make_norm,
     space_to_depth,
 )
-from medseg.models.unet import STEMS, UNet
+from medseg.models.unet import PART_PLANES, STEMS, UNet
 
 SIZE = (32, 16, 48)  # unequal, each a multiple of 16
 
@@ -90,6 +92,28 @@ def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
     seen = (inputs.grad[0, 0] != 0).nonzero()
     assert len(seen) == 5**3
     assert (seen - torch.tensor(voxel)).abs().max() == 2
+
+
+@pytest.mark.parametrize("num_planes", [1, 5, PART_PLANES, PART_PLANES + 1, 3 * PART_PLANES + 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_head_in_parts_gives_the_logits_of_all_planes(num_planes: int, precision: str) -> None:
+    head = make(stem="space_to_depth").head
+    features = torch.randn(2, 8, num_planes, 5, 6).to(memory_format=torch.channels_last_3d)
+    images = torch.empty(0)  # this head ignores it
+    with autocast(precision, "cpu"):
+        with torch.no_grad():
+            expected = head(features, images)
+        with torch.inference_mode():
+            by_parts = head(features, images)
+    assert (by_parts.dtype, by_parts.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(by_parts, expected)
+
+
+def test_no_part_of_a_head_is_small_unless_the_features_are() -> None:
+    for num_planes in range(3, 200):
+        features = torch.empty(1, 1, num_planes, 4, 4, device="meta")
+        parts = features.tensor_split(math.ceil(num_planes / PART_PLANES), dim=2)
+        assert min(part.shape[2] for part in parts) > 2
 
 
 @pytest.mark.parametrize(("stem", "halvings"), [("conv", 0), ("strided", 1), ("space_to_depth", 1)])

@@ -17,6 +17,7 @@ import numpy as np
 from scipy import ndimage
 
 from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
+from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
 # Chosen by the anatomy. Solid tissue has nothing light within 5 mm, twice the spacing at which a
@@ -212,25 +213,40 @@ def liver_excess(lungs: Lungs) -> float | None:
         where the scan shows too little below one of them.
     """
     spacing_mm = np.array(lungs.spacing_mm)
-    reach = np.rint(SOLID_MM / spacing_mm).astype(int)
-    clipped_hu = np.clip(lungs.image_hu, -300, 300).astype(np.float32)
-    smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
-    # Liver with contrast agent lies below bone.
-    is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
-    is_solid = ndimage.minimum_filter(is_tissue, (2 * reach + 1).tolist())
-    is_light = smooth_hu < LIGHT_HU
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
-    solid_shares = []
-    light_shares = []
+    belows = []
     for lung in (lungs.right, lungs.left):
         columns = _inner_columns(lung, lungs.spacing_mm)
         below = _below(lung, columns & in_field, lungs.spacing_mm[0])
         if not _shows_below(below, columns, spacing_mm):
             return None
-        solid_shares.append(is_solid[below].mean())
-        light_shares.append(is_light[below].mean())
+        belows.append(below)
+    part = _part_around(belows[0] | belows[1], spacing_mm)
+    is_solid, is_light = _solid_and_light(lungs.image_hu[part], spacing_mm)
+    solid_shares = [is_solid[below[part]].mean() for below in belows]
+    light_shares = [is_light[below[part]].mean() for below in belows]
     solid_excess = solid_shares[0] - solid_shares[1]
     return float(solid_excess + light_shares[1] - light_shares[0]) / 2
+
+
+def _part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
+    """Slices of what `_solid_and_light` reads for the voxels of a mask, which is not empty."""
+    box = VoxelBox.from_mask(mask)
+    assert box is not None, "the mask shows what lies below a lung"
+    # Both filters reach as far, rounded to voxels.
+    reach = 2 * np.ceil(SOLID_MM / spacing_mm).astype(int)
+    return box.expanded(reach.tolist()).clipped(mask.shape).slices()
+
+
+def _solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Masks (D, H, W) of solid tissue and of light tissue, as fat or gas, of a smoothed image."""
+    reach = np.rint(SOLID_MM / spacing_mm).astype(int)
+    clipped_hu = np.clip(image_hu, -300, 300).astype(np.float32)
+    smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
+    # Liver with contrast agent lies below bone.
+    is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
+    is_solid = ndimage.minimum_filter(is_tissue, (2 * reach + 1).tolist())
+    return is_solid, smooth_hu < LIGHT_HU
 
 
 def _inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
