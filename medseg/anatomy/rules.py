@@ -225,7 +225,7 @@ RULES = (
         AIRLESS_HU,
         "HU",
         "one side with a higher median is told where the other is full of air",
-        "lungs, most of them ill, have -891 to -643, fluid in the place of one 10",
+        "lungs, most of them ill, have -891 to -643, fluid in the place of six 7 to 17",
         11,
     ),
     Rule("end_share", END_SHARE, "share", "of a lung's voxels that count as its end", _CHOSEN),

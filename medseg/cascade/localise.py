@@ -218,7 +218,7 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
     for region in task.regions:
         mask = np.isin(cleaned, task.region_values(region))
         volume_ml = float(mask.sum()) * voxel_ml(grid)
-        if volume_ml >= MIN_REGION_ML:
+        if mask.any() and volume_ml >= MIN_REGION_ML:
             measured[region.name] = measure_region(region, mask, grid)
             continue
         sentence = (

@@ -58,6 +58,15 @@ def test_a_rule_that_changes_nothing_has_no_figure_and_networks_run_once(tmp_pat
     assert {(row["scans"], row["regions"], row["mean_gain"]) for row in summary} == {(0, 0, None)}
 
 
+def test_a_lung_that_is_not_there_stays_absent_without_any_rule(tmp_path: Path) -> None:
+    case = write_case(tmp_path, (LEFT, 1))
+    cascade = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
+    rows = rules.case_rows(case, cascade, rules.read_rule_sets(""))
+    right = [row for row in rows if row["region"] == "right_lung"]
+    assert {row["without_ml"] for row in right} == {0.0}
+    assert {row["rule"] for row in right} == {*rules.RULES, rules.ALL}
+
+
 def test_what_two_rules_remove_is_seen_where_both_are_switched_off(tmp_path: Path) -> None:
     case = write_case(tmp_path, (LEFT, 1), (RIGHT, 2), (SPECK, 1))
     cascade = Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine"))
