@@ -591,7 +591,7 @@ def _input_image(
     crop: Crop,
     region: Region,
     stage: TrainedStage,
-    flipped: Sequence[int],
+    flipped: list[int],
     intensities: Sequence[Intensity] | None,
     localisation: Localisation | None,
 ) -> Tensor:
