@@ -153,11 +153,13 @@ class TrainedStage:
     def image_dtype(self) -> torch.dtype:
         """Number format of the image that goes through the networks.
 
-        A pass of our UNet begins with convolutions, which round the image to half precision anyway:
-        a rounded image gives the same labels and takes half of the memory. Tiles keep float32, in
-        which they are searched for air.
+        A pass of our UNet in torch begins with convolutions, which round the image to half
+        precision anyway: a rounded image gives the same labels and takes half of the memory. Tiles
+        keep float32, in which they are searched for air.
         """
-        if self.precision in HALF and self.allows_slabs and self.tile_size is None:
+        is_in_torch = self.backend_bytes == 0
+        is_whole = self.tile_size is None
+        if self.precision in HALF and self.allows_slabs and is_in_torch and is_whole:
             return HALF[self.precision]
         return torch.float32
 

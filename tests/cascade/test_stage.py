@@ -518,6 +518,7 @@ def our_stage(precision: str, tile_size: tuple[int, int, int] | None = None) -> 
         (our_stage("fp16"), torch.float16),
         (our_stage("fp32"), torch.float32),
         (our_stage("bf16", (32, 32, 32)), torch.float32),  # tiles are searched for air
+        (replace(our_stage("bf16"), backend_bytes=1), torch.float32),  # OpenVINO
         (stage(Sloped(), "fine", precision="bf16"), torch.float32),  # may begin with anything
     ],
 )
