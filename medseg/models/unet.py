@@ -88,7 +88,8 @@ class Head(nn.Module):
         """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is ignored."""
         if self.cell == POINT:
             return self.conv(features)
-        if not torch.is_inference_mode_enabled():
+        # The number of parts would be a constant of a compiled graph.
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return depth_to_space(self.conv(features), self.cell)
         return self._logits_by_parts(features)
 
