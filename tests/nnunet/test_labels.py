@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -71,11 +74,11 @@ def test_a_head_that_cannot_win_is_not_interpolated(monkeypatch: pytest.MonkeyPa
     resample = SplinePlanes.resample
     resample_at = SplinePlanes.resample_at
 
-    def counted(self: SplinePlanes, *arguments: object) -> Tensor:
+    def counted(self: SplinePlanes, *arguments: Any) -> Tensor:
         nonlocal heads_seen
         heads_seen += 1
-        function = resample if len(arguments) == 2 else resample_at
-        return function(self, *arguments)  # type: ignore[operator]
+        function: Callable[..., Tensor] = resample if len(arguments) == 2 else resample_at
+        return function(self, *arguments)
 
     monkeypatch.setattr(SplinePlanes, "resample", counted)
     monkeypatch.setattr(SplinePlanes, "resample_at", counted)
