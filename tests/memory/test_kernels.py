@@ -366,7 +366,10 @@ def test_what_is_measured_on_a_part_is_continued_to_the_whole(
 ) -> None:
     """Seconds in proportion to the larger part, bytes along the line of both."""
     costs = KernelCosts(tmp_path, torch.device("cpu"))
-    monkeypatch.setattr(kernels, "parts_of", lambda _: [(0.25, "small"), (0.5, "large")])
+    small: Any = "small"
+    large: Any = "large"
+    divided = [kernels.Part(0.25, small), kernels.Part(0.5, large)]
+    monkeypatch.setattr(kernels, "parts_of", lambda _: divided)
     timed: list[Any] = []
 
     def durations(calls: dict[str, Any]) -> dict[str, list[float]]:

@@ -456,6 +456,7 @@ def test_every_key_of_a_model_folder_reaches_its_loader(
         weights=["a", "b"],
         folds=["1", "3"],
         label_values={"liver": 7},
+        ensemble=True,
         accelerator=Accelerator.cpu,
         precision=Precision.bf16,
         inference=InferenceOptions(max_ram_gib=9.0),
@@ -464,6 +465,7 @@ def test_every_key_of_a_model_folder_reaches_its_loader(
     (chosen,) = batch.load_cascades(config)
     expected = {
         "label_values": {"liver": 7},
+        "ensemble": True,
         "accelerator": "cpu",
         "precision": "bf16",
         "options": config.inference,
