@@ -49,7 +49,7 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     assert found.memory["read"] == fixed
     # 300 x 409.6 x 409.6 mm at 2 mm; 0.8 of the height is body, padded to multiples of 8 voxels.
     lattice, body, padded = 4 * 150 * 205 * 205, 150 * 164 * 205, 152 * 168 * 208
-    network = 1.0 / 2.5 * 40 * padded
+    network = 0.75 / 2.5 * 40 * padded
     assert found.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
     # 270 x 200 x 160 mm at 1 mm, seen in tiles.
     crop, tile = 270 * 200 * 160, 128 * 160 * 160
@@ -57,11 +57,11 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     refine = (
         fixed
         + slab
-        + round(4 * crop + 2 * 2 * crop + 1.0 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
+        + round(4 * crop + 2 * 2 * crop + 0.75 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
     )
     assert found.memory["refine_left_lung"] == refine
     assert found.memory["refine_right_lung"] == refine + 2 * crop
-    joined = fixed + 2 * 2 * crop + 0.9 * voxels + 48 * MIB
+    joined = fixed + 2 * 2 * crop + 0.9 * voxels + 18 * MIB
     assert found.memory["join"] == pytest.approx(joined, abs=100)
     assert found.peak_bytes == max(found.memory.values())
     # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
