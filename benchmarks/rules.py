@@ -67,8 +67,9 @@ class Switch:
     off: float | Callable[..., None]
 
 
-# Nothing in a component exceeds a share of 1.
-# The rules of `anatomy/` and `cascade/` that change a label or remove a region.
+# The rules of `anatomy/` and `cascade/` that change a label or remove a region. Left out is the gas
+# rule of `join.py`: it acts only without a localisation, in a task of one stage.
+# Nothing in a component exceeds a share of 1, and an agreement is never negative.
 RULES = {
     "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
     "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
@@ -86,8 +87,11 @@ def main() -> None:
     """Measure all cases and write the tables."""
     output, arguments = given_arguments(["cases", "coarse", "fine", "together"])
     rule_sets = read_rule_sets(arguments.get("together", ""))
-    checkpoints = {key: [arguments[key]] for key in ("coarse", "fine") if key in arguments}
-    cascade = load_cascade(checkpoints.get("coarse"), checkpoints.get("fine"))
+    checkpoints_by_stage = {}
+    for stage in ("coarse", "fine"):
+        if stage in arguments:
+            checkpoints_by_stage[stage] = [arguments[stage]]
+    cascade = load_cascade(checkpoints_by_stage.get("coarse"), checkpoints_by_stage.get("fine"))
     rows: list[Row] = []
     for case in read_cases(Path(arguments["cases"])):
         rows += case_rows(case, cascade, rule_sets)
@@ -132,14 +136,14 @@ def case_rows(case: Case, cascade: Cascade, rule_sets: Mapping[str, Sequence[str
     rows = []
     with kept_outputs():
         labels = cascade.segment(volume).labels
-        for rule, names in rule_sets.items():
+        for set_name, names in rule_sets.items():
             with switched_off(names):
-                without = cascade.segment(volume).labels
+                labels_without = cascade.segment(volume).labels
             for region in cascade.task.regions:
                 values = cascade.task.region_values(region)
-                row: Row = {"case": case.name, "rule": rule, "region": region.name}
+                row: Row = {"case": case.name, "rule": set_name, "region": region.name}
                 row["trust"] = case.trust.get(region.name, "")
-                row |= region_row(labels, without, reference, values, voxel_ml(volume.grid))
+                row |= region_row(labels, labels_without, reference, values, voxel_ml(volume.grid))
                 rows.append(row)
     return rows
 
@@ -148,6 +152,7 @@ def _read_scan(case: Case, task: Task) -> Volume:
     """Read a scan in LPS order, with air in place of padding."""
     volume, _ = read_scan([case.image], task, case.series, case.hu)
     modalities = [channel.modality for channel in task.channels]
+    # Owned: padding becomes air in place.
     (array,), _, _ = check_channels([volume.array], modalities, is_owned=True)
     oriented, grid, _ = orient(array, volume.grid)
     return Volume(oriented, grid)
@@ -155,7 +160,7 @@ def _read_scan(case: Case, task: Task) -> Volume:
 
 def region_row(
     labels: np.ndarray,
-    without: np.ndarray,
+    labels_without: np.ndarray,
     reference: np.ndarray | None,
     values: Sequence[int],
     ml: float,
@@ -164,7 +169,7 @@ def region_row(
 
     Args:
         labels: Made with all rules.
-        without: Made without the rule.
+        labels_without: Made without the rule.
         reference: None where there is none.
         values: Label values of the region.
         ml: Volume of a voxel.
@@ -175,7 +180,7 @@ def region_row(
         reference does not show; `dice`, `dice_without` and their difference `gain`. Values that do
         not exist are None.
     """
-    mask, mask_without = np.isin(labels, values), np.isin(without, values)
+    mask, mask_without = np.isin(labels, values), np.isin(labels_without, values)
     num_changed = int(np.count_nonzero(mask != mask_without))
     row: Row = {
         "volume_ml": ml * np.count_nonzero(mask),
@@ -189,18 +194,19 @@ def region_row(
     }
     if reference is None:
         return row
-    target = np.isin(reference, values)
-    if not target.any():
+    reference_mask = np.isin(reference, values)
+    if not reference_mask.any():
         row["false_ml"] = row["without_ml"] - row["volume_ml"]
         return row
-    row["dice"], row["dice_without"] = dice(mask, target), dice(mask_without, target)
+    row["dice"] = dice(mask, reference_mask)
+    row["dice_without"] = dice(mask_without, reference_mask)
     row["gain"] = row["dice"] - row["dice_without"]
     return row
 
 
 @contextmanager
 def switched_off(names: Sequence[str]) -> Iterator[None]:
-    """Switch rules off."""
+    """Within the block, replace the name of each rule by its `off`."""
     with ExitStack() as patches:
         for name in names:
             switch = RULES[name]
@@ -210,16 +216,18 @@ def switched_off(names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def kept_outputs() -> Iterator[None]:
-    """Keep the outputs of the networks of one scan, so that each crop runs once.
+    """Within the block, which is for one scan, run the coarse network and each crop only once.
 
-    No rule changes what the coarse network sees. Without a rule a region may have another crop,
-    which runs then.
+    No rule changes what the coarse network sees, so its first output serves every call. Switched
+    off, a rule may change the crop of a region: the fine network runs on each new crop. A task of
+    one stage has no regions to compare, and is not served: its network would run for each set.
     """
     predict_body, refine = localise.predict_body, cascade_module.refine
     bodies: list[Any] = []
     refined: dict[tuple[str, Crop], Prediction] = {}
 
     def predict_body_once(*arguments: Any) -> Any:
+        # The arguments are the same in every call.
         if not bodies:
             bodies.append(predict_body(*arguments))
         return bodies[0]
@@ -248,12 +256,12 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         if row["changed_voxels"]:
             changed_rows.append(row)
     summaries = []
-    for rule, changed in changed_by_rule.items():
+    for set_name, changed in changed_by_rule.items():
         # A region without a reference, or that the reference does not show, has no Dice.
         gains = [row["gain"] for row in changed if row["gain"] is not None]
         summaries.append(
             {
-                "rule": rule,
+                "rule": set_name,
                 "scans": len({row["case"] for row in changed}),
                 "regions": len(changed),
                 "changed_ml": sum(row["changed_ml"] for row in changed),

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.parts import Session
 from benchmarks.gpu.report import Report
-from medseg.memory.precision import HALF, half_of_device, tf32_as
+from medseg.memory.precision import HALF, supported_precision, tf32_as
 
 # Channels and edge in voxels: levels of the networks from the finest to the deepest.
 LEVELS = ((16, 160), (32, 96), (64, 64), (256, 16))
@@ -25,7 +25,7 @@ def measure(session: Session) -> Report:
     levels = SMALL_LEVELS if session.is_rehearsal else LEVELS
     with tf32_as("fp32"):
         for precision, dtype in HALF.items():
-            if half_of_device(precision, session.device.type) != precision:
+            if supported_precision(precision, session.device.type) != precision:
                 report.not_run(precision, "this GPU has no arithmetic in it")
                 continue
             for channels, edge in levels:

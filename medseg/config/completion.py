@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from hydra.errors import HydraException
@@ -26,8 +27,11 @@ Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 # COMP_LINE.
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 QUERY = "query=bash"
-# Characters of a value that neither the shell nor Hydra's grammar reads as something else.
-PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+./,[]:%@")
+# Characters of a value that neither the shell nor Hydra's grammar reads as something else; those of
+# lists as `text_of` writes them are among them.
+PLAIN_CHARACTERS = frozenset(
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+./,[]:%@"
+)
 
 
 def is_completion(arguments: Sequence[str]) -> bool:
@@ -41,14 +45,17 @@ def line_words() -> list[str]:
     The last one, maybe empty, is to be completed.
     """
     line = os.environ.get("COMP_LINE", "")
-    for closing in ("", "'", '"', "x"):  # an open quote, or a backslash at the end
+    # The line is not finished: a quote may be open, or a backslash be its end.
+    for closing in ("", "'", '"', "x"):
         try:
-            _, *words = shlex.split(line + closing) or [""]
+            words = shlex.split(line + closing)
         except ValueError:
             continue
+        # Outside of quotes a blank starts a new word.
         if line.endswith(" ") and not closing:
             words.append("")
-        return words
+        # The first word is the name of the program.
+        return words[1:]
     return [""]
 
 
@@ -73,11 +80,11 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
     for name, value in _leaves(OmegaConf.to_container(composed)):
         if name not in names:
             entries.append(Key(name, value, Any, Knob("")))
-    key, equals, begun = word.partition("=")
+    key, equals, prefix = word.partition("=")
     if not equals:
         return sorted(set(_names(word, entries, groups)))
-    values = _values(key, begun, entries, groups)
-    return sorted({f"{key}={value}" for value in values if value.startswith(begun)})
+    values = _values(key, prefix, entries, groups)
+    return sorted({f"{key}={value}" for value in values if value.startswith(prefix)})
 
 
 def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -98,13 +105,14 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(value, f"{path}.{name}".lstrip("."))
 
 
-def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) -> Iterator[str]:
+def _names(prefix: str, entries: Iterable[Key | Group], groups: Collection[str]) -> Iterator[str]:
     """Complete a name by one level: `stage` to `stage=` and `stage.`, which has keys below it."""
+    # The items of mappings and lists, as `metrics.<name>`, have no name that could be typed.
     names = [entry.name for entry in entries if isinstance(entry, Key) and "<" not in entry.name]
-    names += [group for group in groups if group_files(group.partition("@")[0])]
-    num_parts = begun.count(".") + 1
+    names += [group for group in groups if group_files(_folder_of(group))]
+    num_parts = prefix.count(".") + 1
     for name in names:
-        if not name.startswith(begun):
+        if not name.startswith(prefix):
             continue
         parts = name.split(".")
         if len(parts) == num_parts:
@@ -113,30 +121,39 @@ def _names(begun: str, entries: Iterable[Key | Group], groups: Collection[str]) 
             yield ".".join(parts[:num_parts]) + "."
 
 
+def _folder_of(group: str) -> str:
+    """Folder of the files of a group, whose name may end in `@` and another place for its keys."""
+    return group.partition("@")[0]
+
+
 def _values(
-    key: str, begun: str, entries: Iterable[Key | Group], groups: Collection[str]
+    key: str, prefix: str, entries: Iterable[Key | Group], groups: Collection[str]
 ) -> list[str]:
     """List the values of a key or a group of files."""
+    # What the configuration lacks is added with `+`: a path can be completed all the same, while
+    # the values of another such key are not known.
     if key.lstrip("+") in PATH_KEYS:
-        return list(_paths(begun))
+        return list(_paths(prefix))
     if key in groups:
-        return list(group_files(key.partition("@")[0]))
+        return list(group_files(_folder_of(key)))
     for entry in entries:
         if isinstance(entry, Key) and entry.name == key:
-            values = _key_values(entry, begun)
+            values = _key_values(entry, prefix)
             if entry.can_be_null:
                 values.append("null")
             return values
     return []
 
 
-def _key_values(key: Key, begun: str) -> list[str]:
+def _key_values(key: Key, prefix: str) -> list[str]:
     """List the values of a key without null: all of a fixed set, else the current one."""
-    kind = get_args(key.kind)[0] if key.can_be_null else key.kind
+    kind = key.kind
+    if key.can_be_null:
+        kind = next(member for member in get_args(kind) if member is not NoneType)
     if get_origin(kind) is list:
         (member_kind,) = get_args(kind)
         if _is_choice(member_kind):
-            return _lists(list(member_kind), begun)
+            return _longer_lists(list(member_kind), prefix)
     if kind is bool:
         return ["true", "false"]
     if _is_choice(kind):
@@ -147,7 +164,7 @@ def _key_values(key: Key, begun: str) -> list[str]:
     if is_class or key.value in (None, "???") or isinstance(key.value, dict):
         return []
     current = text_of(key.value)
-    if current and PLAIN.issuperset(current):
+    if current and PLAIN_CHARACTERS.issuperset(current):
         return [current]
     return []
 
@@ -157,19 +174,20 @@ def _is_choice(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _lists(members: Iterable[str], begun: str) -> list[str]:
+def _longer_lists(members: Iterable[str], prefix: str) -> list[str]:
     """Write lists with one more member than those that are typed already.
 
     `[labels,` gives `[labels,masks]`.
     """
-    before, comma, _ = begun.rpartition(",")
+    before, comma, _ = prefix.rpartition(",")
+    start = before + comma if comma else "["
     taken = before.lstrip("[").split(",")
-    return [f"{before}{comma or '['}{name}]" for name in members if name not in taken]
+    return [f"{start}{name}]" for name in members if name not in taken]
 
 
-def _paths(begun: str) -> Iterator[str]:
+def _paths(prefix: str) -> Iterator[str]:
     """Complete a path; folders end in `/`."""
-    folder, slash, begun_name = begun.rpartition("/")
+    folder, slash, name_prefix = prefix.rpartition("/")
     folder += slash
     try:
         paths = sorted(Path(folder or ".").iterdir())
@@ -177,7 +195,7 @@ def _paths(begun: str) -> Iterator[str]:
         return
     for path in paths:
         # Hidden files are offered to who types their dot.
-        if path.name.startswith(".") and not begun_name.startswith("."):
+        if path.name.startswith(".") and not name_prefix.startswith("."):
             continue
         end = "/" if path.is_dir() else ""
         yield f"{folder}{path.name}{end}"

@@ -5,7 +5,7 @@ import torch
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.memory.options import Accelerator, MemoryOptions, Precision
-from medseg.memory.precision import half_of_device, inference_precision
+from medseg.memory.precision import inference_precision, supported_precision
 
 
 def pick_device(accelerator: Accelerator, key: str = "trainer.accelerator") -> torch.device:
@@ -42,7 +42,7 @@ def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:
         memory: Changed in place.
         accelerator: That of the run.
     """
-    precision = half_of_device(memory.precision.value, pick_device_type(accelerator))
+    precision = supported_precision(memory.precision.value, pick_device_type(accelerator))
     if precision == memory.precision.value:
         return
     say(
@@ -65,7 +65,7 @@ def stage_precision(name: str, asked: str | None, trained: str, device_type: str
     if asked is None:
         precision = inference_precision(trained, device_type)
     else:
-        precision = half_of_device(asked, device_type)
+        precision = supported_precision(asked, device_type)
     if (asked or trained) == "bf16" and precision == "fp16":
         say(
             f"the {name} stage computes in fp16: {torch.cuda.get_device_name()} has no arithmetic "

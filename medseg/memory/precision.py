@@ -64,11 +64,11 @@ def inference_precision(trained: str, device_type: str) -> str:
         CPU.
     """
     if device_type != "cpu":
-        return half_of_device(trained, device_type)
+        return supported_precision(trained, device_type)
     return "bf16" if trained == "bf16" and has_fast_bf16("cpu") else "fp32"
 
 
-def half_of_device(precision: str, device_type: str) -> str:
+def supported_precision(precision: str, device_type: str) -> str:
     """Replace `bf16` by `fp16` where a GPU has no arithmetic in bf16; others stay.
 
     Training in `fp16` scales the loss, see `lightning_precision`.
@@ -85,6 +85,7 @@ def has_fast_bf16(device_type: str) -> bool:
     for the one that a run is planned for. On a CPU torch itself decides by the same call.
     """
     if device_type == "cuda":
+        # No GPU: True, as of the one to plan for.
         numbers = range(torch.cuda.device_count())
         capabilities = map(torch.cuda.get_device_capability, numbers)
         return all(capability >= BF16_CAPABILITY for capability in capabilities)
@@ -110,7 +111,8 @@ def set_tf32(precision: str) -> None:
 
     Torch's default allows it in convolutions.
     """
-    _allow_tf32(precision == "tf32", precision == "tf32")
+    is_allowed = precision == "tf32"
+    _set_precision("high" if is_allowed else "highest", is_allowed)
 
 
 @contextlib.contextmanager
@@ -119,16 +121,27 @@ def tf32_as(precision: str) -> Iterator[None]:
 
     The switch belongs to the process, which may be training as well.
     """
-    in_products = torch.backends.cuda.matmul.allow_tf32
+    product_precision = _product_precision()
     in_convolutions = torch.backends.cudnn.allow_tf32
     set_tf32(precision)
     try:
         yield
     finally:
-        _allow_tf32(in_products, in_convolutions)
+        _set_precision(product_precision, in_convolutions)
 
 
-def _allow_tf32(in_products: bool, in_convolutions: bool) -> None:
-    # Lightning asks torch for one precision of all backends, which only this function sets.
-    torch.set_float32_matmul_precision("high" if in_products else "highest")
+def _product_precision() -> str:
+    """Precision of matrix products: `highest`, `high` or `medium`."""
+    try:
+        return torch.get_float32_matmul_precision()
+    # Torch names no common one where a program has set its backends apart.
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.allow_tf32 else "highest"
+
+
+def _set_precision(of_products: str, in_convolutions: bool) -> None:
+    """Set the precision of matrix products, and whether convolutions may use TF32."""
+    # Not `matmul.allow_tf32`, which is that of one backend: Lightning's GPU accelerator calls
+    # `torch.get_float32_matmul_precision`, which fails where the backends differ.
+    torch.set_float32_matmul_precision(of_products)
     torch.backends.cudnn.allow_tf32 = in_convolutions

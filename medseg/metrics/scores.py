@@ -143,6 +143,7 @@ def _normals_table() -> np.ndarray:
             for flips in itertools.product((1, -1), repeat=3):
                 moved = corners.transpose(order)[:: flips[0], :: flips[1], :: flips[2]]
                 code = int((moved.reshape(-1) << np.arange(8)).sum())
+                # Moves that lead to the same code agree in their areas: overwriting is harmless.
                 table[code] = pieces[:, order]
                 # Inside and outside swapped: the same surface.
                 table[255 - code] = pieces[:, order]
@@ -161,8 +162,8 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
         corner is inside).
     """
     z_mm, y_mm, x_mm = spacing_mm
-    faces_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
-    areas_mm2: np.ndarray = np.linalg.norm(_normals_table() * faces_mm2, axis=-1).sum(axis=-1)
+    face_areas_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
+    areas_mm2: np.ndarray = np.linalg.norm(_normals_table() * face_areas_mm2, axis=-1).sum(axis=-1)
     return areas_mm2
 
 
@@ -196,21 +197,26 @@ def surface_distances(
     bounds = box.slices()
     is_pred, pred_areas_mm2 = _surface(pred_mask[bounds], spacing_mm)
     is_target, target_areas_mm2 = _surface(target_mask[bounds], spacing_mm)
-    from_pred = _one_way(is_pred, is_target, pred_areas_mm2, spacing_mm)
-    from_target = _one_way(is_target, is_pred, target_areas_mm2, spacing_mm)
+    from_pred = _sorted_distances(is_pred, is_target, pred_areas_mm2, spacing_mm)
+    from_target = _sorted_distances(is_target, is_pred, target_areas_mm2, spacing_mm)
     return from_pred, from_target
 
 
 def _surface(
     mask: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the surface elements of a mask (D, H, W), (D+1, H+1, W+1), and their areas in mm²."""
+    """Find the surface elements of a mask (D, H, W).
+
+    Returns:
+        Which corners of voxels are elements, (D+1, H+1, W+1), and the area of each element in mm²,
+        in C order.
+    """
     codes = _surface_codes(mask)
     is_element = (codes != 0) & (codes != 255)
     return is_element, area_table_mm2(spacing_mm)[codes[is_element]]
 
 
-def _one_way(
+def _sorted_distances(
     is_from: np.ndarray,
     is_to: np.ndarray,
     areas_mm2: np.ndarray,
@@ -323,6 +329,7 @@ def _distances_mm(
     )
     squared_mm2 = np.zeros(np.count_nonzero(is_from))
     for index, nearest_index, step_mm in zip(np.nonzero(is_from), nearest, spacing_mm, strict=True):
+        # `nearest_index` has, of each voxel, the index along this axis of its nearest element.
         squared_mm2 += ((index - nearest_index[is_from]) * step_mm) ** 2
     distances_mm: np.ndarray = np.sqrt(squared_mm2)
     return distances_mm
@@ -334,4 +341,5 @@ def _weighted_quantile(sorted_values: np.ndarray, weights: np.ndarray, quantile:
         return 0.0
     share = np.cumsum(weights) / weights.sum()
     index = int(np.searchsorted(share, quantile))
+    # By rounding the last share may lie below 1, and so below the quantile.
     return float(sorted_values[min(index, len(sorted_values) - 1)])

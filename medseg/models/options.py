@@ -35,7 +35,7 @@ class NetworkOptions:
         Knob(
             "Device by block or level, {encoder: cuda:0, decoder: cuda:1}; "
             "auto: balance all GPUs by bytes.",
-            neutral=True,
+            neutral=True,  # the result of a run stays, so a resumed run may have another value
         ),
     ] = None
     divisor: Annotated[
@@ -51,7 +51,7 @@ class NetworkOptions:
         Knob(
             "Names or patterns (encoder.*) of the blocks that can be recomputed; "
             "null: found by the traced pass.",
-            neutral=True,
+            neutral=True,  # likewise
         ),
     ] = None
 
@@ -112,11 +112,11 @@ def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     if model[TARGET] != UNET:
         return
     num_levels = model["depth"] + 1
-    counts = model["blocks_per_level"]
-    if len(counts) != num_levels:
+    blocks_per_level = model["blocks_per_level"]
+    if len(blocks_per_level) != num_levels:
         yield (
             f"model.blocks_per_level: expected {num_levels} numbers, one per level "
-            f"(model.depth={model['depth']}), but got {counts}"
+            f"(model.depth={model['depth']}), but got {blocks_per_level}"
         )
     if model["refine"] and model["stem"] == Stem.conv:
         yield (

@@ -17,7 +17,7 @@ from medseg.memory.options import Precision
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
 from medseg.models.options import UNET, is_batch_norm
-from medseg.planning.estimate import STEP, Estimate, Machine, estimate_beside
+from medseg.planning.estimate import Estimate, Machine, estimate_beside
 from medseg.planning.recomputation import StepModel
 from medseg.planning.step import count_memory, evaluated_shape, samples_per_rank
 from medseg.targets import TARGET
@@ -66,7 +66,7 @@ class Candidate:
         if self.beside.peak_resident > budget:
             return None
         # The model knows the tensors of the step alone, not what lies beside them.
-        blocks = self.model.fastest(budget - self.beside.resident[STEP])
+        blocks = self.model.fastest(self.beside.room_for_step(budget))
         if blocks is None:
             return None
         return self.option(blocks)

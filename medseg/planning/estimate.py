@@ -1,9 +1,9 @@
 """Estimate of a run before it starts: peaks of allocator and processes, seconds of a step."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type
-from medseg.memory.heap import KEPT_BYTES as HEAP_BYTES
-from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks
+from medseg.memory.heap import KEPT_BYTES, MAPPED_BYTES, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
@@ -23,14 +22,13 @@ from medseg.planning.step import count_evaluation, count_memory, samples_per_ran
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
 
-# Phases of a run.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth.
 BUFFER_GROWTH = 1.125
 # Free memory that the heap keeps between the small tensors of a step where large ones are mapped:
 # ten trainings of five networks held 18 to 60 MiB more than their tensors at a bound of 64 MiB,
 # small steps about half of their tensors.
-KEPT_BYTES, KEPT_PART = 48 * 2**20, 0.5
+STEP_KEPT_BYTES, STEP_KEPT_PART = 48 * 2**20, 0.5
 # Part of a GPU's memory that its allocator loses to fragments.
 FRAGMENTS = 0.05
 
@@ -38,6 +36,9 @@ FRAGMENTS = 0.05
 @dataclass(frozen=True)
 class Estimate:
     """Memory and time of a run on one device.
+
+    As `estimate_beside` makes it, `compute_seconds` and the entries STEP of `allocator` and
+    `resident` are incomplete: `with_step` adds the training step.
 
     Attributes:
         memory: Exact count of the live tensors of a training step.
@@ -48,6 +49,7 @@ class Estimate:
         loader_seconds: Processor time of its samples.
         num_workers: Loader processes.
         busy_processors: Processors that the computation uses.
+        fragments: Part of the bytes of a step that its allocator loses to fragments: 0 on a CPU.
     """
 
     memory: StepMemory
@@ -58,6 +60,7 @@ class Estimate:
     loader_seconds: float
     num_workers: int
     busy_processors: int
+    fragments: float = 0.0
 
     @property
     def peak_allocator(self) -> int:
@@ -86,18 +89,26 @@ class Estimate:
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
         """Add the peaks and the seconds of a training step to the estimate of everything else.
 
+        The bytes are added to those of STEP; the seconds replace the 0 that stands for them.
+
         Args:
             allocated: Bytes of torch's allocator.
             resident: The resident ones among these bytes, without the parts of a workspace that its
                 kernel does not write.
             seconds: Duration of the operations.
         """
+        step_allocated = self.allocator[STEP] + allocated
+        step_resident = self.resident[STEP] + round(resident * (1 + self.fragments))
         return replace(
             self,
-            allocator=self.allocator | {STEP: self.allocator[STEP] + allocated},
-            resident=self.resident | {STEP: self.resident[STEP] + resident},
+            allocator=self.allocator | {STEP: step_allocated},
+            resident=self.resident | {STEP: step_resident},
             compute_seconds=seconds,
         )
+
+    def room_for_step(self, budget: int) -> int:
+        """Bytes of a step, beside those counted here, that fit into a budget of resident bytes."""
+        return int((budget - self.resident[STEP]) / (1 + self.fragments))
 
 
 class Evaluation(NamedTuple):
@@ -124,21 +135,24 @@ class Machine:
     """
 
     def __init__(self, config: PlanConfig) -> None:
-        """Prepare to measure for a configuration, with its number of threads."""
+        """Prepare to measure for a configuration.
+
+        Sets the number of torch's threads in this process to that of the configuration.
+        """
         self.folder = machine_folder()
         self.device = pick_device(config.trainer.accelerator)
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        libraries = {
-            "has_logger": bool(config.logger),
-            "has_monai": config.model[TARGET].startswith("monai."),
-        }
-        self.process: Callable[[], ProcessCost] = cache(
-            lambda: process_cost(self.folder, **libraries)
-        )
+        self._has_logger = bool(config.logger)
+        self._has_monai = config.model[TARGET].startswith("monai.")
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, Evaluation] = {}
+
+    @cached_property
+    def process(self) -> ProcessCost:
+        """Cost of a run without its tensors, with the libraries of the configuration."""
+        return process_cost(self.folder, has_logger=self._has_logger, has_monai=self._has_monai)
 
     def measure(self, *timelines: Timeline) -> None:
         """Measure the operations of timelines that are new on this machine."""
@@ -153,7 +167,10 @@ class Machine:
         return sum(self.costs[key].lasting for key in keys)
 
     def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
-        """Evaluate a case on tensors without memory, once a network, precision and layout."""
+        """Evaluate a case on tensors without memory.
+
+        Once for each network, tile size, precision, layout and shape of the case.
+        """
         switches = config.memory.precision, config.memory.channels_last
         key = repr((config.model, config.inference.tile_size, switches, shape))
         if key not in self._evaluations:
@@ -167,7 +184,11 @@ class Machine:
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
-        """Measure the samples of a shape once."""
+        """Measure the samples of a shape once.
+
+        The first measurement stands for all configurations of this object. They must agree in what
+        a sample costs beside its shape: task, augmentation and kind of stage.
+        """
         key = (shape, is_training)
         if key not in self._samples:
             self._samples[key] = sample_cost(config, shape, self.folder, is_training=is_training)
@@ -188,9 +209,10 @@ def estimate(
     timeline = Timeline()
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
-    beside = estimate_beside(config, shape, validation_shape, machine, memory, timeline)
+    without_step = estimate_beside(config, shape, validation_shape, machine, memory, timeline)
     allocated, resident = peaks(timeline, machine.costs)
-    return beside.with_step(allocated, resident, step_seconds(timeline, machine.costs, config))
+    seconds = step_seconds(timeline, machine.costs, config)
+    return without_step.with_step(allocated, resident, seconds)
 
 
 def used_keys(timeline: Timeline) -> frozenset[str]:
@@ -223,33 +245,39 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     # Of each operation: live bytes with the written part of a workspace, and those in the heap.
     points: list[tuple[int, int]] = []
     for segment in timeline.segments:
+        # Live and small bytes are those after the call.
         for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
             written = max(workspace, costs[key].written)
             in_heap = small
             if written < MAPPED_BYTES:
                 in_heap += written
             points.append((live_bytes + written, in_heap))
-    if not points:
-        return 0
-    largest_heap = max(in_heap for _, in_heap in points)
-    peak_with_heap = max(
-        total - in_heap + min(largest_heap, in_heap + HEAP_BYTES) for total, in_heap in points
-    )
-    return peak_with_heap - max(total for total, _ in points)
+    largest_heap = max((in_heap for _, in_heap in points), default=0)
+    peak = 0
+    peak_with_heap = 0
+    for total, in_heap in points:
+        outside_heap = total - in_heap
+        # What the heap holds then: as much as ever, but no more free memory than its bound.
+        heap_then = min(largest_heap, in_heap + KEPT_BYTES)
+        peak = max(peak, total)
+        peak_with_heap = max(peak_with_heap, outside_heap + heap_then)
+    return peak_with_heap - peak
 
 
-def kept_between_steps(peak: int, sample_bytes: int) -> int:
+def kept_between_steps(peak: int, sample_bytes: int | None) -> int:
     """Bytes of free memory that the heap of the training process keeps during a step.
 
     Args:
         peak: Live bytes at the peak of the step.
-        sample_bytes: Memory of making a sample in this process; 0 where workers make them. The
-            small tensors of a step use the heap that a sample leaves, so the larger of both counts.
+        sample_bytes: Memory of making a sample in this process; None where workers make them.
     """
     if not maps_large_blocks():
         return 0
-    of_tensors = min(KEPT_BYTES, round(KEPT_PART * peak))
-    of_samples = min(HEAP_BYTES, sample_bytes)
+    of_tensors = min(STEP_KEPT_BYTES, round(STEP_KEPT_PART * peak))
+    if sample_bytes is None:
+        return of_tensors
+    # The small tensors of a step use the heap that a sample leaves.
+    of_samples = min(KEPT_BYTES, sample_bytes)
     return max(of_tensors, of_samples)
 
 
@@ -287,16 +315,20 @@ def estimate_beside(
     if num_workers is None:
         num_workers = propose_workers(config)
     sample = machine.sample(config, shape, is_training=True)
-    process = machine.process()
+    process = machine.process
     evaluation = machine.evaluation(config, validation_shape)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
     # A worker's batch lies in memory that processes share, which is not of torch's allocator.
     shared = 0
     if num_workers and not is_gpu:
         shared = memory.input + memory.target
+    # The step's timeline, which `with_step` adds, counts the batch: what is shared is taken off.
     # The optimiser's state outlives the step; it lies beside the weights.
     allocator = {STEP: -shared, VALIDATION: evaluation.allocated + memory.optimizer_state}
+    # Of the step, whose bytes are not known here.
+    fragments = 0.0
     if is_gpu:
+        fragments = FRAGMENTS
         resident = card_bytes(allocator)
         busy_processors = 1
     else:
@@ -307,7 +339,7 @@ def estimate_beside(
             config,
             memory,
             evaluation,
-            always=process.main + libraries + loader,
+            in_all_phases=process.main + libraries + loader,
             shared=shared,
             sample_bytes=None if num_workers else sample.num_bytes,
             # A picture is drawn after the case was evaluated.
@@ -319,12 +351,13 @@ def estimate_beside(
         memory,
         allocator,
         resident,
-        compute_seconds=0.0,
+        compute_seconds=0.0,  # see `Estimate.with_step`
         # The loop runs once for each micro-batch.
         other_seconds=process.seconds * config.memory.accumulate,
         loader_seconds=num_samples * sample.seconds,
         num_workers=num_workers,
         busy_processors=busy_processors,
+        fragments=fragments,
     )
 
 
@@ -342,7 +375,7 @@ def _host_bytes(
     memory: StepMemory,
     evaluation: Evaluation,
     *,
-    always: int,
+    in_all_phases: int,
     shared: int,
     sample_bytes: int | None,
     validation_bytes: int,
@@ -353,25 +386,27 @@ def _host_bytes(
         config: Checked configuration.
         memory: Count of the step.
         evaluation: Cost of the largest validation case.
-        always: Bytes of libraries and of loader workers.
+        in_all_phases: Bytes of libraries and of loader workers.
         shared: Bytes of a batch from a worker.
         sample_bytes: Memory of making a sample in this process; None where workers make them.
         validation_bytes: Memory of making the largest case, or of drawing it.
     """
-    between_steps = always + shared + memory.optimizer_state
+    between_steps = in_all_phases + shared + memory.optimizer_state
     # Where a checkpoint is written: weights and state, and the buffer with both.
     saved = memory.parameters + memory.optimizer_state
     resident = {
-        STEP: always + kept_between_steps(memory.peak, sample_bytes or 0),
+        # `with_step` adds its tensors, with the batch and the optimiser's state.
+        STEP: in_all_phases + kept_between_steps(memory.peak, sample_bytes),
         # The sample is made before the network runs, which holds its image and its reference.
         VALIDATION: between_steps + max(evaluation.resident, memory.parameters + validation_bytes),
-        CHECKPOINT: always + shared + saved + round(BUFFER_GROWTH * saved),
+        CHECKPOINT: between_steps + memory.parameters + round(BUFFER_GROWTH * saved),
     }
     if sample_bytes is not None:
-        batch = memory.input + memory.target
-        # Those of the micro-batches before.
+        # Gradients of the micro-batches before.
         gradients = memory.gradients if config.memory.accumulate > 1 else 0
-        resident[LOADING] = always + saved + gradients + sample_bytes + 2 * batch
+        # The samples of a batch, and the batch into which they are stacked.
+        batches = 2 * (memory.input + memory.target)
+        resident[LOADING] = in_all_phases + saved + gradients + sample_bytes + batches
     return resident
 
 
@@ -381,18 +416,19 @@ def loader_bytes(
     """Bytes of the loader workers and of the batches that wait.
 
     Workers are forked before the first step. Each step writes the weights and their average, and
-    the workers keep those that they were forked with.
+    the workers keep those that they were forked with: one copy, which they share.
     """
     if not workers:
         return 0
-    averages = memory.parameters if config.ema_decay is not None else 0
-    forked = process.copies + memory.parameters + averages
+    average_bytes = memory.parameters if config.ema_decay is not None else 0
+    kept_pages_bytes = process.copies + memory.parameters + average_bytes
     batch = memory.input + memory.target
     # A worker holds the samples of a batch until the last of them is made, and stacks them then.
     num_samples = samples_per_rank(config)
     unstacked = batch * (num_samples - 1) // num_samples
     waiting = config.data.prefetch * batch
-    return forked + workers * (process.worker + sample.num_bytes + unstacked + waiting)
+    own_bytes = process.worker + sample.num_bytes + unstacked + waiting
+    return kept_pages_bytes + workers * own_bytes
 
 
 def num_processors() -> int:

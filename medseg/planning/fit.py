@@ -272,7 +272,7 @@ def print_room(
         return (large.peak - small.peak) * workspace_factor + num_waiting * batch_growth
 
     samples = samples_per_rank(config)
-    room = max(0, budget - checked.resident[STEP])
+    room = max(0, checked.room_for_step(budget))
     bytes_a_sample = growth(2 * samples, shape) / samples
     most_samples = samples + int(room / max(1.0, bytes_a_sample))
     print(

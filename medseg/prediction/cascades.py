@@ -23,7 +23,7 @@ from medseg.prediction.joined import JoinedModels
 from medseg.prediction.model import ScanModel
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan, scan_grid
-from medseg.weights.files import TILE_CHANGES, shipped_weights
+from medseg.weights.files import TILE_WARNING, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 from medseg.weights.model_folder import find_stages, is_weights_folder
 
@@ -97,7 +97,7 @@ def load_cascade(
         # What other tiles change was measured with the included weights.
         checkpoints_of_last = fine if len(stages) > 1 else coarse
         is_included = not single and not checkpoints_of_last
-        stages[-1].use_tiles(options.tile_size, TILE_CHANGES if is_included else "")
+        stages[-1].use_tiles(options.tile_size, TILE_WARNING if is_included else "")
     for stage in stages:
         if stage.tile_size is not None:
             # Refuses a tile that exceeds the budget before a scan is read.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
-Defaults = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
+DefaultArguments = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
 # Keys of a loss beside the arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
 # Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest
@@ -57,9 +58,12 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
     """
     terms = []
     for key, node in _loss_nodes(config):
-        make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
-        form = node.get("target_form") or losses.find_target_form(make.func, make.keywords)
-        terms.append(losses.Term(float(node.get("factor", 1.0)), _call(key, make), form))
+        bound_class = _bind_loss(key, node, config)
+        form = node.get("target_form")
+        if not form:
+            form = losses.find_target_form(bound_class.func, bound_class.keywords)
+        weight = float(node.get("factor", 1.0))
+        terms.append(losses.Term(weight, _call(key, bound_class), form))
     output_weights = config.loss.get("output_weights")
     ignore_label = config.task.ignore_label
     return _call("loss", partial(losses.TrainingLoss, terms, output_weights, ignore_label))
@@ -74,13 +78,17 @@ def check_loss(config: TrainConfig) -> None:
         UserError: As `make_loss`, and if it cannot be computed.
     """
     for key, node in _loss_nodes(config):
-        make = _bind("loss", key, node, config.trusted_targets, losses.default_arguments, LOSS_KEYS)
-        added_arguments = {name: value for name, value in make.keywords.items() if name not in node}
-        added = " ".join(f"{name}={value}".lower() for name, value in added_arguments.items())
+        bound_class = _bind_loss(key, node, config)
+        # JSON writes true and false as the command line does.
+        added = [
+            f"{name}={json.dumps(value)}"
+            for name, value in bound_class.keywords.items()
+            if name not in node
+        ]
         if added:
             say(
-                f"{key}: {make.func.__name__} is called with {added}, because it gets logits and "
-                "integer labels"
+                f"{key}: {bound_class.func.__name__} is called with {' '.join(added)}, because it "
+                "gets logits and integer labels"
             )
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
@@ -91,6 +99,12 @@ def _loss_nodes(config: TrainConfig) -> list[tuple[str, dict[str, Any]]]:
     if terms:
         return [(f"loss.terms[{n}]", term) for n, term in enumerate(terms)]
     return [("loss", config.loss)]
+
+
+def _bind_loss(key: str, node: dict[str, Any], config: TrainConfig) -> partial[Any]:
+    """Bind the class of a loss to its arguments, see `_bind`."""
+    defaults = losses.default_arguments
+    return _bind("loss", key, node, config.trusted_targets, defaults, LOSS_KEYS)
 
 
 def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
@@ -119,6 +133,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     all_transforms: list[Any] = []
     for n, node in enumerate(augment.transforms):
         if node == "effects":
+            # Beside the keys of `augment`: fields that an effect takes from the task.
             values = vars(augment) | {
                 "window_hu": task.channels[0].window_hu,
                 "organ_values": organ_values,
@@ -127,8 +142,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
             continue
         key = f"augment.transforms[{n}]"
         defaults = transforms.default_arguments
-        make = _bind("transform", key, node, config.trusted_targets, defaults)
-        transform = _call(key, make)
+        bound_class = _bind("transform", key, node, config.trusted_targets, defaults)
+        transform = _call(key, bound_class)
         _call(key, partial(check_transform, transform))
         all_transforms.append(transform)
     return _call("augment.transforms", partial(transforms.Transforms, all_transforms))
@@ -137,13 +152,16 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
 def make_effects(values: Mapping[str, Any]) -> list[Any]:
     """Make the effects of the keys of `augment`."""
     made_effects = []
-    for prefix, effect in EFFECTS.items():
+    for prefix, effect_class in EFFECTS.items():
         arguments = {}
-        for field in dataclasses.fields(effect):
-            # A key without the prefix is shared by several effects.
-            shared = values.get(field.name)
-            arguments[field.name] = values.get(f"{prefix}_{field.name}", shared)
-        made_effects.append(effect(**arguments))
+        for field in dataclasses.fields(effect_class):
+            # A key without the prefix is shared by several effects. A field without a key keeps its
+            # default.
+            for key in (f"{prefix}_{field.name}", field.name):
+                if key in values:
+                    arguments[field.name] = values[key]
+                    break
+        made_effects.append(effect_class(**arguments))
     return made_effects
 
 
@@ -216,7 +234,7 @@ def _bind(
     key: str,
     node: dict[str, Any],
     trusted: Sequence[str],
-    defaults: Defaults = _no_defaults,
+    defaults: DefaultArguments = _no_defaults,
     own_keys: Sequence[str] = (),
 ) -> partial[Any]:
     """Bind a class to the arguments of its node, and to those that `defaults` adds.
@@ -241,10 +259,13 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
     except UserError:
         raise
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{key}: a package is missing ({first_line(error)}); install it (for a preset, its "
-            "file in conf/ has the command, such as pip install 'medseg[loggers]')"
-        ) from error
+        cure = "install it"
+        if key.partition(".")[0] == "logger":
+            cure += (
+                " (for a preset, its file in conf/ has the command, such as pip install "
+                "'medseg[loggers]')"
+            )
+        raise UserError(f"{key}: a package is missing ({first_line(error)}); {cure}") from error
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"{key}: {kind}{first_line(error)}") from error

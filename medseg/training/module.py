@@ -18,7 +18,7 @@ from medseg.memory.switches import uncompiled
 from medseg.metrics.case_metric import CaseMetric
 from medseg.metrics.scores import dice_per_label
 from medseg.training.averaging import WeightAverage
-from medseg.weights.files import PREFIX
+from medseg.weights.files import NETWORK_PREFIX
 
 Stack = dict[str, Any]
 Batch = list[Stack]
@@ -223,7 +223,9 @@ class SegmentationModule(pl.LightningModule):
         if self.average is not None:
             if "optimizer_states" in checkpoint:  # a run resumes from it
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
-            averaged = {f"{PREFIX}{name}": value for name, value in self.average.values().items()}
+            averaged = {
+                f"{NETWORK_PREFIX}{name}": value for name, value in self.average.values().items()
+            }
             checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -240,9 +242,9 @@ class SegmentationModule(pl.LightningModule):
         if self.average is not None:
             weights = checkpoint["state_dict"]
             averaged = {
-                name.removeprefix(PREFIX): value
+                name.removeprefix(NETWORK_PREFIX): value
                 for name, value in weights.items()
-                if name.startswith(PREFIX)
+                if name.startswith(NETWORK_PREFIX)
             }
             self.average.load(averaged)
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)

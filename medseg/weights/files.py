@@ -26,7 +26,29 @@ from medseg.io.names import utf8_path
 from medseg.io.text import read_text
 from medseg.weights.checks import check_plain, check_tensors
 
-LAST = "checkpoints/last.ckpt"
+# Raised when the metadata of a checkpoint change their meaning.
+METADATA_FORMAT = 1
+# Values of `region_mode`, how the network of a stage treats regions, that are still readable; None:
+# not written, as by versions without a choice.
+REGION_MODES = (None, "whole", "mirrored")
+# Stages that see the whole scan; older metadata call both `coarse`.
+WHOLE_STAGES = ("coarse", "single")
+STAGES = (*WHOLE_STAGES, "fine")
+# Spacing of a stage that does not resample; a missing value must not mean it.
+NATIVE = "native"
+SUFFIX = ".safetensors"
+NETWORK_PREFIX = "network."
+# Where Lightning keeps the state of the data module in a checkpoint: the name of its class. The
+# entry "train" lists name and content of each case, see `CasesDataModule.state_dict`.
+DATA_STATE = "CasesDataModule"
+SHIPPED_FOLDER = Path(__file__).parent
+CHECKSUMS = "SHA256SUMS"
+# Measured with the included lung weights, see docs/prediction_memory.md.
+TILE_WARNING = (
+    "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 "
+    "to 0.99, tiles of 64×64×64 to one of 0.76 to 0.93"
+)
+LAST_CHECKPOINT = "checkpoints/last.ckpt"
 """Checkpoint inside a run folder."""
 
 
@@ -57,14 +79,9 @@ def load_checkpoint(
                 raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
             damaged_part = archive.testzip()
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        with path.open("rb") as file:
-            is_zip = file.read(2) == b"PK"
-        # What begins as a zip file was one: a copy of it was cut.
-        if is_zip or writer != "medseg":
-            cure = "copy it again"
-        else:
-            cure = f"give {LAST} of a run, or weights that end in {SUFFIX}"
-        raise UserError(f"{source}: not a whole torch checkpoint ({error}); {cure}") from error
+        raise UserError(
+            f"{source}: not a whole torch checkpoint ({error}); {_cure(path, writer)}"
+        ) from error
     if damaged_part is not None:
         raise UserError(
             f"{source}: not a whole torch checkpoint (the checksum of its part {damaged_part!r} "
@@ -95,25 +112,16 @@ def load_checkpoint(
     return dict(checkpoint)
 
 
-# Raised when the metadata of a checkpoint change their meaning.
-METADATA_FORMAT = 1
-# How the network of a stage treats regions, in metadata written by versions that had a choice: the
-# modes that are left.
-REGION_MODES = (None, "whole", "mirrored")
-# Stages that see the whole scan; older metadata call both `coarse`.
-WHOLE_STAGES = ("coarse", "single")
-STAGES = (*WHOLE_STAGES, "fine")
-# Spacing of a stage that does not resample; a missing value must not mean it.
-NATIVE = "native"
-SUFFIX = ".safetensors"
-PREFIX = "network."
-SHIPPED = Path(__file__).parent
-CHECKSUMS = "SHA256SUMS"
-# Measured with the included lung weights, see docs/prediction_memory.md.
-TILE_CHANGES = (
-    "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 "
-    "to 0.99, tiles of 64×64×64 to one of 0.76 to 0.93"
-)
+def _cure(path: Path, writer: str) -> str:
+    """Say how to get a checkpoint in place of a file that cannot be opened as one."""
+    with path.open("rb") as file:
+        was_zip = file.read(2) == b"PK"
+    if was_zip:
+        return "copy it again"
+    # A file of another program is found by its name in the folder that the user gave.
+    if writer != "medseg":
+        return "copy it again"
+    return f"give {LAST_CHECKPOINT} of a run, or weights that end in {SUFFIX}"
 
 
 def shipped_weights(task: str, stage: str) -> Path:
@@ -126,8 +134,8 @@ def shipped_weights(task: str, stage: str) -> Path:
     Raises:
         UserError: If medseg includes none for the task, or the file is missing or damaged.
     """
-    path = SHIPPED / f"{task}_{stage}{SUFFIX}"
-    checksum_of = read_checksums(SHIPPED / CHECKSUMS)
+    path = SHIPPED_FOLDER / f"{task}_{stage}{SUFFIX}"
+    checksum_of = read_checksums(SHIPPED_FOLDER / CHECKSUMS)
     if path.name not in checksum_of:
         raise UserError(
             f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>"
@@ -241,15 +249,15 @@ def trained_cases(path: Path, key: str) -> list[str]:
         UserError: If the file does not say it, as a safetensors file.
     """
     source = f"{key}={path}"
-    cases: Any = None
+    data_state: Any = None
     if path.suffix != SUFFIX:
-        cases = load_checkpoint(path, source).get("CasesDataModule")
-    if not isinstance(cases, dict):
+        data_state = load_checkpoint(path, source).get(DATA_STATE)
+    if not isinstance(data_state, dict) or "train" not in data_state:
         raise UserError(
             f"{source}: the file does not say which cases it has trained on; give "
-            "checkpoints/last.ckpt of its run"
+            f"{LAST_CHECKPOINT} of its run"
         )
-    return [str(name) for name, _ in cases["train"]]
+    return [str(name) for name, _ in data_state["train"]]
 
 
 def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tensor]) -> str:
@@ -275,7 +283,7 @@ def _check_is_file(path: Path, source: str) -> None:
     """Refuse a path that is no file; a run folder is answered with its checkpoint."""
     if path.is_file():
         return
-    last = path / LAST
+    last = path / LAST_CHECKPOINT
     if last.is_file():
         raise UserError(f"{source}: a folder; give its checkpoint, {last}")
     raise UserError(f"{source}: there is no such checkpoint")
@@ -285,9 +293,12 @@ def _read_safetensors(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
     """Read metadata and weights; the metadata are None in a file of another program."""
     try:
         with utf8_path(path) as readable, safe_open(readable, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("medseg", "null"))
             # `file` is no dictionary: it has to be asked for its keys.
-            return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            text = (file.metadata() or {}).get("medseg")
+            if text is None:
+                return None, weights
+            return json.loads(text), weights
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: not a whole safetensors file ({first_line(error)})") from error
 
@@ -299,9 +310,9 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
     if not isinstance(state, dict):
         return None, {}
     weights = {
-        name.removeprefix(PREFIX): value
+        name.removeprefix(NETWORK_PREFIX): value
         for name, value in state.items()
-        if str(name).startswith(PREFIX)
+        if str(name).startswith(NETWORK_PREFIX)
     }
     with zipfile.ZipFile(path) as archive:
         sizes = {part.file_size for part in archive.infolist()}
@@ -309,7 +320,9 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
         # What is no dense tensor is refused later, see `check_tensors`.
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
-        # Torch would take the bytes that follow in the file for the end of a short part.
+        # Torch would take the bytes that follow in the file for the end of a short part. Which part
+        # is whose is not known here, so the size of any part will do: a weight must have one, but
+        # one that has is not proven whole.
         if value.untyped_storage().nbytes() not in sizes:
             raise UserError(
                 f"{source}: the sizes of its weights do not match the parts of the file; take "

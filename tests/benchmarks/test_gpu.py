@@ -293,7 +293,9 @@ def test_a_gpu_without_bf16_is_not_asked_for_it(
     rehearsal: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        kernels, "half_of_device", lambda precision, _: "fp16" if precision == "bf16" else precision
+        kernels,
+        "supported_precision",
+        lambda precision, _: "fp16" if precision == "bf16" else precision,
     )
     report = kernels.measure(rehearsal)
     assert [check.name for check in report.checks if check.is_met is None] == ["bf16"]

@@ -16,7 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory import switches
-from medseg.memory.precision import autocast, inference_precision, lightning_precision, set_tf32
+from medseg.memory.precision import (
+    autocast,
+    inference_precision,
+    lightning_precision,
+    set_tf32,
+    tf32_as,
+)
 from medseg.memory.switches import (
     apply_switches,
     checkpoint_blocks,
@@ -247,6 +253,30 @@ def test_a_trained_network_runs_as_the_device_can(
 ) -> None:
     monkeypatch.setattr("medseg.memory.precision.has_fast_bf16", lambda _: has_bf16)
     assert inference_precision(trained, device_type) == expected
+
+
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_the_precision_of_products_is_put_back(before: str) -> None:
+    """That of a program around this one, whose `medium` means bf16 on a CPU."""
+    own = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(before)
+        with tf32_as("fp32"):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(own)
+
+
+def test_backends_that_a_program_has_set_apart_do_not_stop_it() -> None:
+    own = torch.get_float32_matmul_precision()
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with tf32_as("tf32"):
+            assert torch.get_float32_matmul_precision() == "high"
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(own)
 
 
 def test_tf32_is_allowed_only_where_asked() -> None:

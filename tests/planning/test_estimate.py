@@ -13,8 +13,12 @@ from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
 from medseg.planning import estimate
 from medseg.planning.estimate import (
+    FRAGMENTS,
     LOADING,
+    STEP,
     Machine,
+    card_bytes,
+    estimate_beside,
     kept_between_steps,
     kept_bytes,
     loader_bytes,
@@ -39,7 +43,7 @@ def test_the_heap_is_at_the_peak_as_large_as_it_was_before(
     )
     timeline = Timeline([segment])
     assert kept_bytes(timeline, costs) == (9 + 2 - 1) * MIB
-    monkeypatch.setattr(estimate, "HEAP_BYTES", 4 * MIB)
+    monkeypatch.setattr(estimate, "KEPT_BYTES", 4 * MIB)
     assert kept_bytes(timeline, costs) == 4 * MIB, "the heap gives back what is above its bound"
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: False)
     assert kept_bytes(timeline, costs) == 0
@@ -61,15 +65,16 @@ def test_small_storages_are_counted_apart() -> None:
 
 @pytest.mark.parametrize(
     ("peak_mib", "sample_mib", "expected_mib"),
-    [(40, 0, 20), (400, 0, 48), (40, 30, 30), (40, 100, 64), (80, 30, 40)],
+    [(40, None, 20), (400, None, 48), (40, 0, 20), (40, 30, 30), (40, 100, 64), (80, 30, 40)],
 )
 def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
-    peak_mib: int, sample_mib: int, expected_mib: int, monkeypatch: pytest.MonkeyPatch
+    peak_mib: int, sample_mib: int | None, expected_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sample_bytes = None if sample_mib is None else sample_mib * MIB
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
-    assert kept_between_steps(peak_mib * MIB, sample_mib * MIB) == expected_mib * MIB
+    assert kept_between_steps(peak_mib * MIB, sample_bytes) == expected_mib * MIB
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: False)
-    assert kept_between_steps(peak_mib * MIB, sample_mib * MIB) == 0
+    assert kept_between_steps(peak_mib * MIB, sample_bytes) == 0
 
 
 @pytest.mark.parametrize(("batch_size", "unstacked_mib"), [(2, 0), (4, 6), (8, 9)])
@@ -92,6 +97,31 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
     assert loader_bytes(config, 0, process, sample, memory) == 0
 
 
+def test_a_card_loses_the_same_part_of_each_phase_to_fragments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The training step, which is added last, as well as the validation."""
+    monkeypatch.setattr(estimate, "pick_device_type", lambda _: "cuda")
+    monkeypatch.setattr(estimate, "_context_bytes", lambda: 300 * MIB)
+    evaluation = estimate.Evaluation(200 * MIB, 200 * MIB, frozenset())
+    machine: Any = SimpleNamespace(
+        process=ProcessCost(0, 0, 0, 0, 0.0),
+        sample=lambda *_, **__: SampleCost(0, 0.0),
+        evaluation=lambda *_: evaluation,
+    )
+    memory: Any = SimpleNamespace(optimizer_state=10 * MIB)
+    config = compose("data.num_workers=2")
+    without_step = estimate_beside(config, (16, 16, 16), (16, 16, 16), machine, memory, Timeline())
+    planned = without_step.with_step(1000 * MIB, 1000 * MIB, 1.0)
+    assert planned.allocator[STEP] == 1000 * MIB
+    assert planned.resident == card_bytes(planned.allocator)
+    assert planned.resident[STEP] == round(1000 * MIB * (1 + FRAGMENTS)) + 300 * MIB
+    budget = planned.resident[STEP]
+    room = without_step.room_for_step(budget)
+    assert without_step.with_step(room, room, 1.0).resident[STEP] <= budget
+    assert without_step.with_step(room + 2, room + 2, 1.0).resident[STEP] > budget
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +135,7 @@ def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
         config,
         memory,
         SimpleNamespace(resident=0),
-        always=10**6,
+        in_all_phases=10**6,
         shared=0,
         sample_bytes=10**7,
         validation_bytes=0,

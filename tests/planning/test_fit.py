@@ -16,7 +16,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.planning import fit
 from medseg.planning.choose import Option, choose_line
-from medseg.planning.estimate import STEP
+from medseg.planning.estimate import STEP, Estimate
 from medseg.runs.plans import compare_with_plan
 from medseg.training.options import TrainConfig
 
@@ -51,12 +51,9 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
     config = compose(*overrides)
     monkeypatch.setattr(fit, "count_memory", lambda _, shape, samples: memory(samples, shape))
     own = memory(1, SHAPE)
-    checked: Any = SimpleNamespace(
-        allocator={STEP: WORKSPACE * own.peak},
-        memory=own,
-        num_workers=1,
-        resident={STEP: resident(1, SHAPE)},
-    )
+    allocator: Any = {STEP: WORKSPACE * own.peak}
+    at_peak: Any = {STEP: resident(1, SHAPE)}
+    checked = Estimate(own, allocator, at_peak, 0.0, 0.0, 0.0, num_workers=1, busy_processors=1)
     chosen: Any = SimpleNamespace(config=config)
     option: Any = SimpleNamespace(switches={"memory.checkpointing": "none"})
     fit.print_room(chosen, option, checked, SHAPE, budget)

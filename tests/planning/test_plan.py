@@ -190,7 +190,7 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
     # pages and the weights that they were forked with.
     loader_mib = 2 * 60 + 4 * batch_mib + 20 + helped["parameters"] / 2**20
     # Without workers the heap that a sample leaves is kept in this process.
-    own_bytes = [kept_between_steps(helped["peak"], size) for size in (10 * 2**20, 0)]
+    own_bytes = [kept_between_steps(helped["peak"], size) for size in (10 * 2**20, None)]
     expected = (
         alone["resident_mib"]["training step"] + loader_mib - (own_bytes[0] - own_bytes[1]) / 2**20
     )

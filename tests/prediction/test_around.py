@@ -15,7 +15,7 @@ from medseg.io.volume import Volume
 from medseg.prediction.around import TotalsegmentatorModel, resampled, restore
 from medseg.prediction.cascades import load_model_folders
 from medseg.prediction.forecast import forecast
-from medseg.weights.files import SHIPPED
+from medseg.weights.files import SHIPPED_FOLDER
 
 RECORDED = Path(__file__).parent.parent / "nnunet" / "recorded"
 FOLDERS = [RECORDED / "torch.zip", RECORDED / "folds.zip"]
@@ -82,7 +82,7 @@ def test_models_of_other_spacings_are_refused() -> None:
     with pytest.raises(UserError, match=r"one spacing along all axes, .* got 1.1, 1.4, 1.5, 2 mm"):
         load_model_folders(FOLDERS, accelerator="cpu", options=options)
     with pytest.raises(UserError, match=r"inference\.around belongs to a model folder of nnU-Net"):
-        load_model_folders([SHIPPED], accelerator="cpu", options=options)
+        load_model_folders([SHIPPED_FOLDER], accelerator="cpu", options=options)
     options = InferenceOptions(around=Around.totalsegmentator, orientation=Seen.LPS)
     with pytest.raises(UserError, match="turns scans to RAS; leave one of them out"):
         load_model_folders(FOLDERS, accelerator="cpu", options=options)

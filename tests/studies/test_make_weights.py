@@ -14,7 +14,7 @@ from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import make_weights as study
 from medseg.studies.recipes import Step, last_checkpoint
-from medseg.weights.files import METADATA_FORMAT, PREFIX, checksum, read_weights
+from medseg.weights.files import METADATA_FORMAT, NETWORK_PREFIX, checksum, read_weights
 
 PATIENTS = 9
 
@@ -57,7 +57,7 @@ def write_checkpoints(folder: Path) -> dict[str, torch.Tensor]:
         torch.save(
             {
                 "medseg": metadata,
-                "state_dict": {PREFIX + name: value for name, value in trained.items()},
+                "state_dict": {NETWORK_PREFIX + name: value for name, value in trained.items()},
             },
             path,
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
+import importlib
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +163,21 @@ def test_disease_is_painted_into_the_labels_of_regions(
     assert made is not None
     (disease,) = (effect for effect in made.transforms if isinstance(effect, Disease))
     assert tuple(disease.organ_values) == (1, 2, 3)
+
+
+def test_a_field_of_an_effect_that_has_no_key_keeps_its_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass(frozen=True)
+    class Blur:
+        sd: float
+        window_hu: tuple[float, float] | None
+        passes: int = 3
+
+    monkeypatch.setattr(extensions, "EFFECTS", {"blur": Blur})
+    shared = {"sd": 1.0, "window_hu": None}
+    assert extensions.make_effects(shared) == [Blur(1.0, None)]
+    assert extensions.make_effects({**shared, "blur_sd": 2.0}) == [Blur(2.0, None)]
 
 
 def test_sides_may_be_mirrored_when_that_is_said() -> None:
@@ -327,6 +344,13 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
         UserError, match=r"logger: a package is missing \(Requirement 'wandb' not met\)"
     ):
         extensions.make_loggers(compose("logger=wandb", "tags=[a,b]"))
+
+
+@pytest.mark.parametrize(("key", "has_hint"), [("logger.more", True), ("loss", False)])
+def test_the_command_of_a_preset_is_named_for_loggers_alone(key: str, has_hint: bool) -> None:
+    with pytest.raises(UserError, match=r"a package is missing .*; install it") as caught:
+        extensions._call(key, partial(importlib.import_module, "absent_package"))
+    assert ("its file in conf/" in str(caught.value)) == has_hint
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -10,7 +10,13 @@ import torch
 
 from medseg.errors import UserError
 from medseg.weights import files
-from medseg.weights.files import METADATA_FORMAT, read_weights, shipped_weights, write_weights
+from medseg.weights.files import (
+    METADATA_FORMAT,
+    read_weights,
+    shipped_weights,
+    trained_cases,
+    write_weights,
+)
 
 METADATA = {
     "format": METADATA_FORMAT,
@@ -64,10 +70,20 @@ def test_what_is_not_right_is_said_in_one_sentence(damage: str, said: str, tmp_p
     assert said in str(error.value)
 
 
+def test_the_cases_of_a_training_are_read_or_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"CasesDataModule": {"train": [["a", "1f"], ["b", "2e"]], "val": []}}, path)
+    assert trained_cases(path, "stage.coarse") == ["a", "b"]
+    for content in ({}, {"CasesDataModule": None}, {"CasesDataModule": {"val": []}}):
+        torch.save(content, path)
+        with pytest.raises(UserError, match=r"does not say .*; give checkpoints/last\.ckpt of its"):
+            trained_cases(path, "stage.coarse")
+
+
 def test_shipped_weights_are_checked_before_they_are_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "SHIPPED", tmp_path)
+    monkeypatch.setattr(files, "SHIPPED_FOLDER", tmp_path)
     checksum = write_weights(tmp_path / "heart_fine.safetensors", METADATA, WEIGHTS)
     (tmp_path / files.CHECKSUMS).write_text(
         f"{checksum}  heart_fine.safetensors\n", encoding="ascii"

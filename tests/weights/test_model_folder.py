@@ -12,7 +12,7 @@ from medseg.errors import UserError
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.prediction.cascades import load_cascade, load_model_folders
 from medseg.prediction.joined import JoinedModels
-from medseg.weights.files import SHIPPED, checksum, read_weights, shipped_weights
+from medseg.weights.files import SHIPPED_FOLDER, checksum, read_weights, shipped_weights
 from medseg.weights.model_folder import (
     CARD,
     StageWeights,
@@ -63,14 +63,14 @@ def test_folds_are_found_and_averaged(written: Path) -> None:
 
 
 def test_the_included_weights_are_a_model_folder() -> None:
-    model = load_model_folders([SHIPPED], accelerator="cpu", options=TORCH)
+    model = load_model_folders([SHIPPED_FOLDER], accelerator="cpu", options=TORCH)
     assert (
         model.checkpoints == load_cascade(None, None, accelerator="cpu", options=TORCH).checkpoints
     )
     assert isinstance(model, Cascade)
     assert model.dice_bound is not None
     renamed = load_model_folders(
-        [SHIPPED], label_values={"left_lung": 2}, accelerator="cpu", options=TORCH
+        [SHIPPED_FOLDER], label_values={"left_lung": 2}, accelerator="cpu", options=TORCH
     )
     assert isinstance(renamed, JoinedModels)
     assert renamed.task.labels == {"left_lung": 2, "right_lung": 1}

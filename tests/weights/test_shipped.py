@@ -18,7 +18,7 @@ from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
-from medseg.weights.files import SHIPPED, read_weights, shipped_weights
+from medseg.weights.files import SHIPPED_FOLDER, read_weights, shipped_weights
 
 
 def dices(labels: np.ndarray, reference: np.ndarray) -> list[float]:
@@ -29,7 +29,9 @@ def dices(labels: np.ndarray, reference: np.ndarray) -> list[float]:
 def test_they_are_small_and_name_no_folder() -> None:
     paths = [shipped_weights("lungs", stage) for stage in ("coarse", "fine")]
     assert sum(path.stat().st_size for path in paths) <= 8e6
-    assert {path.name for path in paths} == {path.name for path in SHIPPED.glob("*.safetensors")}
+    assert {path.name for path in paths} == {
+        path.name for path in SHIPPED_FOLDER.glob("*.safetensors")
+    }
     for path, stage, spacing_mm in zip(paths, ("coarse", "fine"), (4.0, 1.0), strict=True):
         metadata, _ = read_weights(path, stage, stage)
         assert metadata["spacing_mm"] == [spacing_mm] * 3
