@@ -205,7 +205,8 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
     """
     numeric_keys: dict[str, None] = {}
     for entry in entries:
-        numeric_keys.update(dict.fromkeys(entry.row.keys() - set(TEXT_KEYS)))
+        # In the order of the row: sets of texts have another order in each process.
+        numeric_keys |= {key: None for key in entry.row if key not in TEXT_KEYS}
     labels = dict.fromkeys([total, *task.labels])
     ending = f"_{VOLUME.ending}"
     labels |= {key.removesuffix(ending): None for key in numeric_keys if key.endswith(ending)}
@@ -375,7 +376,7 @@ def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
         status=row.get("status") or "",
         patient=row.get("patient") or "",
         date=row.get("date") or "",
-        volumes_ml={"total": row.get(f"{total}_ml"), **report.get("volume_ml", {})},
+        volumes_ml={total: row.get(f"{total}_ml"), **report.get("volume_ml", {})},
         warnings=entry.warnings,
         information=entry.information,
         codes=list(dict.fromkeys(warning_codes)),
