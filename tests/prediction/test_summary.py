@@ -173,6 +173,15 @@ def test_columns_of_other_tasks_are_in_the_order_of_their_reports(tmp_path: Path
     assert columns == ["total", "left_lung", "right_lung", *organs]
 
 
+def test_a_damaged_table_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.csv").write_bytes(b"case,status\nold,\xff\n")
+    write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+    assert "summary.csv: it is damaged, so the scans of earlier" in capsys.readouterr().err
+    assert [row["case"] for row in read_csv(tmp_path / "summary.csv")] == ["a"]
+    write_summary(tmp_path, [case_of(tmp_path, "b")], LUNGS)
+    assert capsys.readouterr().err == ""
+
+
 OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
 TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
 PARAGRAPH = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}p"
