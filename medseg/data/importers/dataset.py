@@ -19,6 +19,8 @@ from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
 from medseg.wording import first_few
 
+# Between the words of a name.
+WORD_BREAK = re.compile(r"[\s_.-]+")
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
@@ -52,8 +54,10 @@ FileValues = dict[str, list[int | str]]
 Structures = Mapping[str, Sequence[int | str]]
 """Case name to the structures in its file, as `FileValues` names them; a name may repeat."""
 
-MAX_CASES = 3
+# Names of cases or files in a message; the others are counted.
+MAX_NAMED = 3
 DICOM = "dicom"
+UNFIT_NAME = "cannot name a label, which has letters, digits, _ and -"
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class DataSet:
                 complete.append(name)
         choice = f"labels=[{','.join(complete) or '…'}]"
         return (
-            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): the "
+            f"{first_few(cases, MAX_NAMED)} ({len(cases)} of {len(self._keys)} cases): the "
             f"structure {_display_name(member, label)}{part} is missing, and would be trained on "
             f"as background; add it, leave the label out (medseg import … {choice}), or state that "
             "these patients do not have it (medseg import … missing=absent)."
@@ -311,14 +315,17 @@ def _groups_of(choice: Any) -> dict[str, Any]:
         raise UserError(
             f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {choice!r}."
         )
-    for label in map(str, choice):
-        name = f"label_{label}" if label.isdigit() else safe_name(label)
+    groups = {str(label): members for label, members in choice.items()}
+    for label in groups:
+        name = _allowed_name(label)
         if name != label:
-            raise UserError(
-                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; "
-                f"write {name}."
-            )
-    return {str(label): members for label, members in choice.items()}
+            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {name}.")
+    return groups
+
+
+def _allowed_name(label: str) -> str:
+    """Turn a name that a person has chosen into one that a label may have."""
+    return f"label_{label}" if label.isdigit() else safe_name(label)
 
 
 def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
@@ -329,7 +336,8 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
         named: Members of each name in the data set.
 
     Raises:
-        UserError: If a name is not in the data set, or none is chosen.
+        UserError: If a name is not in the data set, none is chosen, or one of a list is a value or
+            a structure that cannot name a label.
     """
     groups = _groups_of(choice)
     members = set(itertools.chain.from_iterable(named.values()))
@@ -343,7 +351,8 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
     unknown = []
     for label, content in groups.items():
         parts: list[int | str] = []
-        for part in content if isinstance(content, list) else [content]:
+        for part in content if isinstance(content, list | tuple) else [content]:
+            # The configuration reads a name of digits as a number.
             if str(part) in named:
                 parts += named[str(part)]
             elif part in members:
@@ -356,7 +365,17 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
             f"labels: {', '.join(unknown)} is not in the data set, which has {names}; "
             "give some of these names."
         )
+    _check_new_names(chosen, named)
     return chosen
+
+
+def _check_new_names(chosen: FileValues, named: FileValues) -> None:
+    """Refuse labels that a list names by a value or a structure which cannot name a label."""
+    for label, parts in chosen.items():
+        name = _allowed_name(label)
+        if label not in named and name != label:
+            members_text = ",".join(map(str, parts))
+            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {{{name}: [{members_text}]}}.")
 
 
 def _owners(chosen: FileValues) -> dict[int | str, str]:
@@ -465,13 +484,10 @@ def _check_names(data: DataSet, folder: Path) -> None:
                 f"{case.name!r}; rename one of them."
             )
         images[case.name] = case.image
-        names = spellings.setdefault(case.name.casefold(), [])
-        names.append(case.name)
+        spellings.setdefault(case.name.casefold(), []).append(case.name)
+    why = "the names differ in upper and lower case only: some systems take their files for one"
+    for names in spellings.values():
         if len(names) > 1:
-            why = (
-                "the names differ in upper and lower case only: "
-                "some systems take their files for one"
-            )
             data.account.use(Kind.case, " and ".join(names), why)
 
 
@@ -498,9 +514,13 @@ def _account_shared(data: DataSet) -> None:
             key = os.path.realpath(path), series
             uses.setdefault(key, []).append(f"{role} of {case.name}")
     for (real_path, _), roles in uses.items():
-        if len(roles) > 1:
-            why = f"one file is {' and '.join(roles[:MAX_CASES])}; check that this is meant"
-            data.account.merge(Kind.file, real_path, why)
+        if len(roles) == 1:
+            continue
+        roles_text = " and ".join(roles)
+        if len(roles) > MAX_NAMED:
+            roles_text = first_few(roles, MAX_NAMED)
+        why = f"one file is {roles_text}; check that this is meant"
+        data.account.merge(Kind.file, real_path, why)
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
@@ -570,14 +590,15 @@ def side_of(name: str) -> tuple[str | None, str]:
         >>> [side_of(name) for name in ("left_femur", "Femur_R", "kidney_left", "heart", "l")]
         [('left', 'femur'), ('right', 'Femur'), ('left', 'kidney'), (None, 'heart'), (None, 'l')]
     """
-    first, *rest = re.split(r"[\s_.-]+", name)
-    if not rest:
+    words = WORD_BREAK.split(name)
+    if len(words) == 1:
         return None, name
-    *begin, last = (first, *rest)
-    for word, organ in ((first, rest), (last, begin)):
-        side = SIDES.get(word.casefold())
-        if side is not None:
-            return side, "_".join(organ)
+    first_side = SIDES.get(words[0].casefold())
+    if first_side is not None:
+        return first_side, "_".join(words[1:])
+    last_side = SIDES.get(words[-1].casefold())
+    if last_side is not None:
+        return last_side, "_".join(words[:-1])
     return None, name
 
 
@@ -614,17 +635,21 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         >>> label_names(["Femur_L", "Femur_R", "left atrium"])
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
-    labels = {name: safe_name(name) for name in names}
+    safe_names = {name: safe_name(name) for name in names}
     sides_of: dict[str, set[str | None]] = {}
-    for name in labels:
-        side, organ = side_of(name)
+    for label in safe_names.values():
+        side, organ = side_of(label)
         sides_of.setdefault(organ, set()).add(side)
-    for name, label in labels.items():
+    labels = {}
+    for name, label in safe_names.items():
         side, organ = side_of(label)
         # `vessel_l` alone may be a letter, not a side.
-        is_pair = {"left", "right"} <= sides_of.get(organ, set())
-        if side and is_pair and side not in label.casefold():
+        is_pair = {"left", "right"} <= sides_of[organ]
+        is_written_out = side in WORD_BREAK.split(label.casefold())
+        if side is not None and is_pair and not is_written_out:
             labels[name] = f"{side}_{organ.casefold()}"
+        else:
+            labels[name] = label
     owners: dict[str, str] = {}
     for name, label in labels.items():
         owner = owners.setdefault(label.casefold(), name)
