@@ -11,7 +11,7 @@ import pytest
 from medseg.data.case_table import Case
 from medseg.data.importers.dataset import (
     DataSet,
-    FileValues,
+    LabelMembers,
     channel_of,
     check_dataset,
     label_names,
@@ -120,7 +120,7 @@ def test_labels_that_cannot_be_chosen(wanted: Any, said: str) -> None:
     ],
 )
 def test_no_member_is_lost_when_a_part_of_a_label_is_kept(
-    labels: FileValues, wanted: dict[str, Any], kept: FileValues, background: FileValues
+    labels: LabelMembers, wanted: dict[str, Any], kept: LabelMembers, background: LabelMembers
 ) -> None:
     some = dataset(labels).keep(wanted)
     assert some.labels == kept
