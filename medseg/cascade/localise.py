@@ -26,7 +26,7 @@ from medseg.geometry.grid_rule import Crop
 from medseg.inference.options import InferenceOptions
 from medseg.inference.postprocess import remove_components
 from medseg.inference.tiles import TilingPlan, most_probable
-from medseg.preprocess.crop import body_box, cut, erase_outside
+from medseg.preprocess.crop import body_box, erase_outside, view_or_resample
 from medseg.preprocess.intensity import Intensity, normalise
 from medseg.preprocess.resample import resample_image
 from medseg.task import Task
@@ -102,7 +102,7 @@ def predict_body(
 
     def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
         # One name: a second one would keep a second crop in memory until the end.
-        image = cut(channel, lattice, crop, outside, stage.resampling)
+        image = view_or_resample(channel, lattice, crop, outside, stage.resampling)
         image = erase_outside(image, crop, outside)
         return normalise(image, intensity)
 
@@ -159,7 +159,7 @@ def localise(
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     coarse_labels = most_probable(prediction.probs).numpy()
     labels[in_scan] = _organs_alone(coarse_labels, stage.task)[in_crop]
-    coarse_hu = cut(
+    coarse_hu = view_or_resample(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
     # Only what the network saw can show where the patient ends.

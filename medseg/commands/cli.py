@@ -8,25 +8,39 @@ from medseg.commands.entry import COMMANDS, run_command
 from medseg.console import prepare_streams, say
 from medseg.errors import EXIT_USER_ERROR
 
-# Commands first, then keys, groups and values, one a line. `=` and `:` do not break words.
-COMPLETION = """\
-# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
+# Commands first, then keys, groups and values, one a line.
+#
+# `=` does not break words. `:` does in bash, where other programs need it: bash then replaces what
+# follows the last colon alone, and gets no more.
+#
+# Hydra takes the first word of COMP_LINE for the program, so the command is left out of it:
+# `medseg train stage=f` becomes `medseg stage=f`.
+#
+# `%q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`, of which the signs
+# that the shell does not read get rid of their backslashes again.
+COMPLETION = r"""# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
 #   eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
 _medseg() {{
-    local line rest
+    local line rest typed before_colon
     COMPREPLY=()
     if [ "$COMP_CWORD" -le 1 ]; then
         COMPREPLY=($(compgen -W "{commands}" -- "$2"))
         return
     fi
     rest="${{COMP_LINE#*"${{COMP_WORDS[1]}}"}}"
+    typed="${{COMP_LINE##* }}"
+    before_colon=""
+    if [[ "$COMP_WORDBREAKS" == *:* && "$typed" == *:* ]]; then
+        before_colon="${{typed%:*}}:"
+    fi
     while IFS= read -r line; do
+        line="${{line#"$before_colon"}}"
         # zsh quotes what it inserts; bash does not.
         [ -n "$ZSH_VERSION" ] || printf -v line %q "$line"
-        line="${{line//\\\\[/[}}"
-        line="${{line//\\\\]/]}}"
-        [ -z "$line" ] || COMPREPLY+=("${{line//\\\\,/,}}")
+        line="${{line//\\[/[}}"
+        line="${{line//\\]/]}}"
+        [ -z "$line" ] || COMPREPLY+=("${{line//\\,/,}}")
     done < <(COMP_LINE="medseg$rest" medseg "${{COMP_WORDS[1]}}" -sc query=bash 2> /dev/null)
 }}
 COMP_WORDBREAKS=${{COMP_WORDBREAKS//=}}
@@ -39,7 +53,7 @@ usage: medseg <command> key=value …   (`medseg <command> --help` prints all ke
        medseg --completion   (for bash and zsh: `eval "$(medseg --completion)"`)
 """
 # Names of commands of other programs to ours.
-HABITS = {
+FOREIGN_COMMANDS = {
     "fit": "train",
     "test": "evaluate",
     "validate": "evaluate",
@@ -60,7 +74,7 @@ def main() -> None:
     prepare_streams()
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in COMMANDS:
-        # Hydra shows this name in its messages, and launchers start it again.
+        # Hydra shows this name in its messages.
         sys.argv = [f"medseg {command}", *sys.argv[2:]]
         run_command(command)
         return
@@ -86,11 +100,13 @@ def unknown_command(command: str) -> str:
         >>> unknown_command("predcit")
         'there is no command predcit; did you mean predict? `medseg --help` lists all commands'
     """
-    names = [*COMMANDS, *HABITS]
+    names = [*COMMANDS, *FOREIGN_COMMANDS]
     typed = command.lower().replace("-", "_")
     guess = ""
-    for name in difflib.get_close_matches(typed, names, n=1, cutoff=0.6):
-        guess = f"did you mean {HABITS.get(name, name)}? "
+    matches = difflib.get_close_matches(typed, names, n=1, cutoff=0.6)
+    if matches:
+        name = FOREIGN_COMMANDS.get(matches[0], matches[0])
+        guess = f"did you mean {name}? "
     return f"there is no command {command}; {guess}`medseg --help` lists all commands"
 
 

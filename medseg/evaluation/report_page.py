@@ -23,7 +23,7 @@ from medseg.report.differences import (
 from medseg.wording import first_few
 
 # Metric to 1 where more is better, or -1 where less is.
-RANKED = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
+DIRECTION_OF_METRIC = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
 ALL = "all"
 # Decimals of `metrics.csv`: more of them would make a difference out of two equal results.
 TABLE_DIGITS = 6
@@ -38,7 +38,7 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         folder: Its output folder.
 
     Returns:
-        Rows with `case`, `region` and the metrics of `RANKED`.
+        Rows with `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
 
     Raises:
         UserError: If there is no `metrics.csv`, or `evaluate` did not write it.
@@ -52,7 +52,7 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         for row in read_csv(path):
-            scores = {metric: float(row[metric]) for metric in RANKED}
+            scores = {metric: float(row[metric]) for metric in DIRECTION_OF_METRIC}
             rows.append({"case": row["case"], "region": row["region"], **scores})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -69,11 +69,13 @@ def compare_rows(
 ) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric.
 
-    Those of `ALL` are of the means of each case over its regions. A region whose score is not
-    finite on one side, such as the distance of one that was missed, counts on neither.
+    With several regions the last entries, of the region `ALL`, compare the mean of each case over
+    its regions. A score that is not finite on one side, as the distance of a missed region, is left
+    out on both: with the distances left inf and right 2 mm here, left 5 and right 3 mm in the
+    baseline, the means are 2 mm here and 3 mm there.
 
     Args:
-        rows: `case`, `region` and the metrics of `RANKED`.
+        rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
         baseline: The same of the baseline; only pairs of case and region that both have count.
         patients: Case to its patient, whose cases count together.
 
@@ -83,17 +85,17 @@ def compare_rows(
     baseline_rows = {(row["case"], row["region"]): row for row in baseline}
     scored_rows = {(row["case"], row["region"]): row for row in rows}
     pairs = [(row, baseline_rows[key]) for key, row in scored_rows.items() if key in baseline_rows]
-    regions = list(dict.fromkeys(row["region"] for row, _ in pairs))
-    if len(regions) > 1:
-        regions.append(ALL)
+    pairs_by_region: dict[str, list[tuple[Row, Row]]] = {}
+    for row, baseline_row in pairs:
+        pairs_by_region.setdefault(row["region"], []).append((row, baseline_row))
+    groups = list(pairs_by_region.items())
+    if len(groups) > 1:
+        groups.append((ALL, pairs))
     compared = []
-    for region in regions:
-        of_region = pairs
-        if region != ALL:
-            of_region = [pair for pair in pairs if pair[0]["region"] == region]
-        for metric, better in RANKED.items():
-            scores, baseline_scores = _finite_means(of_region, metric)
-            difference = paired_difference(scores, baseline_scores, better, patients)
+    for region, region_pairs in groups:
+        for metric, direction in DIRECTION_OF_METRIC.items():
+            scores, baseline_scores = _finite_means(region_pairs, metric)
+            difference = paired_difference(scores, baseline_scores, direction, patients)
             if difference is not None:
                 compared.append((region, metric, difference))
     return compared
@@ -130,6 +132,7 @@ def _describe_pairs(
     baseline_cases = _cases_of(baseline)
     common_cases = [case for case in scored_cases if case in baseline_cases]
     sentences = [describe_patients(common_cases, patients)]
+    # A case table names a patient of every case.
     if not patients:
         sentences.append(
             "a folder of references names no patients; ref=<case table> does, by its column patient"
@@ -152,13 +155,13 @@ def _cases_of(rows: Sequence[Row]) -> list[str]:
 def write_page(
     rows: Sequence[Row],
     statistics: Sequence[Row],
+    *,
     viewers: Mapping[str, Path],
     prediction_viewers: Mapping[str, Path],
     bounds: Mapping[str, Mapping[str, StatedBound]],
     output: Path,
     num_pictures: int,
     progress: Callable[[str], None],
-    *,
     overlays: Path | None,
     notes: Mapping[str, Sequence[str]],
     costs: Sequence[tuple[str, str]],
@@ -183,31 +186,29 @@ def write_page(
         baseline: Folder of the baseline, or None.
         baseline_rows: Its scores.
         patients: Case to its patient, where the references name patients.
+
+    Raises:
+        UserError: If the baseline has no finite score of a case and region that is scored here.
     """
     rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
-    pairing: list[str] = []
+    pairing_sentences: list[str] = []
     if baseline is not None:
         if not compared:
-            raise UserError(
-                f"baseline={baseline}: it has none of the scored cases; "
-                "give scores of the same cases."
-            )
+            raise UserError(f"baseline={baseline}: {_why_not_compared(rows, baseline_rows)}")
         _write_differences(compared, output, progress)
-        pairing = _describe_pairs(rows, baseline_rows, patients)
-        for sentence in pairing:
+        pairing_sentences = _describe_pairs(rows, baseline_rows, patients)
+        for sentence in pairing_sentences:
             progress(f"differences: {sentence}")
     files = {}
     for case in _cases_of(rows):
-        picture = None
-        if overlays is not None and (overlays / f"{case}.png").is_file():
-            picture = overlays / f"{case}.png"
+        picture = _picture_of(case, overlays)
         files[case] = Files(
-            picture,
-            _link(picture, output),
-            _link(viewers.get(case), output),
-            _link(prediction_viewers.get(case), output),
-            {region: str(bound) for region, bound in bounds.get(case, {}).items()},
+            picture=picture,
+            picture_link=_link(picture, output),
+            viewer_link=_link(viewers.get(case), output),
+            prediction_link=_link(prediction_viewers.get(case), output),
+            dice_at_least={region: str(bound) for region, bound in bounds.get(case, {}).items()},
         )
     baseline_dices = {}
     for row in baseline_rows:
@@ -226,14 +227,32 @@ def write_page(
         baseline=str(baseline or ""),
         baseline_dices=baseline_dices,
         compared=compared,
-        pairing=pairing,
+        pairing=pairing_sentences,
     )
     replace_text(output / "report.html", page)
 
 
+def _why_not_compared(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> str:
+    """Say why no score can be compared with the baseline, and what helps."""
+    if set(_cases_of(rows)).isdisjoint(_cases_of(baseline_rows)):
+        return "it has none of the scored cases; give scores of the same cases."
+    return (
+        "none of its scores of the same cases is finite here and there, or the regions have other "
+        "names; give scores of the same regions."
+    )
+
+
+def _picture_of(case: str, overlays: Path | None) -> Path | None:
+    """Find the overlay of a case."""
+    if overlays is None:
+        return None
+    picture = overlays / f"{case}.png"
+    return picture if picture.is_file() else None
+
+
 def _rounded_scores(row: Row) -> dict[str, float]:
     """Scores as `metrics.csv` has them, so that equal results are compared as equal."""
-    return {metric: round(row[metric], TABLE_DIGITS) for metric in RANKED}
+    return {metric: round(row[metric], TABLE_DIGITS) for metric in DIRECTION_OF_METRIC}
 
 
 def _write_differences(

@@ -13,7 +13,13 @@ from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
-from medseg.evaluation.report_page import ALL, RANKED, TABLE_DIGITS, read_baseline, write_page
+from medseg.evaluation.report_page import (
+    ALL,
+    DIRECTION_OF_METRIC,
+    TABLE_DIGITS,
+    read_baseline,
+    write_page,
+)
 from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import StatedBound
@@ -26,7 +32,7 @@ from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
-METRICS = (*RANKED, "volume_pred_ml", "volume_ref_ml")
+METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
 """Function of prediction, reference and voxel spacing in mm, such as a `CaseMetric`.
 
@@ -184,12 +190,12 @@ def evaluate_folder(
         write_page(
             summary.rows,
             _over_all_trusts(summary.statistics),
-            viewers,
-            prediction_viewers,
-            bounds,
-            output,
-            num_pictures,
-            progress,
+            viewers=viewers,
+            prediction_viewers=prediction_viewers,
+            bounds=bounds,
+            output=output,
+            num_pictures=num_pictures,
+            progress=progress,
             overlays=overlays,
             notes=_notes(summary),
             costs=_mean_costs(summary),
@@ -548,6 +554,6 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
     # Of a distance, more is worse, and an infinite one is the worst.
     worst = max(values) if metric == "hd95_mm" else min(values)
     statistics["worst_case"] = ""
-    if metric in RANKED:
+    if metric in DIRECTION_OF_METRIC:
         statistics["worst_case"] = group[values.index(worst)]["case"]
     return statistics

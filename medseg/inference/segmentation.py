@@ -54,7 +54,7 @@ class StatedBound:
             >>> print(StatedBound(0.5, 0.95, 1))
             at least 0.50 in 19 of 20 patients (1 patient)
         """
-        return f"at least {self.value_text} {self.calibration}"
+        return f"at least {self.value_text} {self.calibration_text}"
 
     @property
     def value_text(self) -> str:
@@ -62,7 +62,7 @@ class StatedBound:
         return f"{rounded_down(self.value, 2):.2f}"
 
     @property
-    def calibration(self) -> str:
+    def calibration_text(self) -> str:
         """For how many patients the value holds, and on how many it was calibrated."""
         share = Fraction(self.level).limit_denominator(10_000)
         calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
@@ -70,7 +70,9 @@ class StatedBound:
 
 
 def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
-    """Say the bounds of all regions in one sentence; "" without any.
+    """Say the bounds of all regions: a sentence for each calibration, joined by `; `.
+
+    Without any bound the text is "".
 
     Args:
         bounds: Region name to its bound. Regions of one calibration share level and patients.
@@ -82,15 +84,16 @@ def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
         >>> print(describe_bounds({"liver": high, "left_kidney": high}))
         Dice at least 0.98 (liver and left kidney) in 9 of 10 patients (26 patients)
     """
-    # Calibration to value to the regions with it.
+    # Text of a calibration to text of a value to the regions with both. What is shown is compared:
+    # bounds that differ only in hidden digits are one.
     calibrations: dict[str, dict[str, list[str]]] = {}
     for region, bound in bounds.items():
-        regions_by_value = calibrations.setdefault(bound.calibration, {})
+        regions_by_value = calibrations.setdefault(bound.calibration_text, {})
         regions_by_value.setdefault(bound.value_text, []).append(region.replace("_", " "))
     sentences = []
-    for calibration, regions_by_value in calibrations.items():
+    for calibration_text, regions_by_value in calibrations.items():
         values = [f"{value} ({' and '.join(names)})" for value, names in regions_by_value.items()]
-        sentences.append(f"Dice at least {', '.join(values)} {calibration}")
+        sentences.append(f"Dice at least {', '.join(values)} {calibration_text}")
     return "; ".join(sentences)
 
 
@@ -99,8 +102,9 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside, and starts at zero
-            where the crop has its own grid.
+        voxels: Box on the fine grid of the oriented scan; may reach outside. A crop of fixed size
+            has a grid of its own, on which its box starts at zero. Readers need not tell the two
+            apart: the shape of the box is that of the crop, and `grid` says where it lies.
         grid: Grid of the crop in the world.
     """
 
@@ -148,6 +152,7 @@ class Segmentation:
             probabilities in percent, uint8, in the order of `labels`; else None.
     """
 
+    # Any: the Python API replaces the array by an object of the caller's kind.
     labels: Any
     boxes: dict[str, RegionBox] = field(default_factory=dict)
     volumes_ml: dict[str, float] = field(default_factory=dict)

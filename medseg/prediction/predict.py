@@ -45,12 +45,15 @@ from medseg.prediction.scans import (
     output_paths,
 )
 from medseg.prediction.series import find_files, pick_series
-from medseg.prediction.summary import PAGE_FILE, SCORES, SUMMARY_FILE, write_summary
+from medseg.prediction.summary import PAGE_FILE, SUMMARY_FILE, write_summary
 
 if TYPE_CHECKING:
     from medseg.io.dicom.frames import NoSlice
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
+
+# First columns of the table of the same name as the summary that `evaluate` writes.
+METRIC_KEYS = ("region", "trust", "metric")
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -144,7 +147,7 @@ def _predict_source(
     if is_batch:
         refuse_table(
             output / SUMMARY_FILE,
-            SCORES,
+            METRIC_KEYS,
             f"the scores of an evaluation; give another output than {output}",
         )
     page = output / PAGE_FILE if is_batch else None

@@ -1,12 +1,13 @@
 """Summary of a batch: `summary.csv` and `summary.xlsx`, a row for each scan, and `index.html`."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medseg.console import say
 from medseg.errors import UserError
 from medseg.evaluation.reports import information_in_report, read_bounds
 from medseg.findings import Severity
@@ -24,8 +25,6 @@ from medseg.task import Task
 SUMMARY_FILE = "summary.csv"
 SPREADSHEET_FILE = "summary.xlsx"
 PAGE_FILE = "index.html"
-# First columns of the table of the same name that `evaluate` writes.
-SCORES = ("region", "trust", "metric")
 # Separates the sentences of a cell in `summary.csv`.
 SEPARATOR = " | "
 STATUS_MEANING = (
@@ -80,8 +79,8 @@ class Figure(NamedTuple):
 
 
 VOLUME = Figure("ml", "ml", "volume", "ml", "Volume of {part}")
-EMPHYSEMA = f"−{-EMPHYSEMA_HU} HU"
-HU_COLUMNS = (
+EMPHYSEMA_TEXT = f"−{-EMPHYSEMA_HU} HU"
+FIGURES_IN_HU = (
     Figure("mean_hu", "mean_hu", "mean", "HU", "Mean of the voxels of {part}"),
     *(
         Figure(
@@ -94,24 +93,24 @@ HU_COLUMNS = (
         for percent in PERCENTILES
     ),
     Figure(
-        "share_below_minus_950_hu",
-        "below_minus_950_percent",
-        f"below {EMPHYSEMA}",
+        f"share_below_minus_{-EMPHYSEMA_HU}_hu",
+        f"below_minus_{-EMPHYSEMA_HU}_percent",
+        f"below {EMPHYSEMA_TEXT}",
         "%",
-        f"Share of the voxels of {{part}} below {EMPHYSEMA}, which counts as emphysema in an organ "
-        "of air",
-        "0.0",
-        100,
+        f"Share of the voxels of {{part}} below {EMPHYSEMA_TEXT}, which counts as emphysema in an "
+        "organ of air",
+        number_format="0.0",
+        factor=100,
     ),
 )
 
-BEFORE = (
+COLUMNS_BEFORE_FIGURES = (
     Column("case", "case", "", "Name of the scan, with which the names of its files begin", 24.0),
     Column("status", "status", "", STATUS_MEANING),
     Column("patient", "patient", "", "Patient ID of the DICOM headers or of the case table", 18.0),
     Column("date", "date", "", "Date of the study, by the DICOM headers or the case table"),
 )
-AFTER = (
+COLUMNS_AFTER_FIGURES = (
     Column(
         "dice_at_least",
         "bound on Dice",
@@ -125,7 +124,7 @@ AFTER = (
     Column("information", "information", "", "What asks for nothing", 50.0, is_wrapped=True),
     Column("result", "result", "", "File of the result, beside this table", 28.0),
 )
-TEXT_KEYS = tuple(column.key for column in (*BEFORE, *AFTER))
+TEXT_KEYS = tuple(column.key for column in (*COLUMNS_BEFORE_FIGURES, *COLUMNS_AFTER_FIGURES))
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
     """Write `summary.csv`, `summary.xlsx` and `index.html`: each scan, also one that failed.
 
     Scans that earlier predictions wrote into the folder stay, those of tables of older versions
-    too.
+    too, unless the table is damaged: then the user is told.
 
     Args:
         folder: Folder of the results.
@@ -171,23 +170,35 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         task: Its labels have columns, whether or not a case has a result.
 
     Raises:
-        UserError: If a file cannot be written, unless cases have failed already, such as on a full
-            disk, which the command reports.
+        UserError: If a file cannot be written and no case has failed.
     """
     total = total_name(task.labels)
     new_entries = [_entry_of(case, total) for case in cases]
     new_names = {entry.name for entry in new_entries}
-    has_failed = any(case.exit_code for case in cases)
-    tolerated = suppress(UserError) if has_failed else nullcontext()
-    with tolerated, locked_folder(folder):
+    with locked_folder(folder):
         entries = [*_earlier_entries(folder, new_names, total), *new_entries]
-        columns = summary_columns(entries, task, total)
-        keys = [column.key for column in columns]
-        rows = [entry.cells(keys, SEPARATOR) for entry in entries]
-        write_csv(folder / SUMMARY_FILE, rows, keys)
-        write_spreadsheet(folder / SPREADSHEET_FILE, _sheets(columns, entries))
-        cards = [_card_of(entry, folder, total) for entry in entries]
-        write_contact_sheet(folder / PAGE_FILE, cards, structures_of(task))
+        try:
+            _write_files(folder, entries, task, total)
+        except UserError:
+            # The failed cases, as on a full disk, are the error to report: this one must not hide
+            # them.
+            if not any(case.exit_code for case in cases):
+                raise
+
+
+def _write_files(folder: Path, entries: Sequence[SummaryEntry], task: Task, total: str) -> None:
+    """Write the three files of a summary.
+
+    Raises:
+        UserError: If a file cannot be written.
+    """
+    columns = summary_columns(entries, task, total)
+    keys = [column.key for column in columns]
+    rows = [entry.cells(keys, SEPARATOR) for entry in entries]
+    write_csv(folder / SUMMARY_FILE, rows, keys)
+    write_spreadsheet(folder / SPREADSHEET_FILE, _sheets(columns, entries))
+    cards = [_card_of(entry, folder, total) for entry in entries]
+    write_contact_sheet(folder / PAGE_FILE, cards, structures_of(task))
 
 
 def total_name(labels: Mapping[str, int]) -> str:
@@ -205,17 +216,18 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
     """
     numeric_keys: dict[str, None] = {}
     for entry in entries:
-        numeric_keys.update(dict.fromkeys(entry.row.keys() - set(TEXT_KEYS)))
+        # In the order of the row: sets of texts have another order in each process.
+        numeric_keys |= {key: None for key in entry.row if key not in TEXT_KEYS}
     labels = dict.fromkeys([total, *task.labels])
     ending = f"_{VOLUME.ending}"
     labels |= {key.removesuffix(ending): None for key in numeric_keys if key.endswith(ending)}
-    columns = list(BEFORE)
+    columns = list(COLUMNS_BEFORE_FIGURES)
     columns += [_figure_column(VOLUME, label, total) for label in labels]
     for label in labels:
-        in_hu = [_figure_column(figure, label, total) for figure in HU_COLUMNS]
+        in_hu = [_figure_column(figure, label, total) for figure in FIGURES_IN_HU]
         if task.is_ct or any(column.key in numeric_keys for column in in_hu):
             columns += in_hu
-    return [*columns, *AFTER]
+    return [*columns, *COLUMNS_AFTER_FIGURES]
 
 
 def _figure_column(figure: Figure, label: str, total: str) -> Column:
@@ -242,7 +254,9 @@ def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
             "date": identity.study_date or None,
         }
         return SummaryEntry(row, case.messages, (), {})
-    return _entry_of_report(case.scan.name, case.report or read_report(case.output), total)
+    # A case whose results were up to date wrote no report: its earlier one counts.
+    report = case.report or read_report(case.output)
+    return _entry_of_report(case.scan.name, report, total)
 
 
 def _entry_of_report(name: str, report: Mapping[str, Any], total: str) -> SummaryEntry:
@@ -258,9 +272,17 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
     A row without a report, as of a scan that failed, stays as it is. Tables of older versions have
     a row for each label: of these the texts stay.
     """
+    path = folder / SUMMARY_FILE
+    if not path.exists():
+        return []
     try:
-        rows = read_csv(folder / SUMMARY_FILE)
-    except UserError:  # none yet, or a damaged one
+        rows = read_csv(path)
+    except UserError:
+        # Only the table says which of the reports beside it belong to the summary.
+        say(
+            f"{path}: it is damaged, so the scans of earlier predictions are left out of the "
+            "summary; predict them again to list them."
+        )
         return []
     entries: dict[str, SummaryEntry] = {}
     for row in rows:
@@ -301,10 +323,13 @@ def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
     """
     identity = report.get("identity") or {}
     volumes = report.get("volume_ml") or {}
-    figures = {total: {"ml": sum(volumes.values())}, **report.get("statistics", {})}
-    figures[total] |= report.get("total_statistics", {})
+    statistics = report.get("statistics", {})
+    total_figures = {"ml": sum(volumes.values()), **report.get("total_statistics", {})}
+    figures = dict(statistics)
     for label, volume_ml in volumes.items():
-        figures[label] = {**figures.get(label, {}), "ml": volume_ml}
+        figures[label] = {**statistics.get(label, {}), "ml": volume_ml}
+    # A label of another task with the name of the total gives way to it.
+    figures[total] = total_figures
     row: dict[str, Any] = {
         "case": name,
         "status": report.get("status"),
@@ -312,11 +337,12 @@ def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
         "date": identity.get("study_date") or None,
     }
     for label, label_figures in figures.items():
-        for figure in (VOLUME, *HU_COLUMNS):
+        for figure in (VOLUME, *FIGURES_IN_HU):
             value = label_figures.get(figure.key)
             if value is not None:
                 row[f"{label}_{figure.ending}"] = round(figure.factor * value, 2)
     row["dice_at_least"] = describe_bounds(read_bounds(report))
+    # The first file is the label map, if it was saved.
     row["result"] = next(iter(report.get("results", {})), None)
     return row
 
@@ -352,7 +378,10 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
         SheetColumn("unit", "unit", 8.0),
         SheetColumn("meaning", "meaning", 90.0, is_wrapped=True),
     )
-    return {"scans": Sheet(sheet_columns, rows, 1), "columns": Sheet(about_columns, about)}
+    return {
+        "scans": Sheet(sheet_columns, rows, num_fixed=1),
+        "columns": Sheet(about_columns, about),
+    }
 
 
 def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
@@ -375,7 +404,7 @@ def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
         status=row.get("status") or "",
         patient=row.get("patient") or "",
         date=row.get("date") or "",
-        volumes_ml={"total": row.get(f"{total}_ml"), **report.get("volume_ml", {})},
+        volumes_ml={total: row.get(f"{total}_ml"), **report.get("volume_ml", {})},
         warnings=entry.warnings,
         information=entry.information,
         codes=list(dict.fromkeys(warning_codes)),

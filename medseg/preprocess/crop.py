@@ -45,6 +45,7 @@ def body_box(
     box = VoxelBox.from_mask(is_body)
     if box is None:
         return full
+    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
     z, y, x = (math.ceil(BODY_MARGIN_MM / spacing - 1e-6) for spacing in spacing_mm)
     return box.expanded((z, y, x)).intersect(full)
 
@@ -65,7 +66,8 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     crop = np.full(box.shape, outside, dtype=array.dtype)
     depth = array.shape[0]
     z, y, x = box.start
-    # Slices from the one nearest to the box' start to the one nearest to its end.
+    # Slices of the volume that are read, at least one. A box that ends or begins inside the volume
+    # reads what it covers; one before the volume its first slice, one beyond it its last.
     first = min(max(z, 0), depth - 1)
     stop = max(min(box.stop[0], depth), first + 1)
     _, y_stop, x_stop = box.stop
@@ -74,15 +76,17 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
     planes = array[inner.slices()]
-    start = min(max(first - z, 0), box.shape[0] - 1)
-    end = start + len(planes)
-    crop[start:end, rows, columns] = planes[: box.shape[0] - start]
-    crop[:start, rows, columns] = planes[0]
-    crop[end:, rows, columns] = planes[-1]
+    # Where they lie in the crop: a box before the volume has its first slice at the end, a box beyond
+    # it its last slice at the start. The slices of the crop before and after repeat them.
+    crop_start = min(max(first - z, 0), box.shape[0] - 1)
+    crop_stop = crop_start + len(planes)
+    crop[crop_start:crop_stop, rows, columns] = planes
+    crop[:crop_start, rows, columns] = planes[0]
+    crop[crop_stop:, rows, columns] = planes[-1]
     return crop
 
 
-def cut(
+def view_or_resample(
     image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED
 ) -> Tensor:
     """Take a crop out of a volume (D, H, W).
@@ -121,7 +125,9 @@ def resample_crop(
     Returns:
         Image (D', H', W') of the crop, float32.
     """
-    if lattice in (source, crop.lattice):
+    is_source_lattice = lattice == source
+    is_on_lattice = lattice == crop.lattice
+    if is_source_lattice or is_on_lattice:
         return resample_image(
             image,
             source,
@@ -131,10 +137,14 @@ def resample_crop(
             slices_go_on=True,
             limits=limits,
         )
-    # Only the part of the lattice that the filter reads is made: a triangle reaches one voxel of
-    # the coarser grid, a cubic two.
+    # Only the part of the lattice that the filter reads is made. With `scale` lattice voxels per
+    # voxel of the crop, a cubic or linear filter reaches at most 2 of them where the crop is finer;
+    # where it is coarser (scale > 1), the filter is a triangle that reaches `scale`, or the linear
+    # one, which reaches 1.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
+    # Values are clipped on the way to the lattice, once. Slices go on beyond the scan only in the
+    # crop: training resamples the cache, which holds the lattice without them.
     part = resample_image(
         image, source, lattice.crop(near), outside, resampling=resampling, limits=limits
     )

@@ -60,6 +60,11 @@ class Card:
     viewer: str
 
     @property
+    def total_ml(self) -> float | None:
+        """Volume of all labels together; None of a failed scan."""
+        return next(iter(self.volumes_ml.values()))
+
+    @property
     def status_words(self) -> str:
         """The status in words."""
         return STATUS_WORDS.get(self.status, self.status)

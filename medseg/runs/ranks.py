@@ -1,4 +1,7 @@
-"""Ranks of a run: rank number, torch process group, and broadcast of rank 0's decisions."""
+"""Ranks of a run: their numbers, torch process group, broadcast of rank 0's decisions.
+
+Also the choice of GPUs, the share of each rank in the batch, and the logs of ranks 1, 2, ….
+"""
 
 import atexit
 import os
@@ -14,8 +17,9 @@ from medseg.training.options import Strategy, TrainerOptions
 
 T = TypeVar("T")
 
-# Torch's own limit: the first rank may wait for a lock or for a slow disk.
-JOIN_WITHIN = timedelta(minutes=30)
+# Torch's own limit for all backends but NCCL, whose 10 minutes are too short here: the other ranks
+# wait while the first one waits for a lock or for a slow disk.
+RANK_TIMEOUT = timedelta(minutes=30)
 
 
 def is_under_torchrun() -> bool:
@@ -38,7 +42,7 @@ def num_restarts() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if is_under_torchrun() else 0
 
 
-def join_ranks(timeout: timedelta = JOIN_WITHIN) -> None:
+def join_ranks(timeout: timedelta = RANK_TIMEOUT) -> None:
     """Join torch's process group; nothing happens with one rank or in a group that exists.
 
     Args:
@@ -54,11 +58,13 @@ def join_ranks(timeout: timedelta = JOIN_WITHIN) -> None:
         # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would
         # use the first GPU.
         torch.cuda.set_device(local_rank)
+    # A rank beyond the GPUs has none to set: without any, the ranks run on the CPU.
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # torchrun keeps its store when it starts the ranks again, with the addresses of the dead
-        # ones (torch 2.13). On several machines the counts differ: there
-        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
+    # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones
+    # (torch 2.13): on one machine each start gets keys of its own. On several, whose numbers of
+    # restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
+    is_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+    if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)
     dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=timeout)
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
@@ -81,7 +87,8 @@ def from_first_rank(value: T) -> T:
 def choose_gpus(gpus: Sequence[int] | None) -> None:
     """Let this process and those that it starts see some GPUs only.
 
-    Call it before torch looks for them. Numbers count among the GPUs that are visible already.
+    Call it before torch looks for them. Numbers count among the GPUs that are visible already; a
+    number beyond them is passed on as it is.
     """
     if gpus is None:
         return
@@ -89,9 +96,10 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
     visible = os.environ.setdefault(
         "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
     )
-    # A number is a place in this list; beyond it, it counts among all GPUs.
-    names = dict(enumerate(visible.split(",")))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(gpu) or str(gpu) for gpu in gpus)
+    # "" lists none: the variable is unset, or hides all GPUs, and the numbers count among all.
+    visible_ids = dict(enumerate(visible.split(","))) if visible else {}
+    chosen_ids = [visible_ids.get(gpu, str(gpu)) for gpu in gpus]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen_ids)
 
 
 def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:

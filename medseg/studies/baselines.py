@@ -14,7 +14,8 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
 # Installed without their dependencies: the networks need torch and numpy only, and every row must
-# run on the same torch.
+# run on the same torch. Benchmarks of the prediction measure the network of lungmask, from the same
+# folder; it is no baseline of trainings.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 
 
@@ -33,7 +34,7 @@ class Baseline(NamedTuple):
 BASELINES = {
     # `nnUNetTrainer.train_step` of nnU-Net 2.8.1: autocast of CUDA, which is fp16; fp32 on a CPU.
     "nnunet": Baseline("nnU-Net's default network", "fp16"),
-    # MONAI's tutorial of the spleen, where the channels and strides come from.
+    # As MONAI's own tutorial, see `_make_monai`.
     "monai": Baseline("MONAI's UNet", "fp32"),
 }
 
@@ -47,11 +48,14 @@ def install_baselines(folder: Path) -> Path:
     Raises:
         UserError: If the packages cannot be installed.
     """
-    python = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = folder / "lib" / python / "site-packages"
-    installed = folder / "medseg-peers"
-    earlier = installed.read_text(encoding="utf-8").split() if installed.is_file() else []
-    if packages.is_dir() and earlier == list(PACKAGES):
+    python_folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "lib" / python_folder / "site-packages"
+    # Named after the keys `peers` and `peers_env`, by which users ask for baselines.
+    marker = folder / "medseg-peers"
+    installed_packages = []
+    if marker.is_file():
+        installed_packages = marker.read_text(encoding="utf-8").split()
+    if packages.is_dir() and installed_packages == list(PACKAGES):
         return packages
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
     install = [
@@ -73,7 +77,7 @@ def install_baselines(folder: Path) -> Path:
             f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
             "peers=false"
         )
-    replace_text(installed, "\n".join(PACKAGES))
+    replace_text(marker, "\n".join(PACKAGES))
     return packages
 
 
@@ -83,32 +87,47 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
     Args:
         name: Key of `BASELINES`.
         num_classes: Classes with the background.
+
+    Raises:
+        ValueError: If there is no baseline of this name.
     """
     if name == "nnunet":
-        from dynamic_network_architectures.architectures.unet import PlainConvUNet
+        return _make_nnunet(num_classes)
+    if name == "monai":
+        return _make_monai(num_classes)
+    raise ValueError(f"expected one of {', '.join(BASELINES)}, got {name!r}")
 
-        # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
-        # supervision.
-        plain: nn.Module = PlainConvUNet(
-            input_channels=1,
-            n_stages=6,
-            features_per_stage=(32, 64, 128, 256, 320, 320),
-            conv_op=nn.Conv3d,
-            kernel_sizes=3,
-            strides=(1, 2, 2, 2, 2, 2),
-            n_conv_per_stage=2,
-            num_classes=num_classes,
-            n_conv_per_stage_decoder=2,
-            conv_bias=True,
-            norm_op=nn.InstanceNorm3d,
-            norm_op_kwargs={"eps": 1e-5, "affine": True},
-            nonlin=nn.LeakyReLU,
-            nonlin_kwargs={"inplace": True},
-        )
-        return plain
+
+def _make_nnunet(num_classes: int) -> nn.Module:
+    """Build nnU-Net's default network."""
+    from dynamic_network_architectures.architectures.unet import PlainConvUNet
+
+    # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
+    # supervision.
+    plain: nn.Module = PlainConvUNet(
+        input_channels=1,
+        n_stages=6,
+        features_per_stage=(32, 64, 128, 256, 320, 320),
+        conv_op=nn.Conv3d,
+        kernel_sizes=3,
+        strides=(1, 2, 2, 2, 2, 2),
+        n_conv_per_stage=2,
+        num_classes=num_classes,
+        n_conv_per_stage_decoder=2,
+        conv_bias=True,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": 1e-5, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"inplace": True},
+    )
+    return plain
+
+
+def _make_monai(num_classes: int) -> nn.Module:
+    """Build MONAI's UNet."""
     from monai.networks.nets import UNet
 
-    # The channels and strides of MONAI's own 3D tutorials (spleen).
+    # Channels and strides of MONAI's 3D tutorial of the spleen.
     unet: nn.Module = UNet(
         spatial_dims=3,
         in_channels=1,

@@ -32,3 +32,25 @@ def test_bash_completes_commands_keys_and_values() -> None:
         "prepare predict",
         "loss=dice_ce loss=dice_ce_presence loss=dice_focal",
     ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the completion is for bash and zsh")
+@pytest.mark.parametrize(
+    ("breaks", "completed"), [(" :", "30,b 45"), (" ", "data.cases=10:30,b data.cases=10:45")]
+)
+def test_bash_completes_what_follows_a_colon_where_it_breaks_words(
+    breaks: str, completed: str
+) -> None:
+    script = f"""
+        medseg() {{ printf '%s\n' data.cases=10:30,b data.cases=10:45; }}
+        COMP_WORDBREAKS="{breaks}="
+        {COMPLETION.format(commands=" ".join(COMMANDS))}
+        COMP_WORDS=(medseg train data.cases=10 :) COMP_CWORD=3
+        COMP_LINE="medseg train data.cases=10:"
+        _medseg medseg ""
+        echo "${{COMPREPLY[*]}}"
+    """
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, encoding="utf-8", check=True
+    )
+    assert result.stdout.splitlines() == [completed]

@@ -722,6 +722,19 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
     assert {one.difference for one in distances.values()} == {-1.0}
 
 
+def test_a_region_may_have_the_name_of_the_mean_over_all() -> None:
+    def rows(first: float, second: float) -> list[dict[str, Any]]:
+        metrics = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")
+        return [
+            {"case": "a", "region": region} | dict.fromkeys(metrics, score)
+            for region, score in ((ALL, first), ("left", second))
+        ]
+
+    compared = compare_rows(rows(0.5, 0.9), rows(0.25, 0.25), {})
+    dices = [(region, one.mean) for region, metric, one in compared if metric == "dice"]
+    assert dices == [(ALL, 0.5), ("left", 0.9), (ALL, pytest.approx(0.7))]
+
+
 @pytest.mark.parametrize(
     ("table", "says"),
     [
@@ -730,6 +743,10 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
         (
             "case,region,dice,nsd_1mm,nsd_2mm,hd95_mm\nz,left_lung,1,1,1,0\n",
             "none of the scored cases",
+        ),
+        (
+            "case,region,dice,nsd_1mm,nsd_2mm,hd95_mm\na,left_lung,nan,nan,nan,inf\n",
+            "none of its scores of the same cases is finite",
         ),
     ],
 )

@@ -132,6 +132,11 @@ def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Pa
     ]
     assert (row["total_of_all_ml"], row["total_ml"]) == ("4.5", "3.5")
     assert not [key for key in row if "hu" in key or "percent" in key]
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'data-volume="4.5"' in page, "the sum, not the label total"
+    assert "total of all 4 ml" in page
+    assert "total 4 ml" in page
+    assert "tumour 1 ml" in page
 
 
 def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
@@ -156,6 +161,25 @@ def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
     assert [row["case"] for row in rows] == ["old", "kept", "a"]
     assert float(rows[1]["liver_ml"]) == 1400
     assert before.splitlines()[0] == (tmp_path / "summary.csv").read_text().splitlines()[0]
+
+
+def test_columns_of_other_tasks_are_in_the_order_of_their_reports(tmp_path: Path) -> None:
+    organs = ["spleen", "liver", "aorta", "heart", "stomach", "pancreas", "brain", "colon"]
+    volumes = dict.fromkeys(organs, 1.0)
+    other = case_of(tmp_path, "other", volume_ml=volumes, statistics={}, total_statistics={})
+    write_summary(tmp_path, [other, case_of(tmp_path, "own")], LUNGS)
+    row, _ = read_csv(tmp_path / "summary.csv")
+    columns = [key.removesuffix("_ml") for key in row if key.endswith("_ml")]
+    assert columns == ["total", "left_lung", "right_lung", *organs]
+
+
+def test_a_damaged_table_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "summary.csv").write_bytes(b"case,status\nold,\xff\n")
+    write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+    assert "summary.csv: it is damaged, so the scans of earlier" in capsys.readouterr().err
+    assert [row["case"] for row in read_csv(tmp_path / "summary.csv")] == ["a"]
+    write_summary(tmp_path, [case_of(tmp_path, "b")], LUNGS)
+    assert capsys.readouterr().err == ""
 
 
 OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"

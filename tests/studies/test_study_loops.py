@@ -95,6 +95,8 @@ def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.Mo
         "strides": (2, 2, 2, 2),
         "num_res_units": 2, "norm": "batch",
     }  # fmt: skip
+    with pytest.raises(ValueError, match="expected one of nnunet, monai, got 'lungmask'"):
+        baselines.make_baseline("lungmask", 4)
     made.clear()
     for name in ("dynamic_network_architectures", "dynamic_network_architectures.architectures"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())

@@ -19,6 +19,8 @@ from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
 from medseg.wording import first_few
 
+# Between the words of a name.
+WORD_BREAK = re.compile(r"[\s_.-]+")
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
@@ -46,14 +48,16 @@ MR_WORDS = frozenset(
     }
 )
 
-FileValues = dict[str, list[int | str]]
+LabelMembers = dict[str, list[int | str]]
 """Label name to its values, or names of structures, in the files."""
 
 Structures = Mapping[str, Sequence[int | str]]
-"""Case name to the structures in its file, as `FileValues` names them; a name may repeat."""
+"""Case name to the structures in its file, as `LabelMembers` names them; a name may repeat."""
 
-MAX_CASES = 3
+# Names of cases or files in a message; the others are counted.
+MAX_NAMED = 3
 DICOM = "dicom"
+UNFIT_NAME = "cannot name a label, which has letters, digits, _ and -"
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,9 @@ class DataSet:
     format: str
     name: str
     cases: tuple[Case, ...]
-    labels: FileValues
+    labels: LabelMembers
     channels: tuple[Channel, ...]
-    background: FileValues
+    background: LabelMembers
     ignore: int | None = None
     notes: tuple[str, ...] = ()
     structures: Structures | None = None
@@ -100,12 +104,16 @@ class DataSet:
         named = {**self.background, **self.labels}
         chosen = _choose(choice, named)
         owners = _owners(chosen)
-        background: FileValues = {}
+        background: LabelMembers = {}
         for name, members in named.items():
             rest = [member for member in members if member not in owners]
+            if not rest:
+                # All its members are in labels of the task.
+                continue
             if rest == members and name not in chosen:
                 background[name] = rest
-            elif rest:
+            else:
+                # A part is left, or a label of the task has taken the name.
                 background[_name_of_rest(name, {*named, *chosen, *background})] = rest
         return replace(self, labels=chosen, background=background)
 
@@ -125,45 +133,55 @@ class DataSet:
     def _missing_structure(self, member: int | str, label: str) -> str:
         """Name the cases that lack a structure of a label, and the ways out."""
         cases = self._cases_without(member)
+        num_cases = len(self._compared_names)
         part = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
         # Other labels may be incomplete too, and would be refused next: propose only complete ones.
-        complete = []
-        for name, members in self.labels.items():
-            if not any(map(self._cases_without, members)):
-                complete.append(name)
+        complete = [name for name, members in self.labels.items() if self._is_complete(members)]
         choice = f"labels=[{','.join(complete) or '…'}]"
         return (
-            f"{first_few(cases, MAX_CASES)} ({len(cases)} of {len(self._keys)} cases): the "
+            f"{first_few(cases, MAX_NAMED)} ({len(cases)} of {num_cases} cases): the "
             f"structure {_display_name(member, label)}{part} is missing, and would be trained on "
             f"as background; add it, leave the label out (medseg import … {choice}), or state that "
             "these patients do not have it (medseg import … missing=absent)."
         )
 
+    def _is_complete(self, members: Sequence[int | str]) -> bool:
+        """Whether every case has all structures of a label."""
+        return not any(self._cases_without(member) for member in members)
+
     def state_absence(self) -> "DataSet":
-        """Mark labels of which a case has no structure as absent in the columns `trust_<label>`."""
+        """Take structures that a case lacks as absent in the patient, instead of refusing them.
+
+        A label of which the case has no structure at all is marked in the column `trust_<label>`;
+        one of which it has some consists of these.
+        """
         cases = []
         for case in self.cases:
             trust = dict(case.trust)
-            keys = self._keys.get(case.name)
+            names = self._compared_names.get(case.name)
             for label, members in self.labels.items():
-                if keys is not None and keys.isdisjoint(map(_key, members)):
+                if names is not None and names.isdisjoint(map(_compared_name, members)):
                     trust[label] = ABSENT
             cases.append(replace(case, trust=trust))
         return replace(self, cases=tuple(cases))
 
     @functools.cached_property
-    def _keys(self) -> dict[str, frozenset[int | str]]:
+    def _compared_names(self) -> dict[str, frozenset[int | str]]:
         """Structures of each case in the form in which names are compared.
 
         Empty where label maps hold values.
         """
         if self.structures is None:
             return {}
-        return {case: frozenset(map(_key, names)) for case, names in self.structures.items()}
+        compared_names = {}
+        for case, names in self.structures.items():
+            compared_names[case] = frozenset(map(_compared_name, names))
+        return compared_names
 
     def _cases_without(self, member: int | str) -> list[str]:
         """List the cases whose files lack a structure; none where label maps hold values."""
-        return [case for case, keys in self._keys.items() if _key(member) not in keys]
+        compared_name = _compared_name(member)
+        return [case for case, names in self._compared_names.items() if compared_name not in names]
 
     def closing_items(self) -> list[Item]:
         """List everything in the folder and what became of it: the closing table of an import."""
@@ -216,15 +234,17 @@ class DataSet:
             items.append(Item(Kind.label, IGNORE, Fate.used, why))
         if self.structures is None:
             why = "prepare reads the voxels and refuses a value that is not named here"
-            items.append(Item(Kind.label, "", Fate.used, why, 0))
+            # A note, which counts nothing.
+            items.append(Item(Kind.label, "", Fate.used, why, number=0))
         return items
 
     def _structure_item(self, member: int | str, label: str, num_members: int) -> Item:
         """Say what became of a structure that belongs to a label."""
-        num_cases = len(self._keys)
+        num_cases = len(self._compared_names)
         num_present = num_cases - len(self._cases_without(member))
         where = f"in {num_present} of {num_cases} cases"
         if num_present < num_cases:
+            # Of the structure: whether its label is absent too, see `state_absence`.
             where += ", stated as absent in the others"
         name = _display_name(member, label)
         if num_members > 1:
@@ -238,7 +258,7 @@ class DataSet:
         for case, names in (self.structures or {}).items():
             spellings: dict[int | str, list[str]] = {}
             for name in names:
-                spellings.setdefault(_key(name), []).append(str(name))
+                spellings.setdefault(_compared_name(name), []).append(str(name))
             for group in spellings.values():
                 if len(group) > 1:
                     title = f"{' = '.join(group)} of {case}"
@@ -257,7 +277,8 @@ class DataSet:
             f"where labels overlap, the last of {', '.join(self.labels)} counts; "
             "prepare counts these voxels"
         )
-        return [Item(Kind.structure, "", Fate.merged, why, 0)]
+        # A note, which counts nothing.
+        return [Item(Kind.structure, "", Fate.merged, why, number=0)]
 
     def task(self) -> dict[str, Any]:
         """Make the groups `task` and `data` of the configuration, in plain types.
@@ -276,8 +297,10 @@ class DataSet:
             label_values[name] = values[0] if len(values) == 1 else values
         if self.ignore is not None:
             # The value of the files stays if it lies above the labels and fits a label map.
-            task["ignore_label"] = self.ignore
-            if not len(labels) < self.ignore <= MAX_IGNORE_LABEL:
+            keeps_value = len(labels) < self.ignore <= MAX_IGNORE_LABEL
+            if keeps_value:
+                task["ignore_label"] = self.ignore
+            else:
                 task["ignore_label"] = len(labels) + 1
                 label_values[IGNORE] = self.ignore
         return {"task": task, "data": {"label_values": label_values}}
@@ -311,17 +334,20 @@ def _groups_of(choice: Any) -> dict[str, Any]:
         raise UserError(
             f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {choice!r}."
         )
-    for label in map(str, choice):
-        name = f"label_{label}" if label.isdigit() else safe_name(label)
+    groups = {str(label): members for label, members in choice.items()}
+    for label in groups:
+        name = _allowed_name(label)
         if name != label:
-            raise UserError(
-                f"labels: {label!r} cannot name a label, which has letters, digits, _ and -; "
-                f"write {name}."
-            )
-    return {str(label): members for label, members in choice.items()}
+            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {name}.")
+    return groups
 
 
-def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> FileValues:
+def _allowed_name(label: str) -> str:
+    """Turn a name that a person has chosen into one that a label may have."""
+    return f"label_{label}" if label.isdigit() else safe_name(label)
+
+
+def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> LabelMembers:
     """Find the members of each label that a person has chosen.
 
     Args:
@@ -329,7 +355,8 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
         named: Members of each name in the data set.
 
     Raises:
-        UserError: If a name is not in the data set, or none is chosen.
+        UserError: If a name is not in the data set, none is chosen, or one of a list is a value or
+            a structure that cannot name a label.
     """
     groups = _groups_of(choice)
     members = set(itertools.chain.from_iterable(named.values()))
@@ -339,11 +366,12 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
             f"labels: no label is chosen from the data set, which has {names}; "
             "give some of these names."
         )
-    chosen: FileValues = {}
+    chosen: LabelMembers = {}
     unknown = []
     for label, content in groups.items():
         parts: list[int | str] = []
-        for part in content if isinstance(content, list) else [content]:
+        for part in content if isinstance(content, list | tuple) else [content]:
+            # The configuration reads a name of digits as a number.
             if str(part) in named:
                 parts += named[str(part)]
             elif part in members:
@@ -356,10 +384,20 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: FileValues) -> Fil
             f"labels: {', '.join(unknown)} is not in the data set, which has {names}; "
             "give some of these names."
         )
+    _check_new_names(chosen, named)
     return chosen
 
 
-def _owners(chosen: FileValues) -> dict[int | str, str]:
+def _check_new_names(chosen: LabelMembers, named: LabelMembers) -> None:
+    """Refuse labels that a list names by a value or a structure which cannot name a label."""
+    for label, parts in chosen.items():
+        name = _allowed_name(label)
+        if label not in named and name != label:
+            members_text = ",".join(map(str, parts))
+            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {{{name}: [{members_text}]}}.")
+
+
+def _owners(chosen: LabelMembers) -> dict[int | str, str]:
     """Map each member to its label.
 
     Raises:
@@ -387,19 +425,23 @@ def _name_of_rest(name: str, taken: Collection[str]) -> str:
     return rest_name
 
 
-def check_dataset(data: DataSet, folder: Path) -> DataSet:
+def check_dataset(data: DataSet, source: Path) -> DataSet:
     """Refuse a data set that cannot be trained on, and close its account.
+
+    Args:
+        data: The data set.
+        source: Its folder, or the file that lists its cases.
 
     Raises:
         UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
             is missing.
     """
     if not data.cases:
-        raise UserError(f"{folder}: the {data.format} data set has no case; check the folder.")
-    # As a case table is read: programs write ü in two ways.
+        raise UserError(f"{source}: the {data.format} data set has no case; check the folder.")
+    # Normalised to NFC, as a case table is when it is read: programs write ü in two ways.
     cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
     data = replace(data, cases=cases)
-    _check_names(data, folder)
+    _check_names(data, source)
     files = list(itertools.chain.from_iterable(_files_by_role(case).values() for case in cases))
     missing = [path for path in files if not path.exists()]
     if missing:
@@ -409,12 +451,12 @@ def check_dataset(data: DataSet, folder: Path) -> DataSet:
         )
     if all(case.labels is None for case in cases):
         raise UserError(
-            f"{folder}: none of the {len(cases)} cases has labels, so nothing can be trained; "
+            f"{source}: none of the {len(cases)} cases has labels, so nothing can be trained; "
             "add them."
         )
-    _check_images(cases, folder)
+    _check_images(cases, source)
     _account_shared(data)
-    _account_files(data, files, folder)
+    _account_files(data, files, source)
     return data
 
 
@@ -427,9 +469,9 @@ def _files_by_role(case: Case) -> dict[str, Path]:
     return files
 
 
-def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
+def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     """Enter the files of the cases, and all others at the same place."""
-    root = Path(os.path.realpath(folder if folder.is_dir() else folder.parent))
+    root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
         for file in _data_files(path):
             if not file.exists():
@@ -443,17 +485,17 @@ def _account_files(data: DataSet, files: Sequence[Path], folder: Path) -> None:
         real = os.path.realpath(path)
         if not Path(real).is_relative_to(root):
             data.account.use(Kind.file, real, f"outside of {root}, and read there")
-    if folder.is_dir():
-        data.account.close(folder)
+    if source.is_dir():
+        data.account.close(source)
         return
     # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and
     # labels are searched.
-    data.account.claim(folder)
+    data.account.claim(source)
     for place in sorted({path.parent for path in files}):
         data.account.close(place, is_deep=False)
 
 
-def _check_names(data: DataSet, folder: Path) -> None:
+def _check_names(data: DataSet, source: Path) -> None:
     """Refuse names that clash, or that cannot name a file."""
     images: dict[str, Path] = {}
     spellings: dict[str, list[str]] = {}
@@ -461,21 +503,18 @@ def _check_names(data: DataSet, folder: Path) -> None:
         check_case_name(case.name, str(case.image))
         if case.name in images:
             raise UserError(
-                f"{folder}: {images[case.name]} and {case.image} would both be the case "
+                f"{source}: {images[case.name]} and {case.image} would both be the case "
                 f"{case.name!r}; rename one of them."
             )
         images[case.name] = case.image
-        names = spellings.setdefault(case.name.casefold(), [])
-        names.append(case.name)
+        spellings.setdefault(case.name.casefold(), []).append(case.name)
+    why = "the names differ in upper and lower case only: some systems take their files for one"
+    for names in spellings.values():
         if len(names) > 1:
-            why = (
-                "the names differ in upper and lower case only: "
-                "some systems take their files for one"
-            )
             data.account.use(Kind.case, " and ".join(names), why)
 
 
-def _check_images(cases: Sequence[Case], folder: Path) -> None:
+def _check_images(cases: Sequence[Case], source: Path) -> None:
     """Refuse one scan as two cases: it would count twice, or be trained on and validated."""
     owners: dict[tuple[str, str | None], Case] = {}
     for case in cases:
@@ -483,7 +522,7 @@ def _check_images(cases: Sequence[Case], folder: Path) -> None:
         owner = owners.setdefault(key, case)
         if owner is not case:
             raise UserError(
-                f"{folder}: {case.image} is the image of the case {owner.name!r} and of "
+                f"{source}: {case.image} is the image of the case {owner.name!r} and of "
                 f"{case.name!r}; keep one of the two."
             )
 
@@ -498,9 +537,13 @@ def _account_shared(data: DataSet) -> None:
             key = os.path.realpath(path), series
             uses.setdefault(key, []).append(f"{role} of {case.name}")
     for (real_path, _), roles in uses.items():
-        if len(roles) > 1:
-            why = f"one file is {' and '.join(roles[:MAX_CASES])}; check that this is meant"
-            data.account.merge(Kind.file, real_path, why)
+        if len(roles) == 1:
+            continue
+        roles_text = " and ".join(roles)
+        if len(roles) > MAX_NAMED:
+            roles_text = first_few(roles, MAX_NAMED)
+        why = f"one file is {roles_text}; check that this is meant"
+        data.account.merge(Kind.file, real_path, why)
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
@@ -510,32 +553,36 @@ def _data_files(path: Path) -> tuple[Path, ...]:
     from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
     try:
-        return read_header(path)[2]
+        _, _, voxel_files = read_header(path)
     except UserError:  # a damaged header stops its case alone, in `prepare`
         return ()
+    return voxel_files
 
 
 def _case_item(case: Case, *, has_folds: bool) -> Item:
     """Say what a case is used for; `has_folds`: whether the column `fold` divides the cases."""
     use = _use_of(case, has_folds=has_folds)
-    if use is None:
+    if use is not None:
+        return Item(Kind.case, case.name, Fate.used, use)
+    if case.fold_sides and case.split is None:
+        why = "in no list of any fold: neither trained on nor validated"
+    else:
         why = "no labels: not trained on"
-        if case.fold_sides and case.split is None:
-            why = "in no list of any fold: neither trained on nor validated"
-        return Item(Kind.case, case.name, Fate.left_out, why)
-    return Item(Kind.case, case.name, Fate.used, use)
+    return Item(Kind.case, case.name, Fate.left_out, why)
 
 
 def _use_of(case: Case, *, has_folds: bool) -> str | None:
     """Say in which part of a training a case is used; None if in none."""
-    labels = "" if case.labels is not None else ", without labels"
+    suffix = "" if case.labels is not None else ", without labels"
     if case.split is not None:
         uses = {"train": "training", "val": "validation", "test": "test"}
-        return uses[case.split] + labels
+        return uses[case.split] + suffix
     if case.fold_sides:
         sides = enumerate(case.fold_sides)
         places = [f"fold {number}: {side}" for number, side in sides if side is not None]
-        return "; ".join(places) + labels if places else None
+        if not places:
+            return None
+        return "; ".join(places) + suffix
     if case.labels is None:
         return None
     if case.fold is not None:
@@ -546,7 +593,7 @@ def _use_of(case: Case, *, has_folds: bool) -> str | None:
 
 
 @functools.cache
-def _key(member: int | str) -> int | str:
+def _compared_name(member: int | str) -> int | str:
     """Reduce the name of a structure to the form in which names are compared; a value stays."""
     return plain_name(member) if isinstance(member, str) else member
 
@@ -570,14 +617,15 @@ def side_of(name: str) -> tuple[str | None, str]:
         >>> [side_of(name) for name in ("left_femur", "Femur_R", "kidney_left", "heart", "l")]
         [('left', 'femur'), ('right', 'Femur'), ('left', 'kidney'), (None, 'heart'), (None, 'l')]
     """
-    first, *rest = re.split(r"[\s_.-]+", name)
-    if not rest:
+    words = WORD_BREAK.split(name)
+    if len(words) == 1:
         return None, name
-    *begin, last = (first, *rest)
-    for word, organ in ((first, rest), (last, begin)):
-        side = SIDES.get(word.casefold())
-        if side is not None:
-            return side, "_".join(organ)
+    first_side = SIDES.get(words[0].casefold())
+    if first_side is not None:
+        return first_side, "_".join(words[1:])
+    last_side = SIDES.get(words[-1].casefold())
+    if last_side is not None:
+        return last_side, "_".join(words[:-1])
     return None, name
 
 
@@ -614,17 +662,21 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         >>> label_names(["Femur_L", "Femur_R", "left atrium"])
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
-    labels = {name: safe_name(name) for name in names}
+    safe_names = {name: safe_name(name) for name in names}
     sides_of: dict[str, set[str | None]] = {}
-    for name in labels:
-        side, organ = side_of(name)
+    for label in safe_names.values():
+        side, organ = side_of(label)
         sides_of.setdefault(organ, set()).add(side)
-    for name, label in labels.items():
+    labels = {}
+    for name, label in safe_names.items():
         side, organ = side_of(label)
         # `vessel_l` alone may be a letter, not a side.
-        is_pair = {"left", "right"} <= sides_of.get(organ, set())
-        if side and is_pair and side not in label.casefold():
+        is_pair = {"left", "right"} <= sides_of[organ]
+        is_written_out = side in WORD_BREAK.split(label.casefold())
+        if side is not None and is_pair and not is_written_out:
             labels[name] = f"{side}_{organ.casefold()}"
+        else:
+            labels[name] = label
     owners: dict[str, str] = {}
     for name, label in labels.items():
         owner = owners.setdefault(label.casefold(), name)
@@ -636,7 +688,7 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def named_groups(names: Iterable[str], account: Account) -> FileValues:
+def named_groups(names: Iterable[str], account: Account) -> LabelMembers:
     """Make one label of each structure.
 
     Spellings that differ in case, signs or the place of the side are one structure.
@@ -648,13 +700,13 @@ def named_groups(names: Iterable[str], account: Account) -> FileValues:
     Returns:
         Labels, each with the first spelling of its structure, which stands for the others.
     """
-    first: dict[str, str] = {}
+    first_spellings: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        spelling = first.setdefault(plain_name(name), name)
+        spelling = first_spellings.setdefault(plain_name(name), name)
         if spelling != name:
             account.merge(Kind.structure, name, f"another spelling of {spelling}")
-    written = label_names(first.values())
-    return {label: [name] for name, label in written.items()}
+    label_of = label_names(first_spellings.values())
+    return {label: [name] for name, label in label_of.items()}
 
 
 def channel_of(name: str) -> Channel:

@@ -20,7 +20,7 @@ from medseg.data.case_table import SPLITS, Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
     DataSet,
-    FileValues,
+    LabelMembers,
     Structures,
     channel_of,
     named_groups,
@@ -118,7 +118,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
     )
 
 
-def _merge_lobes(structures: FileValues) -> FileValues:
+def _merge_lobes(structures: LabelMembers) -> LabelMembers:
     """Merge the lobes of an organ, and its mask as a whole where there is one.
 
     That mask must not compete with the lobes.
@@ -139,7 +139,7 @@ def _merge_lobes(structures: FileValues) -> FileValues:
         else:
             organ_of[label] = lobe[1]
             organs_of_lobes.add(lobe[1])
-    merged: FileValues = {}
+    merged: LabelMembers = {}
     for label, members in structures.items():
         organ = organ_of[label]
         name = organ if organ in organs_of_lobes else label
@@ -397,7 +397,7 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
 
 def _slicer_groups(
     segments: Mapping[str, Sequence[Segment]], account: Account
-) -> tuple[Structures, FileValues]:
+) -> tuple[Structures, LabelMembers]:
     """Make labels of segments of 3D Slicer.
 
     Returns:
@@ -420,7 +420,7 @@ def _slicer_groups(
     for case, case_segments in segments.items():
         structures[case] = [segment.value for segment in case_segments]
     value_of = dict(places)
-    by_value: FileValues = {label: [value_of[str(names[0])]] for label, names in groups.items()}
+    by_value: LabelMembers = {label: [value_of[str(names[0])]] for label, names in groups.items()}
     return structures, dict(sorted(by_value.items(), key=lambda item: item[1][0]))
 
 

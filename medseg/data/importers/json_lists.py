@@ -18,7 +18,7 @@ from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
     DataSet,
-    FileValues,
+    LabelMembers,
     channel_of,
     label_names,
     require_pairs,
@@ -338,7 +338,7 @@ def import_msd(source: Path) -> DataSet:
     for _, entry in entries:
         images.append([path.parent / image for image in texts(entry.get("image"), path)])
     cases = _msd_cases(entries, images, path, account)
-    background: FileValues = {}
+    background: LabelMembers = {}
     ignore = None
     if "labels" in about:
         named_values = field(about, "labels", dict, path)
@@ -531,7 +531,7 @@ def texts(value: Any, path: Path) -> list[str]:
     return [text(value, path)]
 
 
-def values_in(cases: Sequence[Case], notes: list[str]) -> FileValues:
+def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
     """Find the values of all label maps, for data sets that name no labels.
 
     Returns:
@@ -636,7 +636,7 @@ Members = dict[str, tuple[int, ...]]
 
 def _label_groups(
     named_values: Mapping[str, Any], path: Path, account: Account
-) -> tuple[FileValues, FileValues, int | None]:
+) -> tuple[LabelMembers, LabelMembers, int | None]:
     """Make disjoint labels of what `dataset.json` names.
 
     Args:
@@ -683,7 +683,7 @@ def _label_groups(
     return labels, background, ignored[0] if ignored else None
 
 
-def _take_background(members: Members, path: Path, account: Account) -> FileValues:
+def _take_background(members: Members, path: Path, account: Account) -> LabelMembers:
     """Remove the names of the background from the members of labels.
 
     Returns:
@@ -692,7 +692,7 @@ def _take_background(members: Members, path: Path, account: Account) -> FileValu
     Raises:
         UserError: If a label has the value 0 beside others.
     """
-    background: FileValues = {}
+    background: LabelMembers = {}
     for name, values in list(members.items()):
         if name.casefold() == BACKGROUND:
             if any(values):
@@ -710,7 +710,7 @@ def _take_background(members: Members, path: Path, account: Account) -> FileValu
     return background
 
 
-def _disjoint_groups(members: Members) -> FileValues:
+def _disjoint_groups(members: Members) -> LabelMembers:
     """Divide regions that overlap: values that belong to the same regions become one group.
 
     A group has the name of the smallest of its regions, with `_rest` where that region holds
@@ -727,7 +727,7 @@ def _disjoint_groups(members: Members) -> FileValues:
     for value in sorted(regions_of):
         smallest_first = sorted(regions_of[value], key=lambda name: len(members[name]))
         groups.setdefault(tuple(smallest_first), []).append(value)
-    named_groups: FileValues = {}
+    named_groups: LabelMembers = {}
     for regions, group in groups.items():
         name = regions[0]
         if set(group) != set(members[name]):

@@ -11,7 +11,7 @@ import pytest
 from medseg.data.case_table import Case
 from medseg.data.importers.dataset import (
     DataSet,
-    FileValues,
+    LabelMembers,
     channel_of,
     check_dataset,
     label_names,
@@ -68,6 +68,7 @@ def test_labels_are_kept_and_merged_by_name() -> None:
     both = dataset(lobes).keep({"lungs": ["left_lung", "right_lung"], "organ": "liver"})
     assert both.labels == {"lungs": ["a", "b", "c"], "organ": ["liver"]}
     assert both.background == {"trachea": [5]}
+    assert dataset(lobes).keep({"lungs": ("a", "c")}).labels == {"lungs": ["a", "c"]}
     assert dataset({"x": [1, 2, 3]}).keep({"y": [2]}).task()["data"]["label_values"] == {
         "y": 2,
         "trachea": 5,
@@ -90,6 +91,11 @@ def test_labels_are_kept_and_merged_by_name() -> None:
         (
             {7: "x"},
             "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7.",
+        ),
+        (
+            [1],
+            "labels: '1' cannot name a label, which has letters, digits, _ and -; "
+            "write {label_1: [1]}.",
         ),
         (5, "labels: expected names, [a,b], or new labels, {both: [a,b]}, but got 5."),
         (
@@ -114,7 +120,7 @@ def test_labels_that_cannot_be_chosen(wanted: Any, said: str) -> None:
     ],
 )
 def test_no_member_is_lost_when_a_part_of_a_label_is_kept(
-    labels: FileValues, wanted: dict[str, Any], kept: FileValues, background: FileValues
+    labels: LabelMembers, wanted: dict[str, Any], kept: LabelMembers, background: LabelMembers
 ) -> None:
     some = dataset(labels).keep(wanted)
     assert some.labels == kept
@@ -136,6 +142,20 @@ def test_names_of_labels_are_safe_and_sides_written_out_only_in_pairs() -> None:
         "Vessel L": "Vessel_L",
         "a/b: c": "a_b_c",
     }
+    # Signs in the name of the organ, and a side as a part of another word.
+    assert label_names(["Lobe (upper) L", "Lobe (upper) R", "cleft_L", "cleft_R"]) == {
+        "Lobe (upper) L": "left_lobe_upper",
+        "Lobe (upper) R": "right_lobe_upper",
+        "cleft_L": "left_cleft",
+        "cleft_R": "right_cleft",
+    }
+    written_out = ("Left lung", "right-Lung", "femur.left", "femur.right")
+    assert list(label_names(written_out).values()) == [
+        "Left_lung",
+        "right-Lung",
+        "femur_left",
+        "femur_right",
+    ]
     with pytest.raises(UserError, match="the labels 'heart' and 'Heart' would both be Heart"):
         label_names(["heart", "Heart"])
 
@@ -195,3 +215,28 @@ def test_names_that_clash_or_cannot_be_files_are_refused_and_files_elsewhere_are
     )
     assert rows["file", str(elsewhere)] == ("used", f"outside of {inside.parent}, and read there")
     assert rows["case", "a"] == ("left out", "no labels: not trained on")
+
+
+def test_names_that_differ_in_case_have_one_line(tmp_path: Path) -> None:
+    cases = []
+    for name in ("ab", "Ab", "b", "AB"):
+        image = tmp_path / f"image {len(cases)}.nii.gz"
+        image.touch()
+        cases.append(Case(name, image, image, name))
+    data = check_dataset(dataset({"x": [1]}, tuple(cases)), tmp_path)
+    names = [item.name for item in data.account.items if item.kind == "case"]
+    assert names == ["ab and Ab and AB"]
+
+
+def test_a_file_of_many_cases_names_some_and_counts_the_others(tmp_path: Path) -> None:
+    (tmp_path / "labels.nii.gz").touch()
+    cases = []
+    for name in "abcde":
+        image = tmp_path / f"{name}.nii.gz"
+        image.touch()
+        cases.append(Case(name, image, tmp_path / "labels.nii.gz", name))
+    data = check_dataset(dataset({"x": [1]}, tuple(cases)), tmp_path)
+    (why,) = [item.why for item in data.account.items if item.fate == "merged"]
+    assert why == (
+        "one file is labels of a, labels of b, labels of c and 2 more; check that this is meant"
+    )
