@@ -76,8 +76,8 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
     planes = array[inner.slices()]
-    # Where they lie in the crop: a box before the volume has its first slice at the end, a box beyond
-    # it its last slice at the start. The slices of the crop before and after repeat them.
+    # Where they lie in the crop: a box before the volume has its first slice at the end, a box
+    # beyond it its last slice at the start. The slices of the crop before and after repeat them.
     crop_start = min(max(first - z, 0), box.shape[0] - 1)
     crop_stop = crop_start + len(planes)
     crop[crop_start:crop_stop, rows, columns] = planes
