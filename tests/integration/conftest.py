@@ -37,11 +37,8 @@ FINE = ["stage=fine", "spacing=isotropic_3mm", "stage.box_jitter_mm=2", *LEARN]
 
 @pytest.fixture(scope="session")
 def trained(tiny_table: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Coarse and fine checkpoint, of trainings that validate once and draw no pictures."""
+    """Coarse and fine checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    once = "stage.validate_every=160"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medseg.training.callbacks.overlay_montage", lambda *_, **__: [])
-        coarse = train(folder / "coarse", tiny_table, *COARSE, once)
-        fine = train(folder / "fine", tiny_table, *FINE, once)
+    coarse = train(folder / "coarse", tiny_table, *COARSE)
+    fine = train(folder / "fine", tiny_table, *FINE)
     return coarse, fine

@@ -102,7 +102,6 @@ def test_one_stage_from_folds_to_a_model(tmp_path: Path) -> None:
     assert {row["patients"] for row in candidates} == {"4"}
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_study_killed_six_times_ends_as_if_it_had_run_through(tmp_path: Path) -> None:
     run_medseg(tmp_path, PHANTOMS)
