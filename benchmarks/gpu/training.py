@@ -14,7 +14,7 @@ from medseg.memory.precision import check_precision
 
 STAGES = ("coarse", "fine")
 PRECISIONS = ("fp32", "bf16", "fp16")
-NUM_STEPS, NUM_SMALL_STEPS = 80, 4
+NUM_STEPS, NUM_SMALL_STEPS = 40, 4
 # Loss at the end of a training in half precision by that in fp32: the samples are the same.
 LOSS_BOUND = 0.1
 

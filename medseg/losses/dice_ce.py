@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Voxels per slab: few on a CPU, to add little memory; many on a GPU, to launch few kernels.
+# Voxels per slab, which take some 24 bytes each: few on a CPU, enough to fill it on a GPU.
 SLAB_VOXELS_CPU = 2**18
-SLAB_VOXELS_GPU = 2**22
+SLAB_VOXELS_GPU = 2**20
 
 
 class DiceCrossEntropyLoss(nn.Module):
@@ -69,6 +69,7 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
+        self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:
         """Score logits against a reference.
@@ -98,7 +99,8 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"logits need a foreground class, got {num_classes} classes")
         # One pass over the volume gives the sums of the loss; autograd differentiates the
         # arithmetic between them.
-        moments = _Moments.apply(logits, target, ignore_value, self.hard_weight)
+        slab_voxels = self.slab_voxels or _slab_voxels(logits)
+        moments = _Moments.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
         overlaps, predicted, entropy = moments  # (N, K), (N, K), (N,)
         counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(num_classes)], dim=1)
         num_voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
@@ -127,12 +129,13 @@ class _Moments(torch.autograd.Function):
         target: Tensor,
         ignore_value: int | None,
         hard_weight: float,
+        slab_voxels: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
         predicted = torch.zeros_like(overlaps)
         entropy = logits.new_zeros(num_samples, dtype=torch.float64)
-        for sample, slab in _slabs(logits):
+        for sample, slab in _slabs(logits, slab_voxels):
             log_probs = _log_softmax(logits[sample, :, slab])
             labels = target[sample, slab]
             indices = labels.unsqueeze(0).long()
@@ -154,14 +157,15 @@ class _Moments(torch.autograd.Function):
         ctx.save_for_backward(logits, target)
         ctx.ignore_value = ignore_value
         ctx.hard_weight = hard_weight
+        ctx.slab_voxels = slab_voxels
         return overlaps, predicted, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, target = ctx.saved_tensors
         grad_logits = torch.empty_like(logits)
-        for sample, slab in _slabs(logits):
+        for sample, slab in _slabs(logits, ctx.slab_voxels):
             probs = _log_softmax(logits[sample, :, slab]).exp_()
             labels = target[sample, slab]
             by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
@@ -182,7 +186,7 @@ class _Moments(torch.autograd.Function):
                 if ctx.ignore_value is not None:
                     grad = grad * (labels != ctx.ignore_value)
                 grad_logits[sample, k, slab] = grad
-        return grad_logits, None, None, None
+        return grad_logits, None, None, None, None
 
 
 def _hard_factor(probs: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
@@ -199,11 +203,15 @@ def _hard_factor(probs: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
     return 1 + hard_weight * ((1 - p) ** 2 - 2 * (1 - p) * p * log_p)
 
 
-def _slabs(logits: Tensor) -> Iterator[tuple[int, slice]]:
+def _slab_voxels(logits: Tensor) -> int:
+    """Voxels of a slab on the device of the logits."""
+    return SLAB_VOXELS_CPU if logits.device.type == "cpu" else SLAB_VOXELS_GPU
+
+
+def _slabs(logits: Tensor, slab_voxels: int) -> Iterator[tuple[int, slice]]:
     """Cut logits (N, K, D, H, W) into samples and ranges of slices."""
-    limit = SLAB_VOXELS_CPU if logits.device.type == "cpu" else SLAB_VOXELS_GPU
     depth = logits.shape[2]
-    step = max(1, limit // max(1, math.prod(logits.shape[3:])))
+    step = max(1, slab_voxels // max(1, math.prod(logits.shape[3:])))
     for sample in range(logits.shape[0]):
         for start in range(0, depth, step):
             yield sample, slice(start, min(start + step, depth))

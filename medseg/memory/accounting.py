@@ -4,6 +4,7 @@ Also the peak of a forward pass.
 """
 
 import contextlib
+import copy
 import functools
 import math
 from collections import Counter
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from medseg.losses.dice_ce import SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
@@ -107,9 +109,9 @@ def count_step(
 
     The step runs on torch's fake tensors: all operations are dispatched, none is computed and
     nothing is allocated. For a GPU, which need not be present, the count includes the fp32 copies
-    of CUDA's autocast (norms, softmax) and the copies that nearest upsampling makes of
-    channels-last tensors. What libraries add is not counted: workspaces of convolutions, cuDNN's
-    reserve of a norm.
+    of CUDA's autocast (norms, softmax), the copies that nearest upsampling makes of channels-last
+    tensors, and the larger slabs of our loss. What libraries add is not counted: workspaces of
+    convolutions, cuDNN's reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.
@@ -139,6 +141,8 @@ def count_step(
         order,
     ):
         network.train()
+        if is_gpu:
+            loss = _with_slabs_of_gpu(loss)
         _assign_weights(network, tracker)
         tracker.now = Owner(OPTIMIZER)
         optimizer = make_optimizer(network.parameters())
@@ -300,6 +304,15 @@ def _forward(
     if timeline is not None:
         timeline.held_storages = tracker.held_storages(FORWARD)
     return value
+
+
+def _with_slabs_of_gpu(loss: nn.Module) -> nn.Module:
+    """Copy a loss that divides a volume as on a GPU, though the fake tensors are on a CPU."""
+    loss = copy.deepcopy(loss)
+    for module in loss.modules():
+        if isinstance(module, DiceCrossEntropyLoss):
+            module.slab_voxels = SLAB_VOXELS_GPU
+    return loss
 
 
 def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:

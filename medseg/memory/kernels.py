@@ -35,6 +35,9 @@ from medseg.memory.tracker import Call, Operand
 # each tensor is mapped anew, as for all larger tensors (see `medseg.memory.heap`), so that the
 # measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
+# On a GPU the largest tensor of an operation that is measured whole takes this part of the card:
+# cuDNN chooses another kernel for a part, whose workspace says nothing of the whole.
+MEASURED_PART_OF_GPU = 1 / 8
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
 # All operations are timed in rounds, so that a processor that is slower for a while is so for all
@@ -124,7 +127,8 @@ class KernelCosts:
 
     def _measure(self, missing: Mapping[str, Call]) -> dict[str, Cost]:
         """Measure operations, large ones by one or two parts of them."""
-        parts = {key: parts_of(call) for key, call in missing.items()}
+        largest_bytes = self._measured_bytes()
+        parts = {key: parts_of(call, largest_bytes) for key, call in missing.items()}
         with torch.no_grad():
             larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
             lasting = self._lasting(larger)
@@ -160,6 +164,13 @@ class KernelCosts:
                 seconds=median(durations_s[key]) / share,
             )
         return costs
+
+    def _measured_bytes(self) -> int:
+        """Bytes of the largest tensor of an operation that is measured whole."""
+        if self.device.type != "cuda":
+            return MEASURED_BYTES
+        card_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return int(MEASURED_PART_OF_GPU * card_bytes)
 
     def _durations(self, calls: Mapping[str, Call]) -> dict[str, list[float]]:
         """Time operations in rounds."""
@@ -396,15 +407,17 @@ class Part(NamedTuple):
     call: Call
 
 
-def parts_of(call: Call) -> list[Part]:
+def parts_of(call: Call, measured_bytes: int) -> list[Part]:
     """Divide a large operation into parts of its slices, the largest last.
 
-    A small operation is its only part; one that is too large and cannot be divided has none.
+    Args:
+        call: A small one is its only part; one that is too large and cannot be divided has none.
+        measured_bytes: Bytes of the largest tensor of an operation that is measured whole.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]
     sizes = [math.prod(operand.shape) * operand.dtype.itemsize for operand in operands]
-    if max(sizes, default=0) <= MEASURED_BYTES:
+    if max(sizes, default=0) <= measured_bytes:
         return [Part(1.0, call)]
     weight = None
     if call.operation in WEIGHTS:
@@ -413,7 +426,7 @@ def parts_of(call: Call) -> list[Part]:
     divisor = math.gcd(*depths)  # 0 without depths
     if divisor < LEAST_DIVISOR:
         return [Part(1.0, call)] if sum(sizes) <= MAX_BYTES else []
-    num_slices = max(1, divisor * MEASURED_BYTES // max(sizes))
+    num_slices = max(1, divisor * measured_bytes // max(sizes))
     fewer_slices = max(1, num_slices // 2)
     return [
         Part(number / divisor, _cut(call, weight, number, divisor))

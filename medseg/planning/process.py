@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from medseg import __version__
 from medseg.config.schema import PlanConfig
 from medseg.console import say
 from medseg.errors import UserError
@@ -171,8 +172,8 @@ def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
 
 def _versions() -> str:
     """List the versions of the libraries on which the memory of a run depends."""
-    versions = []
-    for name in ("medseg", "torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard"):
+    versions = [f"medseg {__version__}"]
+    for name in ("torch", "lightning", "monai", "matplotlib", "numpy", "tensorboard"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     return " ".join(versions)
@@ -195,7 +196,7 @@ def sample_cost(
     # All that the cost depends on.
     values = plain(config)
     decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
-    versions = [importlib.metadata.version("medseg"), torch.__version__, processor_name()]
+    versions = [__version__, torch.__version__, processor_name()]
     described = repr((shape, is_training, decisive, versions))
     key = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = folder / "samples" / f"{key}.json"

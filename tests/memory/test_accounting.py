@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from medseg.losses.dice_ce import DiceCrossEntropyLoss
+from medseg.losses.dice_ce import SLAB_VOXELS_CPU, SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
 from medseg.models.stage_network import StageNetwork
@@ -130,6 +130,26 @@ def test_nothing_needs_to_be_computed(
         for c in (False, True)
     )
     assert fake == real
+
+
+def test_a_gpu_holds_a_larger_slab_of_the_loss() -> None:
+    loss = DiceCrossEntropyLoss()
+    shape = (1, 1, 64, 128, 128)
+
+    def peak(*, is_gpu: bool) -> int:
+        return count_step(
+            lambda: nn.Conv3d(1, 2, 1),
+            shape,
+            loss=loss,
+            make_optimizer=lambda weights: torch.optim.SGD(weights, 0.1),
+            is_gpu=is_gpu,
+        ).peak
+
+    more_voxels = SLAB_VOXELS_GPU - SLAB_VOXELS_CPU
+    more_bytes = peak(is_gpu=True) - peak(is_gpu=False)
+    # Logits, their copy, the softmax and its sums: six to eight numbers of 4 bytes.
+    assert 24 * more_voxels <= more_bytes <= 32 * more_voxels
+    assert loss.slab_voxels is None, "the loss of the caller stays"
 
 
 def test_the_network_of_a_stage_is_counted() -> None:

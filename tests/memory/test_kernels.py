@@ -13,7 +13,7 @@ import torch
 
 from medseg.io import calibration
 from medseg.memory import kernels
-from medseg.memory.kernels import Cost, KernelCosts, continued, parts_of
+from medseg.memory.kernels import Cost, KernelCosts, Part, continued, parts_of
 from medseg.memory.tracker import Call, Operand
 
 aten = torch.ops.aten
@@ -111,7 +111,7 @@ def test_a_large_operation_is_continued_from_parts_of_its_slices(
 ) -> None:
     whole = measured(tmp_path / "whole", large=convolution(64))["large"]
     monkeypatch.setattr(kernels, "MEASURED_BYTES", 64 * 12 * 12 * 4 // 4)
-    parts = parts_of(convolution(64))
+    parts = parts_of(convolution(64), kernels.MEASURED_BYTES)
     assert [
         (share, part.arguments[0].shape[2], part.arguments[1].shape) for share, part in parts
     ] == [
@@ -119,6 +119,19 @@ def test_a_large_operation_is_continued_from_parts_of_its_slices(
         (1 / 4, 16, (2, 1, 3, 3, 3)),
     ]
     assert measured(tmp_path / "parts", large=convolution(64))["large"].workspace == whole.workspace
+
+
+def test_a_gpu_measures_whole_what_a_cpu_divides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = SimpleNamespace(total_memory=8 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+    call = convolution(64, size=512)
+    on_cpu = KernelCosts(tmp_path, torch.device("cpu"))._measured_bytes()
+    on_gpu = KernelCosts(tmp_path, torch.device("cuda"))._measured_bytes()
+    assert len(parts_of(call, on_cpu)) == 2
+    assert parts_of(call, on_gpu) == [Part(1.0, call)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ def test_sizes_among_the_arguments_follow_the_slices(
     call: Call, sizes: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernels, "MEASURED_BYTES", 2**14)
-    share, part = parts_of(call)[-1]
+    share, part = parts_of(call, kernels.MEASURED_BYTES)[-1]
     assert part.arguments[0].shape[2] == round(share * call.arguments[0].shape[2])
     costs = measured(tmp_path, one=call)
     assert not costs.unmeasured
@@ -158,7 +171,7 @@ def test_strides_of_a_part_keep_their_order() -> None:
         (Operand(tuple(last.shape), last.stride(), torch.float32), 0.01),
         {},
     )
-    _, part = parts_of(call)[-1]
+    _, part = parts_of(call, kernels.MEASURED_BYTES)[-1]
     shape = part.arguments[0].shape
     expected = torch.empty(shape, device="meta").to(memory_format=torch.channels_last_3d)
     assert shape[2] < 2048
@@ -216,6 +229,8 @@ class FailingKernel:
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A GPU that reserves nothing; its waits are noted."""
     waits: list[str] = []
+    card = SimpleNamespace(total_memory=8 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append("wait"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
@@ -369,7 +384,7 @@ def test_what_is_measured_on_a_part_is_continued_to_the_whole(
     small: Any = "small"
     large: Any = "large"
     divided = [kernels.Part(0.25, small), kernels.Part(0.5, large)]
-    monkeypatch.setattr(kernels, "parts_of", lambda _: divided)
+    monkeypatch.setattr(kernels, "parts_of", lambda *_: divided)
     timed: list[Any] = []
 
     def durations(calls: dict[str, Any]) -> dict[str, list[float]]:
