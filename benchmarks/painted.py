@@ -1,11 +1,13 @@
 """Painted copies: training cases with disease and pleural fluid painted into their lungs, as files.
 
     python -m benchmarks.painted output=<folder> cases=<table.csv> [fold=0] [num_folds=5]
+        [phantoms=0]
 
 A fine stage that sees the coarse probabilities (`stage.coarse_channel`) needs the disease in the
 files, since the coarse stage must see it too. Writes two copies of each training case of a fold,
-`<case>_ill<n>.nii.gz` with labels, and `cases.csv`: all cases of the table, then the copies.
-Existing files are kept.
+`<case>_ill<n>.nii.gz` with labels, then `phantoms` whole chests with one lung missing and the
+airway as a label, `missing_<n>.nii.gz`, and `cases.csv`: all cases of the table, then the copies
+and the phantoms. Existing files are kept.
 """
 
 import zlib
@@ -20,6 +22,8 @@ from medseg.anatomy.disease import KINDS, paint_disease, paint_fluid
 from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
 from medseg.data.sampler import sample_rng
 from medseg.io.write import write_image, write_labels
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import PHANTOM_LABELS, draw_spec
 from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.scale import AS_STORED
 from medseg.studies.pieces import oriented_image, oriented_labels
@@ -28,20 +32,24 @@ SIDES = (1, 2)
 # Probability of disease and of fluid for each lung, by copy.
 COPIES = {1: (0.8, 0.5), 2: (0.35, 0.8)}
 FIRST_STREAM = 10  # the scans that `cross_validate` paints have stream 0
+AIRWAY = 3
+PHANTOM_SEED = 300  # no other phantoms of this repository have it
 
 
 def main() -> None:
-    """Paint the copies and write the table."""
-    output, arguments = given_arguments(["cases", "fold", "num_folds"])
+    """Paint the copies, make the phantoms and write the table."""
+    output, arguments = given_arguments(["cases", "fold", "num_folds", "phantoms"])
     cases = read_case_table(Path(arguments["cases"]))
     fold = arguments.get("fold", "0")
     split = split_cases(cases, fold=fold, num_folds=int(arguments.get("num_folds", "5")))
-    copies = []
+    added = []
     for case in split.train:
         for number in COPIES:
-            copies += paint_copy(case, number, output)
+            added += paint_copy(case, number, output)
         print(case.name, flush=True)
-    write_case_table(output / "cases.csv", [*cases, *copies])
+    for index in range(int(arguments.get("phantoms", "0"))):
+        added.append(make_missing(index, output))
+    write_case_table(output / "cases.csv", [*cases, *added])
 
 
 def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
@@ -82,6 +90,32 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
     write_image(image_path, hu.round().to(torch.int16).numpy(), grid)
     write_labels(labels_path, labels.numpy(), grid)
     return [copy]
+
+
+def make_missing(index: int, folder: Path) -> Case:
+    """Make a phantom of a whole chest with one lung missing, its airway as a label.
+
+    Args:
+        index: Number of the phantom; the left lung is missing in the even ones.
+        folder: Folder of the files.
+    """
+    name = f"missing_{index:03d}"
+    image_path = folder / f"{name}.nii.gz"
+    labels_path = folder / f"{name}_labels.nii.gz"
+    side = ("left", "right")[index % 2]
+    trust = {"left_lung": "reference", "right_lung": "reference"}
+    trust[f"{side}_lung"] = "absent"
+    case = Case(name, image_path, labels_path, patient=name, trust=trust)
+    if image_path.is_file() and labels_path.is_file():
+        return case
+    spec = replace(draw_spec(PHANTOM_SEED, index), view="whole", missing_lung=side)
+    phantom = make_phantom(spec)
+    (airway,) = (value for value, part in PHANTOM_LABELS.items() if part == "airway")
+    labels = phantom.labels.copy()
+    labels[phantom.organs == airway] = AIRWAY
+    write_image(image_path, phantom.image_hu, phantom.grid)
+    write_labels(labels_path, labels, phantom.grid)
+    return case
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ MAX_LESIONS = 3
 
 # Fluid has the density of water. Lung without air enhances with contrast medium, and is denser.
 FLUID_HU = (-5.0, 25.0)
+# What fills the place of a missing lung: fluid, and fat in a share of the cases.
+FAT_HU = (-115.0, -75.0)
+FAT_SHARE = 0.3
 DENSE_HU = (30.0, 110.0)
 # Share of dense lesions with open airways, and share with vessels denser than the tissue.
 BRANCHED_SHARE = 0.6
@@ -232,6 +235,46 @@ class Fluid(Effect):
         return image, labels
 
 
+@dataclass(frozen=True)
+class Missing(Effect):
+    """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
+
+    A sample that shows one lung alone stays: nothing would tell what fills the other place.
+
+    Attributes:
+        probability: Probability that a sample is painted.
+        window_hu: HU of -1 and 1 in the image.
+        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
+
+    Raises:
+        ValueError: If HU of the image are not known.
+    """
+
+    probability: float
+    window_hu: tuple[float, float] | None
+    organ_values: Sequence[int]
+
+    def __post_init__(self) -> None:
+        _check_window("missing", self.probability, self.window_hu)
+
+    def __call__(
+        self,
+        image: Tensor,
+        labels: Tensor,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
+    ) -> tuple[Tensor, Tensor]:
+        """Paint the first channel and the labels, in place."""
+        # Without missing lungs nothing is drawn: the samples of older configurations stay.
+        if self.probability and self.window_hu is not None and rng.random() < self.probability:
+            values = _present(labels, self.organ_values)
+            if len(values) > 1:
+                value = values[int(rng.integers(len(values)))]
+                with _in_hu(image, self.window_hu) as hu:
+                    paint_missing(hu, labels, value, rng, spacing_mm)
+        return image, labels
+
+
 def paint_disease(
     image_hu: Tensor,
     labels: Tensor,
@@ -295,10 +338,48 @@ def paint_fluid(
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
     squeezed = Lesion(depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), 4.0, has_branches=True)
     _paint_lesion(image_hu, squeezed, place, spacing_mm)
+    _pour(image_hu, labels, place, depth_mm, FLUID_HU)
 
+
+def paint_missing(
+    image_hu: Tensor,
+    labels: Tensor,
+    value: int,
+    rng: np.random.Generator,
+    spacing_mm: Spacing,
+) -> None:
+    """Paint fluid or fat in the place of a whole lung, in place, as after its removal.
+
+    All of it becomes background; what belongs to other labels stays. No lung: nothing.
+
+    Args:
+        image_hu: (D, H, W) float32.
+        labels: (D, H, W) uint8.
+        value: Value of the organ, which is there.
+        rng: Source of all choices.
+        spacing_mm: Voxel spacing, (z, y, x).
+    """
+    box = _box_around(labels == value, RIM_MM, spacing_mm)
+    image_hu, labels = image_hu[box], labels[box]
+    if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
+        return
+    place = _place(labels, value, rng, spacing_mm)
+    everywhere_mm = torch.full_like(image_hu, RIM_MM)
+    range_hu = FAT_HU if rng.random() < FAT_SHARE else FLUID_HU
+    _pour(image_hu, labels, place, everywhere_mm, range_hu)
+
+
+def _pour(
+    image_hu: Tensor,
+    labels: Tensor,
+    place: Place,
+    depth_mm: Tensor,
+    range_hu: tuple[float, float],
+) -> None:
+    """Fill the part of an organ below a surface with background of one density, in place."""
     # Inside the lung nothing shines through. Beyond its outline ribs and muscles stay.
-    fluid_hu = _texture(place).add_(rng.uniform(*FLUID_HU))
-    change = fluid_hu - image_hu
+    filling_hu = _texture(place).add_(place.rng.uniform(*range_hu))
+    change = filling_hu - image_hu
     change = torch.where(place.organ, change, change.clamp(min=0.0))
     share = (0.5 + depth_mm / 1.5).clamp_(0.0, 1.0)
     image_hu.add_(share * place.reach * change)

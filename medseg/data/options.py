@@ -399,6 +399,14 @@ class AugmentOptions:
             "(0, inf)",
         ),
     ]
+    missing_probability: Annotated[
+        float,
+        Knob(
+            "Probability that one of the labelled organs full of air is replaced by fluid or fat "
+            "(background); in a sample of one such organ it stays.",
+            "[0, 1]",
+        ),
+    ] = 0.0
     disease_probability: Annotated[
         float,
         Knob(

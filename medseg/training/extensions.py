@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import OmegaConf
 
-from medseg.anatomy.disease import Disease, Fluid
+from medseg.anatomy.disease import Disease, Fluid, Missing
 from medseg.console import say
 from medseg.data import augment as effects
 from medseg.data import transforms
@@ -36,6 +36,7 @@ LOSS_KEYS = ("output_weights", "factor", "target_form")
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
+    "missing": Missing,
     "disease": Disease,
     "fluid": Fluid,
     "flip": effects.Flip,

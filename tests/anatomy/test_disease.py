@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medseg.anatomy.disease import (
     DENSE_HU,
+    FAT_HU,
     FLUID_HU,
     KINDS,
     MENISCUS_MM,
@@ -19,6 +20,7 @@ from medseg.anatomy.disease import (
     WALL_MM,
     Disease,
     Fluid,
+    Missing,
     Place,
     _pool,
     paint_disease,
@@ -311,6 +313,42 @@ def test_fluid_leaves_what_is_no_lung() -> None:
 def test_fluid_needs_hu() -> None:
     with pytest.raises(ValueError, match=r"fluid_probability=0\.5 needs HU"):
         Fluid(0.5, None, ORGANS)
+
+
+def test_a_missing_lung_is_background_of_one_density_and_the_other_stays() -> None:
+    hu, labels = chest()
+    image = ((hu + 300) / 700)[None]
+    missing = Missing(1.0, WINDOW_HU, ORGANS)
+    gone = []
+    for n in range(30):
+        new, after = missing(image.clone(), labels.clone(), sample_rng(7, n), SPACING_MM)
+        (kept,) = (value for value in ORGANS if (after == value).any())
+        is_gone = labels == 3 - kept
+        assert torch.equal(after == kept, labels == kept)
+        assert not after[is_gone].any()
+        assert torch.allclose(new[0][labels == kept], image[0][labels == kept], atol=1e-6)
+        filling_hu = (new[0] * 700 - 300)[is_gone]
+        ranges_hu = (FLUID_HU, FAT_HU)
+        # The mean over thousands of voxels has almost no noise, but the slow changes of density.
+        assert any(low - 4 < filling_hu.mean() < high + 4 for low, high in ranges_hu)
+        gone.append(3 - kept)
+    assert set(gone) == set(ORGANS)
+
+
+def test_a_lone_lung_is_never_missing_and_without_the_effect_nothing_is_drawn() -> None:
+    hu, labels = chest()
+    image = ((hu + 300) / 700)[None]
+    rng = sample_rng(5, 1)
+    new, after = Missing(0.0, None, ORGANS)(image.clone(), labels.clone(), rng, SPACING_MM)
+    assert torch.equal(new, image)
+    assert torch.equal(after, labels)
+    assert rng.random() == sample_rng(5, 1).random()
+
+    labels[labels == 2] = 3
+    missing = Missing(1.0, WINDOW_HU, ORGANS)
+    new, after = missing(image.clone(), labels.clone(), sample_rng(0, 0), SPACING_MM)
+    assert torch.equal(new, image)
+    assert torch.equal(after, labels)
 
 
 def with_airway() -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from benchmarks.painted import COPIES, paint_copy
+from benchmarks.painted import AIRWAY, COPIES, make_missing, paint_copy
 from medseg.data.case_table import Case
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
@@ -45,6 +46,22 @@ def test_copies_keep_the_place_and_change_labels_by_fluid_alone(tmp_path: Path) 
         (again,) = paint_copy(case, number, tmp_path)
         assert again == copy
     assert num_changed > 0
+
+
+@pytest.mark.parametrize(("index", "missing"), [(0, 1), (1, 2)])
+def test_a_phantom_lacks_one_lung_and_shows_its_airway(
+    index: int, missing: int, tmp_path: Path
+) -> None:
+    case = make_missing(index, tmp_path)
+    assert case.labels is not None
+    shown = set(np.unique(read_labels(case.labels).array).tolist())
+    assert shown == {0, 1, 2, AIRWAY} - {missing}
+    region = {1: "left_lung", 2: "right_lung"}[missing]
+    assert [name for name, trust in case.trust.items() if trust == "absent"] == [region]
+    # Files that exist are kept.
+    before = case.image.stat().st_mtime_ns
+    assert make_missing(index, tmp_path) == case
+    assert case.image.stat().st_mtime_ns == before
 
 
 def test_a_scan_without_lung_has_no_copy(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from monai.transforms import RandGaussianNoised
 
-from medseg.anatomy.disease import Disease, Fluid
+from medseg.anatomy.disease import Disease, Fluid, Missing
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data.augment import Affine, Noise
@@ -156,8 +156,10 @@ def test_disease_is_painted_into_the_labels_of_regions(
     airway = ("+task.labels.airway=3", "+data.label_values.airway=3")
     made = extensions.make_transforms(compose(f"stage={stage}", *airway))
     assert made is not None
-    effects = [effect for effect in made.transforms if isinstance(effect, (Disease, Fluid))]
-    assert [tuple(effect.organ_values) for effect in effects] == [painted, painted]
+    effects = [
+        effect for effect in made.transforms if isinstance(effect, (Missing, Disease, Fluid))
+    ]
+    assert [tuple(effect.organ_values) for effect in effects] == [painted] * 3
     whole = compose("stage=single", "task.regions=null", *airway)
     made = extensions.make_transforms(whole)
     assert made is not None
