@@ -1,11 +1,11 @@
 """Painted copies: training cases with disease and pleural fluid painted into their lungs, as files.
 
     python -m benchmarks.painted output=<folder> cases=<table.csv> [fold=0] [num_folds=5]
-        [phantoms=0]
+        [copies=2] [phantoms=0]
 
 A fine stage that sees the coarse probabilities (`stage.coarse_channel`) needs the disease in the
-files, since the coarse stage must see it too. Writes two copies of each training case of a fold,
-`<case>_ill<n>.nii.gz` with labels, then `phantoms` whole chests with one lung missing and the
+files, since the coarse stage must see it too. Writes up to two copies of each training case of a
+fold, `<case>_ill<n>.nii.gz` with labels, then `phantoms` whole chests with one lung missing and the
 airway as a label, `missing_<n>.nii.gz`, and `cases.csv`: all cases of the table, then the copies
 and the phantoms. Existing files are kept.
 """
@@ -38,13 +38,14 @@ PHANTOM_SEED = 300  # no other phantoms of this repository have it
 
 def main() -> None:
     """Paint the copies, make the phantoms and write the table."""
-    output, arguments = given_arguments(["cases", "fold", "num_folds", "phantoms"])
+    output, arguments = given_arguments(["cases", "fold", "num_folds", "copies", "phantoms"])
     cases = read_case_table(Path(arguments["cases"]))
     fold = arguments.get("fold", "0")
     split = split_cases(cases, fold=fold, num_folds=int(arguments.get("num_folds", "5")))
+    num_copies = int(arguments.get("copies", len(COPIES)))
     added = []
     for case in split.train:
-        for number in COPIES:
+        for number in list(COPIES)[:num_copies]:
             added += paint_copy(case, number, output)
         print(case.name, flush=True)
     for index in range(int(arguments.get("phantoms", "0"))):

@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import painted
 from benchmarks.painted import AIRWAY, COPIES, make_missing, paint_copy
-from medseg.data.case_table import Case
+from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
@@ -69,3 +70,16 @@ def test_a_scan_without_lung_has_no_copy(tmp_path: Path) -> None:
     assert case.labels is not None
     write_labels(case.labels, np.zeros(GRID.shape, dtype=np.uint8), GRID)
     assert paint_copy(case, 1, tmp_path) == []
+
+
+def test_the_table_has_the_cases_then_copies_then_phantoms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_case_table(tmp_path / "table.csv", [chest(tmp_path)])
+    shared = ["painted", f"cases={tmp_path / 'table.csv'}", "fold=all", "phantoms=1"]
+    for copies, names in (("2", ["a_ill1", "a_ill2"]), ("0", [])):
+        output = tmp_path / copies
+        monkeypatch.setattr("sys.argv", [*shared, f"output={output}", f"copies={copies}"])
+        painted.main()
+        cases = read_case_table(output / "cases.csv")
+        assert [case.name for case in cases] == ["a", *names, "missing_000"]
