@@ -1,6 +1,7 @@
 """Training of a cascade on every case of a table, and its weights as a model folder."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -59,11 +60,9 @@ def make_weights(config: MakeWeightsConfig) -> int:
         bound = read_bound(runs / BOUND, config)
     note_recipe(runs / "all", recipe_of(experiments(config), cases))
     run_steps(_training_steps(config))
-    _write_weights(runs, output, bound)
     if held_out:
-        # The bound is that of the written weights: they are rounded, and written again with it.
         bound = _calibrated_bound(config, held_out)
-        _write_weights(runs, output, bound)
+    _write_weights(runs, output, bound)
     for path in sorted(output.glob("*.safetensors")):
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
     print(f"medseg predict -i <scan> -o labels.nii.gz weights={output}")
@@ -163,11 +162,16 @@ def _calibrated_bound(config: MakeWeightsConfig, held_out: Sequence[Case]) -> di
         The bound; None if there are too few patients.
     """
     folder = Path(config.runs) / "held_out"
+    # The bound is that of the rounded weights, which are written here without it.
+    weights = folder / "weights"
+    shutil.rmtree(weights, ignore_errors=True)
+    weights.mkdir(parents=True)
+    _write_weights(Path(config.runs), weights, None)
     table = f"{Path(str(config.held_out)).absolute()}"
     predictions, scores = folder / "predictions", folder / "scores"
     run_steps(
         [
-            ["predict", f"input={table}", f"output={predictions}", f"weights={config.output}"],
+            ["predict", f"input={table}", f"output={predictions}", f"weights={weights}"],
             ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}"],
         ]
     )

@@ -145,6 +145,9 @@ def test_the_bound_is_that_of_the_worst_of_nine_held_out_patients(
     study.make_weights(make_config(tmp_path, held_out=table))
     predict, evaluate = steps[-2:]
     assert (predict[0], evaluate[0]) == ("predict", "evaluate")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    checksums = (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
+    assert all(line.split()[0] in card for line in checksums), "of the files with the bound"
     for stage in ("coarse", "fine"):
         path = tmp_path / "out" / f"lungs_{stage}.safetensors"
         bound = read_weights(path, stage, stage)[0]["dice_bound"]
