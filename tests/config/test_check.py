@@ -418,8 +418,8 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
             "stage.patch_size: expected multiples of [4, 16, 16]",
         ),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
-        (["task.window_hu=[-1000,inf]"], "task.window_hu: expected a finite number, but got (-1000"),
-        (["task.window_hu=[nan,400]"], "task.window_hu: expected a finite number, but got (nan, 400"),
+        (["task.window_hu=[-1000,inf]"], "task.window_hu: expected a finite number"),
+        (["task.window_hu=[nan,400]"], "task.window_hu: expected a finite number"),
         (["task.least_hu=nan"], "task.least_hu: expected a finite number, but got nan"),
     ],
 )  # fmt: skip
