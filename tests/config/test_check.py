@@ -142,6 +142,10 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
             ["task.labels.left_lung=[1, 2]"],
             "task.labels.left_lung: one value is needed, but got [1, 2]",
         ),
+        (
+            ["+task.labels.ignore=3", "task.ignore_label=4"],
+            "task.labels.ignore: expected another name, since ignore names the voxels",
+        ),
         (["task.labels.left_lung={}"], "task.labels.left_lung: one value is needed, but got {}"),
         (
             ["task.colours={left_lung: {a: 1}}"],
