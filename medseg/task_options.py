@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from medseg.knob import Knob, Pair
-from medseg.task import Channel, Region, Task
+from medseg.task import IGNORE, Channel, Region, Task
 
 Side = StrEnum("Side", ["left", "right"])  # of the patient
 Modality = StrEnum("Modality", ["ct", "mr", "other"])
@@ -136,6 +136,11 @@ class TaskOptions:
             )
         if len(values) > MAX_LABELS:
             yield f"task.labels: at most {MAX_LABELS} labels are possible, but got {len(values)}"
+        if IGNORE in self.labels:
+            yield (
+                f"task.labels.{IGNORE}: expected another name, since {IGNORE} names the voxels "
+                "that count nowhere (task.ignore_label); rename the label"
+            )
         if self.ignore_label is not None and self.ignore_label <= len(values):
             yield (
                 f"task.ignore_label={self.ignore_label} is the value of a label; choose a value "

@@ -367,6 +367,11 @@ def require_channels(task: Task, num_channels: int) -> None:
     if num_channels == len(task.channels):
         return
     kinds = ", ".join(channel.modality for channel in task.channels)
+    if len(task.channels) == 1:
+        raise UserError(
+            f"the task {task.name} has one channel ({kinds}), but the scan has {num_channels}; "
+            "give a file of this channel alone; a folder or a case table gives several scans"
+        )
     raise UserError(
         f"the task {task.name} has {len(task.channels)} channels ({kinds}), but the scan has "
         f"{num_channels}; give input=[a,b,…] with a file of each, or a case table with the columns "

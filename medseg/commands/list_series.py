@@ -16,7 +16,7 @@ from medseg.io.dicom.frames import plain
 from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.listing import list_series as list_folder
 from medseg.io.dicom.pick import pick_each_study
-from medseg.io.inputs import input_format, is_dicomdir
+from medseg.io.inputs import dicom_files, input_format, is_dicomdir
 from medseg.io.names import RAW_NAMES, joined_name
 from medseg.io.tables import csv_text, print_table
 from medseg.io.text import read_text
@@ -55,8 +55,7 @@ def list_series(config: ListConfig) -> int:
     """
     folder = Path(config.input)
     output = None if config.output is None else Path(config.output)
-    if input_format(folder) != "dicom":
-        raise UserError(f"{folder}: expected a folder of DICOM files, got a volume file.")
+    _check_input(folder)
     if output is not None:
         _check_table(output)
     if is_dicomdir(folder):
@@ -93,6 +92,24 @@ def _say_left_out(num_studies: int, rule: str) -> None:
     if num_studies:
         studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
         say(f"series_pick={rule} leaves out {studies}, in whose scans nothing matches")
+
+
+def _check_input(folder: Path) -> None:
+    """Refuse a folder without DICOM files, and a file that is not DICOM.
+
+    Raises:
+        UserError: With the cure.
+    """
+    if folder.is_dir() and next(iter(dicom_files(folder)), None) is None:
+        found = "a folder without DICOM files"
+    elif input_format(folder) != "dicom":
+        found = "a volume file"
+    else:
+        return
+    raise UserError(
+        f"{folder}: expected a folder of DICOM files, got {found}; "
+        "`predict` takes scans of other formats as they are, without a list."
+    )
 
 
 def _check_table(output: Path) -> None:

@@ -5,6 +5,7 @@ Nothing here imports torch: a mistake is reported before anything heavy starts.
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -312,7 +313,7 @@ def _check_numbers(node: Any, path: str) -> None:
         path: Its dotted key; empty for the root.
 
     Raises:
-        UserError: On a wrong length, a number outside its range, or swapped bounds.
+        UserError: On a wrong length, nan or inf, a number outside its range, or swapped bounds.
     """
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
         value = getattr(node, name)
@@ -335,6 +336,7 @@ def _check_numbers(node: Any, path: str) -> None:
                 )
             value = tuple(value)
             setattr(node, name, value)
+        _check_finite(key, value)
         _check_range(key, value, knob.within)
 
 
@@ -373,6 +375,19 @@ def _tuple_length(kind: Any) -> int | None:
         if typing.get_origin(part) is tuple:
             return len(typing.get_args(part))
     return None
+
+
+def _check_finite(key: str, value: Any) -> None:
+    """Refuse nan and inf, which YAML reads as numbers and most comparisons let pass.
+
+    Args:
+        key: Its dotted key.
+        value: A number, several, or something else.
+    """
+    values = value if isinstance(value, (list, tuple)) else [value]
+    for number in values:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise UserError(f"{key}: expected a finite number, but got {value}")
 
 
 def _check_range(key: str, value: Any, interval: str) -> None:

@@ -178,5 +178,9 @@ def test_texts_of_headers_do_not_act_on_a_terminal(
 
 
 def test_a_folder_without_dicom_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="got a folder without DICOM files"):
+    (tmp_path / "ct.nii.gz").write_bytes(b"")
+    cure = "; `predict` takes scans of other formats as they are, without a list"
+    with pytest.raises(UserError, match=f"got a folder without DICOM files{cure}"):
         command(config(tmp_path))
+    with pytest.raises(UserError, match=f"got a volume file{cure}"):
+        command(config(tmp_path / "ct.nii.gz"))

@@ -142,6 +142,10 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
             ["task.labels.left_lung=[1, 2]"],
             "task.labels.left_lung: one value is needed, but got [1, 2]",
         ),
+        (
+            ["+task.labels.ignore=3", "task.ignore_label=4"],
+            "task.labels.ignore: expected another name, since ignore names the voxels",
+        ),
         (["task.labels.left_lung={}"], "task.labels.left_lung: one value is needed, but got {}"),
         (
             ["task.colours={left_lung: {a: 1}}"],
@@ -418,6 +422,9 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
             "stage.patch_size: expected multiples of [4, 16, 16]",
         ),
         (["+logger.inner={_target_: os.system}"], "nested targets are not allowed"),
+        (["task.window_hu=[-1000,inf]"], "task.window_hu: expected a finite number"),
+        (["task.window_hu=[nan,400]"], "task.window_hu: expected a finite number"),
+        (["task.least_hu=nan"], "task.least_hu: expected a finite number, but got nan"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> None:

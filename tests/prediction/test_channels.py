@@ -15,6 +15,7 @@ from oracle import GRID, TASK, dice, scan, stage
 from torch import Tensor, nn
 
 from medseg import Segmenter
+from medseg.cascade.cascade import require_channels
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -24,7 +25,7 @@ from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image
 from medseg.prediction.options import PredictConfig
-from medseg.task import Channel
+from medseg.task import Channel, Task
 
 CT = Channel("ct", (-1000.0, 0.0))
 MR = Channel("mr", None, "zscore")
@@ -207,3 +208,12 @@ def test_four_channels_without_hu_are_segmented_without_findings_of_a_ct(
     report = json.loads((folder / "out.json").read_text())
     assert (report["status"], report["warnings"]) == ("ok", [])
     assert "HU" not in capsys.readouterr().err
+
+
+def test_several_scans_are_no_channels_of_a_task_with_one() -> None:
+    task = Task("blocks", {"block": 1}, (), (Channel(),))
+    require_channels(task, 1)
+    said = r"one channel \(ct\), but the scan has 2; give a file of this channel"
+    with pytest.raises(UserError, match=said) as caught:
+        require_channels(task, 2)
+    assert "a folder or a case table gives several scans" in str(caught.value)

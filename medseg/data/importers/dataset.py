@@ -336,6 +336,10 @@ def _groups_of(choice: Any) -> dict[str, Any]:
         )
     groups = {str(label): members for label, members in choice.items()}
     for label in groups:
+        if label == IGNORE:
+            raise UserError(
+                f"labels: {IGNORE} names voxels that count nowhere; give the label another name."
+            )
         name = _allowed_name(label)
         if name != label:
             raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {name}.")
@@ -355,8 +359,8 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> L
         named: Members of each name in the data set.
 
     Raises:
-        UserError: If a name is not in the data set, none is chosen, or one of a list is a value or
-            a structure that cannot name a label.
+        UserError: If a name is not in the data set, none is chosen, a label would consist of
+            nothing, or one of a list is a value or a structure that cannot name a label.
     """
     groups = _groups_of(choice)
     members = set(itertools.chain.from_iterable(named.values()))
@@ -370,11 +374,12 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> L
     unknown = []
     for label, content in groups.items():
         parts: list[int | str] = []
-        for part in content if isinstance(content, list | tuple) else [content]:
+        for part in _parts_of(label, content):
             # The configuration reads a name of digits as a number.
             if str(part) in named:
                 parts += named[str(part)]
-            elif part in members:
+            # True and 1.0 equal the value 1, and are none.
+            elif type(part) in (int, str) and part in members:
                 parts.append(part)
             else:
                 unknown.append(str(part))
@@ -386,6 +391,21 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> L
         )
     _check_new_names(chosen, named)
     return chosen
+
+
+def _parts_of(label: str, content: Any) -> Sequence[Any]:
+    """List the names or values of which a label shall consist, not yet looked up.
+
+    Raises:
+        UserError: If there is none, or something else stands there.
+    """
+    parts = content if isinstance(content, list | tuple) else [content]
+    if not parts or any(isinstance(part, Mapping | list) for part in parts):
+        raise UserError(
+            f"labels: {label} needs the names or values that it consists of, {{{label}: [a,b]}}, "
+            f"but got {content!r}."
+        )
+    return parts
 
 
 def _check_new_names(chosen: LabelMembers, named: LabelMembers) -> None:

@@ -1,12 +1,12 @@
 """Catalogue of the DICOM files below a folder: image series, SEG and RTSTRUCT files, others."""
 
+import filecmp
 import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydicom import config, dcmread
-from pydicom.errors import InvalidDicomError
 
 from medseg.errors import UserError
 from medseg.io.dicom.frames import NO_IMAGES
@@ -96,7 +96,10 @@ def read_catalogue(folder: Path) -> Catalogue:
                 catalogue.others[path] = modality or "unknown modality"
         except UserError as error:
             catalogue.unreadable[path] = str(error).removeprefix(f"{path}: ")
-        except (InvalidDicomError, OSError, ValueError, EOFError, AttributeError):
+        except MemoryError:
+            raise
+        # All else is what a damaged file makes pydicom raise: exceptions of a dozen classes.
+        except Exception:
             catalogue.unreadable[path] = ""
     for uid, paths in files.items():
         common = Path(os.path.commonpath([path.parent for path in paths]))
@@ -124,9 +127,18 @@ def _label_entry(path: Path, patient: str) -> LabelEntry:
 def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
     """Whether two files hold one object.
 
-    The identity alone is no proof, since corrected labels may keep it.
+    The identity alone is no proof, since corrected labels may keep it. Files that cannot be
+    compared are no copies.
     """
     if not file.uid or file.uid != other.uid or file.names != other.names:
         return False
-    with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
-        return bool(dcmread(file.path, force=True) == dcmread(other.path, force=True))
+    if filecmp.cmp(file.path, other.path, shallow=False):
+        return True
+    try:
+        # The comparison reads every value of both files, damaged ones too.
+        with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
+            return bool(dcmread(file.path, force=True) == dcmread(other.path, force=True))
+    except MemoryError:
+        raise
+    except Exception:
+        return False

@@ -102,6 +102,23 @@ def test_labels_are_kept_and_merged_by_name() -> None:
             "lung",
             "labels: lung is not in the data set, which has trachea, x; give some of these names.",
         ),
+        (
+            {"y": []},
+            "labels: y needs the names or values that it consists of, {y: [a,b]}, but got [].",
+        ),
+        (
+            {"y": {"x": 1}},
+            "labels: y needs the names or values that it consists of, {y: [a,b]}, "
+            "but got {'x': 1}.",
+        ),
+        (
+            {"y": [True]},
+            "labels: True is not in the data set, which has trachea, x; give some of these names.",
+        ),
+        (
+            {"ignore": "x"},
+            "labels: ignore names voxels that count nowhere; give the label another name.",
+        ),
     ],
 )
 def test_labels_that_cannot_be_chosen(wanted: Any, said: str) -> None:

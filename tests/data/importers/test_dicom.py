@@ -87,6 +87,46 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     assert reasons["1.2.826.2.1"] == "no labels refer to it"
 
 
+def damage_patient_id(source: Path, target: Path, damage: str) -> None:
+    """Copy a DICOM file, with its element Patient ID damaged."""
+    content = source.read_bytes()
+    at = content.index(b"\x10\x00\x20\x00LO") + 4
+    if damage == "unknown kind":
+        content = content[:at] + b"ZZ" + content[at + 2 :]
+    else:
+        # A number of 16 bits in 19 bytes.
+        content = content[:at] + b"US" + (19).to_bytes(2, "little") + content[at + 4 :]
+    target.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["unknown kind", "odd number"])
+def test_a_damaged_slice_does_not_stop_the_import(tmp_path: Path, damage: str) -> None:
+    make_dicom(tmp_path)
+    slice_file = next((tmp_path / "LCTSC-Train-S1-000").glob("*/*.1/*"))
+    damage_patient_id(slice_file, tmp_path / "damaged.dcm", damage)
+    data = import_dataset(tmp_path)
+    assert len(data.cases) == 3
+    reasons = {item.name: item.why for item in data.closing_items() if item.fate == "left out"}
+    assert reasons["damaged.dcm"] == "damaged DICOM, cannot be read"
+
+
+def test_copies_of_labels_with_an_unknown_element_are_compared(tmp_path: Path) -> None:
+    make_dicom(tmp_path, kind="SEG")
+    path = next((tmp_path / "LCTSC-Train-S1-000").glob("*/*.2/1-1.dcm"))
+    content = path.read_bytes()
+    # The kind of the value of Patient Name, which the import does not read.
+    at = content.index(b"\x10\x00\x10\x00PN") + 4
+    path.write_bytes(content[:at] + b"ZZ" + content[at + 2 :])
+    shutil.copy(path, path.with_name("copy.dcm"))
+    assert len(import_dicom(tmp_path).cases) == 3
+    # The first byte of the preamble has no meaning.
+    other = bytearray(path.read_bytes())
+    other[0] = 1
+    path.with_name("copy.dcm").write_bytes(other)
+    with pytest.raises(UserError, match="label the same series of LCTSC-Train-S1-000"):
+        import_dicom(tmp_path)
+
+
 def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:
     make_dicom(tmp_path)
     for path in (tmp_path / "LCTSC-Train-S1-001").rglob("*"):
