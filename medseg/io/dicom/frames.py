@@ -717,7 +717,6 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     return PixelFormat(
         (rows, columns),
         syntax,
-        # The header has been read up to its pixels.
         offset=file.tell() if is_plain else None,
         dtype=np.dtype(f"<{kind}{bits // 8}"),
         bits_stored=stored,
