@@ -137,11 +137,10 @@ class Task:
         business of the coarse stage alone.
         """
         modalities = [channel.modality for channel in self.channels]
-        return (
-            self.regions == other.regions
-            and other.labels.items() <= self.labels.items()
-            and modalities == [channel.modality for channel in other.channels]
-        )
+        other_modalities = [channel.modality for channel in other.channels]
+        # This task may have helper labels that the other one lacks.
+        has_its_labels = other.labels.items() <= self.labels.items()
+        return self.regions == other.regions and has_its_labels and modalities == other_modalities
 
     @property
     def parts(self) -> list[str]:
@@ -212,6 +211,7 @@ class Task:
     @property
     def values(self) -> dict[str, int]:
         """Label name to value, the ignore label included."""
+        # A copy: the labels of the task stay as they are.
         values = dict(self.labels)
         if self.ignore_label is not None:
             values[IGNORE] = self.ignore_label

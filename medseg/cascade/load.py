@@ -314,15 +314,19 @@ def load_stages(
     checkpoints: dict[str, str] = {}
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
+    others = [trained.network for trained in loaded[1:]]
+    # Networks may differ in size: the largest decides what fits.
+    bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
+    backend_bytes = sum(trained.backend_bytes for trained in loaded)
+    expects_additions = any(trained.expects_additions for trained in loaded)
     # The settings are those of the first: they are equal.
     return replace(
         first,
-        others=tuple(trained.network for trained in loaded[1:]),
-        # Networks may differ in size: the largest decides what fits.
-        bytes_per_voxel=max(trained.bytes_per_voxel for trained in loaded),
-        backend_bytes=sum(trained.backend_bytes for trained in loaded),
+        others=tuple(others),
+        bytes_per_voxel=bytes_per_voxel,
+        backend_bytes=backend_bytes,
         checkpoints=checkpoints,
-        expects_additions=any(trained.expects_additions for trained in loaded),
+        expects_additions=expects_additions,
     )
 
 

@@ -87,16 +87,17 @@ def predict_body(
     """
     intensities = intensities or stage.intensities(images)
     lattice = grid.resampled(stage.spacing_mm)
-    resampled = [
-        resample_image(image, grid, lattice, outside, resampling=stage.resampling, limits=limits)
-        for image, outside, limits in zip(images, stage.outside, stage.limits, strict=True)
-    ]
+    resampled = []
+    for image, outside, limits in zip(images, stage.outside, stage.limits, strict=True):
+        channel = resample_image(
+            image, grid, lattice, outside, resampling=stage.resampling, limits=limits
+        )
+        resampled.append(channel)
     # The rule of the stage may scale its lattice, by the spacing of the scan.
     scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
     first_modality = stage.task.channels[0].modality
-    body = scaled.box_from(
-        lattice, body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
-    )
+    body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
+    body = scaled.box_from(lattice, body_on_lattice)
     # No patch size: the network pads the body at its end, so the box of the body does not grow.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
 
@@ -191,7 +192,8 @@ def localise(
 
 def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
     """Slices of a part of a box, in an array of that box."""
-    return part.shifted([-start for start in box.start]).slices()
+    z, y, x = box.start
+    return part.shifted((-z, -y, -x)).slices()
 
 
 def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:

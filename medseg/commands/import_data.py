@@ -44,6 +44,7 @@ def import_data(config: ImportConfig) -> int:
     output = Path(config.output)
     content = data.task()
     task = _task_text(data, content)
+    # Before anything is written: a person may have edited what an earlier import wrote.
     require_unchanged(output, data, task)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
@@ -80,10 +81,10 @@ def _print_summary(data: DataSet) -> None:
         say(f"the task has {len(data.labels)} labels; labels=[a,b,…] keeps some of them")
     uses = Counter(map(_use_of, data.cases))
     numbers = ", ".join(f"{number} cases {use}" for use, number in uses.items())
-    channels = ", ".join(
-        f"{channel.modality} {channel.window_hu or channel.normalise}" for channel in data.channels
-    )
-    print(f"{data.format}: {numbers}; channels: {channels}")
+    channels = []
+    for channel in data.channels:
+        channels.append(f"{channel.modality} {channel.window_hu or channel.normalise}")
+    print(f"{data.format}: {numbers}; channels: {', '.join(channels)}")
     print(f"labels: {', '.join(data.labels)}")
 
 

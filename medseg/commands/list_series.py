@@ -58,11 +58,12 @@ def list_series(config: ListConfig) -> int:
     _check_input(folder)
     if output is not None:
         _check_table(output)
+    # A DICOMDIR stands for the medium that it lists.
     if is_dicomdir(folder):
         folder = folder.parent
     with _counted_files() as on_file:
         listed = list_folder(folder, config.modality.value, on_file=on_file)
-    print_table([_printed(row) for row in listed], COLUMNS)
+    print_table([_printed(series) for series in listed], COLUMNS)
     scans = [series for series in listed if not series.fault]
     studies = {(series.series.patient, series.series.study) for series in scans}
     print(f"{len(listed)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
@@ -78,7 +79,8 @@ def list_series(config: ListConfig) -> int:
             f"series_pick={config.series_pick}: no scan has it in its description or kernel; "
             "give a text of these columns, thinnest or largest"
         )
-    text = csv_text([_table_row(name, series) for name, series in _named(scans)], TABLE_COLUMNS)
+    rows = [_table_row(name, series) for name, series in _named(scans)]
+    text = csv_text(rows, TABLE_COLUMNS)
     _refuse_other_table(output, text)
     replace_text(output, text, RAW_NAMES)
     print(f"written: {output}, {len(scans)} cases")
@@ -154,11 +156,12 @@ def _row(series: ListedSeries) -> dict[str, Any]:
     number = identity.series_number
     if series.part:
         number += f"/{series.part}"
+    descriptions = filter(None, (identity.series_description, series.phase))
     return {
         "patient": identity.patient,
         "study_date": identity.study_date,
         "number": number,
-        "description": ", ".join(filter(None, (identity.series_description, series.phase))),
+        "description": ", ".join(descriptions),
         "kernel": series.kernel,
         "slices": series.num_slices,
         "thickness_mm": series.thickness_mm,
@@ -193,6 +196,7 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
         if scan.part:
             number += f".{scan.part}"
         name = joined_name([series.patient, series.date, number])
+        # A name that begins with a dot would name a hidden file.
         name = name[:MAX_NAME].lstrip(".") or "scan"
         while name in names:
             name += "_2"

@@ -131,10 +131,9 @@ def draw(
     task: Task,
 ) -> list[Path]:
     """Draw all cases, those with errors first, then those with warnings; returns the files."""
-    views = [
-        _view(audited, case_slices)
-        for audited, case_slices in zip(audited_cases, slices, strict=True)
-    ]
+    views = []
+    for audited, case_slices in zip(audited_cases, slices, strict=True):
+        views.append(_view(audited, case_slices))
     views.sort(key=_urgency)
     names = {value: name for name, value in task.labels.items()}
     return audit_pictures(
@@ -174,9 +173,9 @@ def summary(audited_cases: Sequence[AuditedCase], files: Sequence[Path]) -> str:
     statuses = Counter(audited.status for audited in audited_cases)
     codes: Counter[str] = Counter()
     for audited in audited_cases:
-        codes.update(
-            finding.code for finding in audited.findings() if finding.severity is Severity.warning
-        )
+        for finding in audited.findings():
+            if finding.severity is Severity.warning:
+                codes[finding.code] += 1
     states = ", ".join(f"{number} {status}" for status, number in statuses.items())
     warnings = count(codes.total(), "warning")
     if codes:

@@ -95,6 +95,7 @@ def check_clashes(options: Any, key: str = "") -> None:
         value = getattr(options, field.name)
         field_key = f"{key}.{field.name}".lstrip(".")
         groups = {field_key: value}
+        # A mapping of groups, such as the rows of a study.
         if isinstance(value, dict):
             groups = {f"{field_key}.{name}": item for name, item in value.items()}
         for group_key, group in groups.items():
@@ -125,9 +126,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     _fill_label_values(values)
     _split_devices(values)
     try:
-        config = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values))
-        )
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values))
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     _check_numbers(config, "")
@@ -249,10 +249,10 @@ def _explain_choice(sentence: str, lines: Sequence[str]) -> str:
         "full_key",
         "Available options",
     )
-    files = ", ".join(line for line in lines if not line.startswith(remarks))
+    files = [line for line in lines if not line.startswith(remarks)]
     if not files:
         return sentence
-    explanation = f"{sentence}; there are: {files}"
+    explanation = f"{sentence}; there are: {', '.join(files)}"
     group = re.search(r"'([^']+)/[^']+'", sentence)
     if group is not None and group[1] in ("model", "loss", "optimizer", "schedule"):
         explanation += f"; or name a class: {group[1]}._target_=package.Class"
@@ -288,6 +288,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     """
     last = key.rpartition(".")[2]
     near = []
+    # Of several keys of ours, those that this command has.
     for our_keys, names in HABITS.items():
         if last in names.split():
             near += [name for name in our_keys.split() if name in keys]
@@ -424,8 +425,9 @@ def _lies_in(number: Any, interval: str) -> bool:
 
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
     """Refuse numbers that make no sense for a class, whether or not it checks them itself."""
+    target = str(node.get(TARGET))
     for name, value in node.items():
-        _check_range(f"{key}.{name}", value, range_of(point, str(node.get(TARGET)), name))
+        _check_range(f"{key}.{name}", value, range_of(point, target, name))
 
 
 def _checked_node(

@@ -136,7 +136,9 @@ class Flip(Effect):
         axes = [axis for axis in self.axes if rng.random() < 0.5]
         if not axes:
             return image, labels
-        return image.flip([axis + 1 for axis in axes]), labels.flip(axes)
+        # The image has its channels before the axes of the labels.
+        image_axes = [axis + 1 for axis in axes]
+        return image.flip(image_axes), labels.flip(axes)
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,9 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     down /= down.sum(axis=1, keepdims=True)
     # Slices that are cut by the border have their centre of mass beside their middle.
     centres = down @ (left + 0.5)
-    up = np.stack([np.interp(left + 0.5, centres, unit) for unit in np.eye(len(centres))], axis=1)
+    # Interpolation is linear: its matrix has as columns what it makes of each unit vector.
+    columns = [np.interp(left + 0.5, centres, unit) for unit in np.eye(len(centres))]
+    up = np.stack(columns, axis=1)
     return up @ down
 
 
@@ -376,7 +380,8 @@ def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
     """Multiply each line of (C, D, H, W) along an axis by a matrix."""
     # One large product is faster than a convolution.
     if axis == 0:
-        return torch.stack([matrix @ channel.flatten(1) for channel in image]).view(image.shape)
+        channels = [matrix @ channel.flatten(1) for channel in image]
+        return torch.stack(channels).view(image.shape)
     if axis == 1:
         return matrix @ image
     return image @ matrix.T

@@ -433,7 +433,8 @@ def _entry_folder(
 
 def _digest(content: dict[str, Any]) -> str:
     """Hash plain values, whatever the order of their keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:DIGEST_LENGTH]
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 def _image_file(number: int) -> str:
@@ -450,6 +451,8 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
     record = _current_record(case, folder, sources)
     if record is not None:
         return folder, record
+    # Without any source here, the cache may have been copied from another machine, where the paths
+    # were others, and so the digest in the name of the folder.
     if any(path.exists() for path in sources.values()):
         return None
     entries = []
@@ -574,8 +577,11 @@ def _build(
         resampled = resample_image(
             image, source.grid, grid, channel.outside, resampling=resampling, limits=limits
         ).numpy()
-        # float32 would be twice as large.
-        arrays[_image_file(number)] = np.rint(resampled).astype(np.int16) if is_ct else resampled
+        if is_ct:
+            # float32 would be twice as large.
+            resampled = np.rint(resampled).astype(np.int16)
+        arrays[_image_file(number)] = resampled
+        # From the scan as it was read: the map must not depend on the spacing of the cache.
         intensity = None
         if channel.window_hu is None:
             intensity = INTENSITIES[channel.normalise](image, channel.modality)
@@ -587,6 +593,9 @@ def _build(
     label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
     vanished = audit_vanished(source.audit.volumes_ml, region_boxes, task, _folder_text(spacing_mm))
     audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
+    label_counts = {}
+    for name, value in task.labels.items():
+        label_counts[name] = int(np.count_nonzero(labels == value))
     record = {
         "format": FORMAT_VERSION,
         "case": case.name,
@@ -596,9 +605,7 @@ def _build(
         "read_as": _read_as(case),
         "configuration": folder.parent.name,
         "grid": asdict(grid),
-        "label_counts": {
-            name: int(np.count_nonzero(labels == value)) for name, value in task.labels.items()
-        },
+        "label_counts": label_counts,
         "region_boxes": {name: asdict(box) for name, box in region_boxes.items()},
         "label_boxes": {name: asdict(box) for name, box in label_boxes.items()},
         "intensities": intensities,
@@ -616,8 +623,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         arrays: Name of each file to its content.
         record: The sidecar; gets the checksums of the files.
     """
-    # Case names never start with a dot (case_table), so no entry can have such a name. What a
-    # killed process left is removed first.
+    # Case names never start with a dot (case_table), so no entry can have such a name.
     temporary = folder.with_name(f".building-{folder.name}")
     stale = folder.with_name(f".stale-{folder.name}")
     # A process that was killed may have left them.

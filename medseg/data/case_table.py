@@ -50,6 +50,7 @@ def list_channels(
         The files; None where there is none. A single NIfTI file is repeated: it holds all channels
         along its fourth axis.
     """
+    # One NIfTI may hold all channels along its fourth axis.
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
     num_missing = num_channels - 1 - len(others)
@@ -158,6 +159,7 @@ def read_case_table(
             f"list it in a table ({TABLE_NAME})."
         )
     rows = _rows(path)
+    # An empty file has not even a header, and lacks every column.
     _, columns = next(rows, (0, []))
     if not needs_labels and labels_column not in columns:
         labels_column = None
@@ -165,6 +167,7 @@ def read_case_table(
     cases: list[Case] = []
     line_of: dict[str, int] = {}
     for line, cells in rows:
+        # Spreadsheets leave rows of empty cells at the end.
         if not any(cells):
             continue
         where = f"{path}, line {line}"
@@ -211,12 +214,12 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
             f"but found {', '.join(columns)[:200] or 'none'}; {cure}."
         )
     # Spreadsheets leave columns without a name.
-    counts = Counter(column for column in columns if column)
-    repeated = sorted(column for column, count in counts.items() if count > 1)
-    if repeated:
-        raise UserError(
-            f"{path}, line 1: the column {repeated[0]!r} appears twice; keep one of them."
-        )
+    counts = Counter(filter(None, columns))
+    for column, count in sorted(counts.items()):
+        if count > 1:
+            raise UserError(
+                f"{path}, line 1: the column {column!r} appears twice; keep one of them."
+            )
     if {"fold", f"{FOLD_PREFIX}0"} <= set(columns):
         raise UserError(
             f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
@@ -241,6 +244,7 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
     rows = _rows(path)
     _, columns = next(rows)
     for _, cells in rows:
+        # The table has been checked, but for empty rows, whose length is free.
         row = dict(zip(columns, cells, strict=False))
         for cell in row.values():
             if cell and os.path.exists(path.parent / cell):
@@ -250,7 +254,8 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield (number of its first line, stripped cells) of each row, the header first."""
     try:
-        reader = csv.reader(io.StringIO(read_text(path, errors=RAW_NAMES), newline=""), strict=True)
+        table = io.StringIO(read_text(path, errors=RAW_NAMES), newline="")
+        reader = csv.reader(table, strict=True)
         line = 1
         for cells in reader:
             if len(cells) > MAX_COLUMNS:
@@ -437,11 +442,14 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
     rows = [_row_of(case) for case in cases]
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))
     used = []
+    # A column that no case fills would read as if the data set had something to say in it.
     for column in columns:
         is_filled = any(row.get(column) is not None for row in rows)
         if is_filled or column in ("image", "labels"):
             used.append(column)
-    content = [{column: row.get(column) for column in used} for row in rows]
+    content = []
+    for row in rows:
+        content.append({column: row.get(column) for column in used})
     write_csv(path, content, used, errors=RAW_NAMES)
     return path
 
@@ -551,9 +559,7 @@ def split_cases(
             f"No case is left for training: of {len(patients)} patients, {len(test)} are for "
             f"testing and {len(val)} for validation; {cure}."
         )
-    return Split(
-        train=_cases_of(usable, train), val=_cases_of(usable, val), test=_cases_of(usable, test)
-    )
+    return Split(_cases_of(usable, train), _cases_of(usable, val), _cases_of(usable, test))
 
 
 def _without_unlisted(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:
@@ -743,5 +749,6 @@ def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
             f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}."
         )
     # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
-    ordered = sorted(patients, key=lambda name: (hashlib.sha256(name.encode()).digest(), name))
+    hashes = {name: hashlib.sha256(name.encode()).digest() for name in patients}
+    ordered = sorted(patients, key=lambda name: (hashes[name], name))
     return set(ordered[fold::num_folds])

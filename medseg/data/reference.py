@@ -206,11 +206,12 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
         for name in structure_names or [label]:
             expected.append(name)
             present += spellings.get(plain_name(name), [])
-        structures |= {(name, value): None for name in present}
+        structures |= dict.fromkeys((name, value) for name in present)
         if not present:
             absent.append(label)
     if not structures:
-        listed = first_few(sorted(itertools.chain.from_iterable(spellings.values())), MAX_LISTED)
+        all_names = itertools.chain.from_iterable(spellings.values())
+        listed = first_few(sorted(all_names), MAX_LISTED)
         raise UserError(
             f"{path}: expected a structure named {' or '.join(expected[:MAX_LISTED])}, "
             f"but it holds {listed or 'none'}; name the structures of each label in "
@@ -227,11 +228,13 @@ def _read_masks(
 ) -> tuple[Volume, dict[int, str]]:
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
-    parts = (
-        (f"the mask of {name}", _read_mask(path, name, masks[name]), value)
-        for name, value in chosen.structures
-    )
-    return _merge(path, parts, chosen)
+
+    def parts() -> Iterator[tuple[str, Volume, int]]:
+        """Read each mask only when it is merged: they are not in memory together."""
+        for name, value in chosen.structures:
+            yield f"the mask of {name}", _read_mask(path, name, masks[name]), value
+
+    return _merge(path, parts(), chosen)
 
 
 def _read_mask(path: Path, name: str, file: Path) -> Volume:
@@ -242,6 +245,7 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
     """
     mask = read_labels(file)
     is_inside = mask.array != 0
+    # Any value may stand for the inside: 1, 255, or the number of the structure.
     if (mask.array[is_inside] != mask.array.max()).any():
         raise UserError(
             f"{path}: expected a mask of one value, but that of {name} holds several; "
@@ -339,7 +343,8 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
     """
     names: LabelValues = {}
     for name, content in label_values.items():
-        for value in content if isinstance(content, list) else [content]:
+        values = content if isinstance(content, list) else [content]
+        for value in values:
             # True and False are not values, and a number is no label: the two were exchanged.
             if type(value) not in (int, str) or name.isdigit():
                 raise UserError(

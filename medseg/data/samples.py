@@ -193,9 +193,10 @@ class Samples(Dataset[Sample]):
                 item_weights.append(weight)
         if cases and not self.items:
             raise UserError(self._no_items(cases, train_trust))
-        self.weights = normalised_weights(
-            None if weights is None else item_weights, len(self.items)
-        )
+        if weights is None:
+            self.weights = normalised_weights(None, len(self.items))
+        else:
+            self.weights = normalised_weights(item_weights, len(self.items))
 
     def _trained_regions(
         self, case: CachedCase, train_trust: Collection[str] | None
@@ -238,7 +239,8 @@ class Samples(Dataset[Sample]):
         case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
         if self.stage.sees_whole_scans:
             return math.prod(case.grid.shape)
-        return math.prod(self.crops.crop(case, self.task.regions[number], None).box.shape)
+        crop = self.crops.crop(case, self.task.regions[number], None)
+        return math.prod(crop.box.shape)
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
@@ -267,6 +269,7 @@ class Samples(Dataset[Sample]):
             if region is not None:
                 image = self._add_coarse_channel(image, case, region, source)
                 target = self._region_classes(target, region)
+                # One network for both sides: it sees each right region as a left one.
                 if region.side == "right":
                     image, target = image.flip(3), target.flip(2)
                     inside[2] = shape[2] - inside[2].flip(0)
@@ -302,6 +305,7 @@ class Samples(Dataset[Sample]):
         The classes of helper labels follow those of the largest region.
         """
         values = list(self.task.region_values(region))
+        # Values of other regions become background.
         classes = np.zeros(256, dtype=np.uint8)
         classes[values] = np.arange(1, len(values) + 1)
         first_helper = 1 + self.task.num_region_labels
@@ -342,7 +346,9 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             crop = Crop(scan.grid, body)
         else:
-            spacing_mm = self.crops.spacing_mm(case, rng if self.jitter else None)
+            # Without a generator, the spacing is not varied.
+            jitter_rng = rng if self.jitter else None
+            spacing_mm = self.crops.spacing_mm(case, jitter_rng)
             scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
@@ -363,6 +369,7 @@ class Samples(Dataset[Sample]):
         shape = network_size(body.shape, self.crops.divisor)
         if rng.random() < (self.stage.slab_share or 0.0):
             num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
+            # Rounded down to a multiple of the divisor, of which one at least stays.
             shape = (max(step, num_slices // step * step), *shape[1:])
         depth = self._bounded_depth(shape) or shape[0]
         if any(channel.window_hu is None for channel in self.task.channels):
@@ -392,13 +399,15 @@ class Samples(Dataset[Sample]):
         if self.stage.max_voxels is None or math.prod(shape) <= self.stage.max_voxels:
             return None
         step = self.crops.divisor[0]
-        return max(step, self.stage.max_voxels // math.prod(shape[1:]) // step * step)
+        num_fitting = self.stage.max_voxels // math.prod(shape[1:])
+        return max(step, num_fitting // step * step)
 
     def _choose_region(
         self, case: CachedCase, region: Region, rng: np.random.Generator
     ) -> tuple[_Scan, Crop]:
         """Choose the crop of the region, a patch of it, or one from elsewhere."""
-        crop = self.crops.crop(case, region, rng if self.jitter else None)
+        jitter_rng = rng if self.jitter else None
+        crop = self.crops.crop(case, region, jitter_rng)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
             size = self.stage.patch_size or crop.box.shape
             within = crop.lattice.centres_within(case.grid)
@@ -489,10 +498,10 @@ class Samples(Dataset[Sample]):
             y, x = places[rng.integers(len(places))]
             centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
             maps = case.grid.axis_map_to(crop.lattice)
-            return [
-                round(scale * index + offset)
-                for index, (scale, offset) in zip(centre, maps, strict=True)
-            ]
+            voxel = []
+            for index, (scale, offset) in zip(centre, maps, strict=True):
+                voxel.append(round(scale * index + offset))
+            return voxel
         return None
 
 
@@ -515,8 +524,12 @@ def _boundary_places(
     # Beyond the tight box there is no voxel of these values, hence the padding with False.
     mask = np.pad(plane, 1)
     if ignored is not None:
+        # The padding moves the indices of the slice by one: these ranges are the box with a margin
+        # of one voxel on each side, as `mask` has it.
+        _, y_start, x_start = inner.start
+        _, y_stop, x_stop = inner.stop
         beside = np.pad(labels == ignored, 1)
-        mask |= beside[inner.start[1] : inner.stop[1] + 2, inner.start[2] : inner.stop[2] + 2]
+        mask |= beside[y_start : y_stop + 2, x_start : x_stop + 2]
     is_surrounded = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
     return np.argwhere(plane & ~is_surrounded)
 
@@ -568,7 +581,8 @@ def _has_trust(case: CachedCase, task: Task, train_trust: Collection[str]) -> bo
 
     A region without an entry has no trust.
     """
-    return all(case.trust.get(name) in {*train_trust, ABSENT} for name in task.parts)
+    accepted = {*train_trust, ABSENT}
+    return all(case.trust.get(name) in accepted for name in task.parts)
 
 
 def collate(
@@ -599,18 +613,21 @@ def collate(
         for sample in samples:
             stacks += collate([sample], multiple)
         return stacks
+    # Stacked samples have one shape.
     shape = network_size(samples[0]["target"].shape, multiple)
-    return [
-        {
-            "image": torch.stack([pad_at_end(sample["image"], shape, AIR) for sample in samples]),
-            "target": torch.stack([pad_at_end(sample["target"], shape, 0) for sample in samples]),
-            "inside": torch.stack([sample["inside"] for sample in samples]),
-            "region": torch.tensor([sample["region"] for sample in samples], dtype=torch.int64),
-            "case": [sample["case"] for sample in samples],
-            "spacing_mm": [sample["spacing_mm"] for sample in samples],
-            "number": [sample["number"] for sample in samples],
-        }
-    ]
+    images = [pad_at_end(sample["image"], shape, AIR) for sample in samples]
+    targets = [pad_at_end(sample["target"], shape, 0) for sample in samples]
+    inside = [sample["inside"] for sample in samples]
+    regions = [sample["region"] for sample in samples]
+    batch: dict[str, Any] = {
+        "image": torch.stack(images),
+        "target": torch.stack(targets),
+        "inside": torch.stack(inside),
+        "region": torch.tensor(regions, dtype=torch.int64),
+    }
+    for key in ("case", "spacing_mm", "number"):
+        batch[key] = [sample[key] for sample in samples]
+    return [batch]
 
 
 @contextmanager

@@ -110,9 +110,11 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         findings += label_findings
     is_empty = any(finding.code == "empty_labels" for finding in findings)
     if labels is not None and not is_empty:
-        findings += audit_labels(image_hu if is_hu else None, labels, grid, task, case.trust)
+        hu_or_none = image_hu if is_hu else None
+        findings += audit_labels(hu_or_none, labels, grid, task, case.trust)
         if is_hu:
             misplaced = audit_placement(image_hu, labels, grid)
+            # Labels that lie elsewhere look shifted, too: one finding is enough.
             findings += misplaced or audit_shift(image_hu, labels, grid)
     audit = _summarise(image_hu, labels, grid, task, facts[0], findings, is_hu=is_hu)
     source = SourceCase(sources, images, labels, grid, audit)

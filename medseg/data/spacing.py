@@ -35,17 +35,12 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     cases = find_sources(data, task)[0].split.train
     average = FOUND_IN_DATA[spacing.strategy]
     channels = make_task(task).channels
-    grids = [
-        read_grid(
-            case.image,
-            case.series,
-            channels[0].modality,
-            case.images(len(channels)).count(case.image),
-        )
-        for case in cases
-    ]
-    spacing.target_spacing_mm = typical_spacing_mm(
-        [oriented_grid(grid).spacing_mm for grid in grids], average
-    )
+    spacings_mm = []
+    for case in cases:
+        # A file may hold several channels, each a volume.
+        num_volumes = case.images(len(channels)).count(case.image)
+        grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
+        spacings_mm.append(oriented_grid(grid).spacing_mm)
+    spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
     say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")

@@ -64,6 +64,7 @@ def find_references(
     Raises:
         UserError: If there is none, or two files of a folder belong to one case.
     """
+    # A folder of label maps is meant where there are any; else the table in it.
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():

@@ -84,10 +84,13 @@ def compare_rows(
     """
     baseline_rows = {(row["case"], row["region"]): row for row in baseline}
     scored_rows = {(row["case"], row["region"]): row for row in rows}
-    pairs = [(row, baseline_rows[key]) for key, row in scored_rows.items() if key in baseline_rows]
+    pairs: list[tuple[Row, Row]] = []
     pairs_by_region: dict[str, list[tuple[Row, Row]]] = {}
-    for row, baseline_row in pairs:
-        pairs_by_region.setdefault(row["region"], []).append((row, baseline_row))
+    for key, row in scored_rows.items():
+        if key in baseline_rows:
+            pair = row, baseline_rows[key]
+            pairs.append(pair)
+            pairs_by_region.setdefault(row["region"], []).append(pair)
     groups = list(pairs_by_region.items())
     if len(groups) > 1:
         groups.append((ALL, pairs))
@@ -149,7 +152,8 @@ def _describe_pairs(
 
 def _cases_of(rows: Sequence[Row]) -> list[str]:
     """Names of the cases of rows, in their order."""
-    return list(dict.fromkeys(row["case"] for row in rows))
+    cases = [row["case"] for row in rows]
+    return list(dict.fromkeys(cases))
 
 
 def write_page(
@@ -190,6 +194,7 @@ def write_page(
     Raises:
         UserError: If the baseline has no finite score of a case and region that is scored here.
     """
+    # The baseline was read from a table of rounded scores.
     rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing_sentences: list[str] = []
@@ -203,12 +208,13 @@ def write_page(
     files = {}
     for case in _cases_of(rows):
         picture = _picture_of(case, overlays)
+        bounds_of_case = bounds.get(case, {})
         files[case] = Files(
             picture=picture,
             picture_link=_link(picture, output),
             viewer_link=_link(viewers.get(case), output),
             prediction_link=_link(prediction_viewers.get(case), output),
-            dice_at_least={region: str(bound) for region, bound in bounds.get(case, {}).items()},
+            dice_at_least={region: str(bound) for region, bound in bounds_of_case.items()},
         )
     baseline_dices = {}
     for row in baseline_rows:

@@ -161,6 +161,7 @@ def evaluate_folder(
     )
     overlays = output / "overlays" if pictures else None
     _remove_old_pictures(output, overlays, labelled.values())
+    # A case that fails is noted, and does not stop the others.
     for number, key in enumerate(common, start=1):
         line = _score_case(
             summary,
@@ -333,6 +334,7 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.
     """
+    # Of a region with labels that the references lack, every score would be too low.
     names = set(label_values.values())
     regions = [region for region in scored_regions(task) if names.issuperset(region.labels)]
     if not regions:
@@ -374,6 +376,7 @@ def _score_case(
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
+    # Only a case table says how far a reference can be trusted.
     trust = reference.case.trust if reference.case is not None else {}
     dices = []
     for region in regions:

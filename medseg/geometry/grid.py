@@ -176,7 +176,8 @@ class VoxelBox:
         """
         starts: list[int] = []
         for start, length, min_length in zip(self.start, self.shape, min_shape, strict=True):
-            starts.append(start - max(0, min_length - length) // 2)
+            num_missing = max(0, min_length - length)
+            starts.append(start - num_missing // 2)
         shape = map(max, self.shape, min_shape)
         return VoxelBox.of(starts, map(operator.add, starts, shape))
 
@@ -324,10 +325,12 @@ class VoxelGrid:
         if target_spacing_mm is None:
             return self
         shape = resampled_shape(self.shape, self.spacing_mm, target_spacing_mm)
+        # Both grids have the same centre; the new one has its own distance to the first voxel.
         centre = (np.array(self.shape) - 1) / 2
+        new_centre = (np.array(shape) - 1) / 2
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
-        # Index of the new first voxel on the old grid: half the new extent from the centre.
-        first = centre - (np.array(shape) - 1) / 2 * ratio
+        # Index of the new first voxel on the old grid.
+        first = centre - new_centre * ratio
         origin_xyz_mm = self.index_to_world_xyz_mm(first)
         return self._moved(shape, target_spacing_mm, origin_xyz_mm, self.direction)
 
@@ -373,6 +376,7 @@ class VoxelGrid:
         """Whether both grids have the same shape and all corners agree."""
         if self.shape != other.shape:
             return False
+        # Positions are linear in the indices: between the corners the grids differ by no more.
         corners = (self.corners_xyz_mm(), other.corners_xyz_mm())
         return np.allclose(*corners, rtol=0, atol=tolerance_mm)
 

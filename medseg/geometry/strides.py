@@ -1,6 +1,5 @@
 """Strides of a network: downsampling factor per level and axis, for anisotropic voxels."""
 
-import math
 import operator
 
 Strides = tuple[tuple[int, int, int], ...]
@@ -27,6 +26,7 @@ def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int
     strides = []
     for _ in range(num_levels):
         finest_mm = min(current_mm)
+        # An axis that is twice as coarse as the finest one waits until the others are so too.
         z, y, x = (2 if axis_mm < 2 * finest_mm else 1 for axis_mm in current_mm)
         strides.append((z, y, x))
         # An axis that was divided is now twice as coarse.
@@ -41,5 +41,8 @@ def total_strides(strides: Strides) -> tuple[int, int, int]:
         >>> total_strides(((1, 2, 2), (2, 2, 2)))
         (2, 4, 4)
     """
-    z, y, x = (math.prod(level[axis] for level in strides) for axis in range(3))
+    totals = [1, 1, 1]
+    for level in strides:
+        totals = list(map(operator.mul, totals, level))
+    z, y, x = totals
     return z, y, x

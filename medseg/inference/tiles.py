@@ -75,6 +75,7 @@ def predict_probs(
                 run_in_slabs(padded, result.add)
             return result.probs
         tile_size = network_size(tile_size, divisor)
+        # An axis that is shorter than a tile is filled up to one.
         padded = pad_at_end(image, tuple(map(max, shape, tile_size)), AIR)
         run = run_batches or (lambda batches: [network(batch) for batch in batches])
         probs = _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)
@@ -129,10 +130,10 @@ def _blend_tiles(
     shape = (depth, height, width)
     # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
     # their axis.
-    weights_z, weights_y, weights_x = (
-        _axis_weights_on(image.device, size, tile, overlap)
-        for size, tile in zip(shape, tile_size, strict=True)
-    )
+    axis_tables = []
+    for size, tile in zip(shape, tile_size, strict=True):
+        axis_tables.append(_axis_weights_on(image.device, size, tile, overlap))
+    weights_z, weights_y, weights_x = axis_tables
     boxes = tile_boxes(shape, tile_size, overlap)
     is_skipped = [False] * len(boxes)
     if skips_air:
@@ -142,6 +143,7 @@ def _blend_tiles(
             is_skipped[0] = False
     run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
     tiles = _tile_probs(run, image, run_boxes, batch_size, num_parallel)
+    # Only a result tells the number of classes: the first is looked at and put back.
     first = next(tiles)
     num_classes = len(first)
     tiles = chain([first], tiles)
@@ -149,6 +151,8 @@ def _blend_tiles(
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
     lowest = 0  # z of the lowest plane of `sums`
+    # The boxes come in the order of their z: no later one reaches the planes below it. Those are
+    # final and stored; the others move down, so that a sum of one tile's height is enough.
     for box, skips in zip(boxes, is_skipped, strict=True):
         num_final = box.start[0] - lowest
         if num_final:
@@ -157,7 +161,8 @@ def _blend_tiles(
             sums[:, -num_final:] = 0
             lowest = box.start[0]
         z, y, x = box.start
-        plane_weights, row_weights = weights_z[z][:, None, None], weights_y[y][:, None]
+        plane_weights = weights_z[z][:, None, None]
+        row_weights = weights_y[y][:, None]
         weight = plane_weights * row_weights * weights_x[x]
         _, rows, columns = box.slices()
         view = sums[..., rows, columns]
@@ -199,6 +204,7 @@ def _tile_probs(
     """
     places = [(..., *box.slices()) for box in boxes]
     batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
+    # As many batches at a time as there are processes to take them.
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
         for logits in run([_batch_of(image, batch) for batch in group]):
@@ -230,8 +236,10 @@ class _Probabilities:
         depth, height, width = self._shape
         if self._filled == 0:
             self.probs = new_tensor((logits.shape[1], *self._shape), PROBS_DTYPE, logits.device)
+        # Without the padding at the end of each axis.
+        inside = logits[0, :, : depth - self._filled, :height, :width]
         step = max(1, SLAB_VOXELS // (height * width))
-        for source in logits[0, :, : depth - self._filled, :height, :width].split(step, 1):
+        for source in inside.split(step, 1):
             target = self.probs[:, self._filled : self._filled + source.shape[1]]
             target[:] = torch.softmax(source, dim=0, dtype=torch.float32)
             self._filled += source.shape[1]
@@ -293,7 +301,8 @@ def plan_tiling(
     size = network_size(tile_size or shape, divisor)
     num_bytes = math.prod(size) * bytes_per_voxel
     if num_bytes > budget_bytes >= least_slab_bytes:
-        return TilingPlan(size if tile_size else None, slab_bytes=budget_bytes)
+        slab_tile_size = size if tile_size else None
+        return TilingPlan(slab_tile_size, slab_bytes=budget_bytes)
     if num_bytes > budget_bytes:
         # Rounded up: the named number must be enough.
         gib = math.ceil(min(num_bytes, least_slab_bytes) / 2**30 * 100) / 100
@@ -378,6 +387,7 @@ def axis_weights(
     distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)
     profile = np.exp(-0.5 * distance**2)
     starts = _starts(size, length, overlap)
+    # At each voxel the weights of all tiles over it are divided by their sum.
     total = np.zeros(size)
     for start in starts:
         total[start : start + length] += profile

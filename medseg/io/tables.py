@@ -258,4 +258,7 @@ def _cells(
             return value_format(value)
         return format(value, value_format) if value_format else str(value)
 
-    return [[text(key, row.get(key)) for key in headings] for row in rows]
+    texts = []
+    for row in rows:
+        texts.append([text(key, row.get(key)) for key in headings])
+    return texts

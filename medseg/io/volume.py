@@ -162,15 +162,17 @@ def grid_from_columns(
             "repair the header or export the scan again."
         )
     if max(map(abs, origin)) > MAX_ORIGIN_MM:
+        coordinates = ", ".join(f"{value:.4g}" for value in origin)
         raise UserError(
             f"{path}: expected a scan within {MAX_ORIGIN_MM / 1e6:g} km of its scanner, but the "
-            f"header gives the origin {', '.join(f'{value:.4g}' for value in origin)} mm; "
+            f"header gives the origin {coordinates} mm; "
             "repair the header or export the scan again."
         )
     if spacing_xyz_mm.min() < MIN_SPACING_MM:
+        spacing = " x ".join(f"{step:.4g}" for step in spacing_xyz_mm)
         raise UserError(
             f"{path}: expected voxels of at least {MIN_SPACING_MM:g} mm, but the header gives a "
-            f"spacing of {' x '.join(f'{step:.4g}' for step in spacing_xyz_mm)} mm; "
+            f"spacing of {spacing} mm; "
             "check whether its spacing is in mm."
         )
     extents_mm = [

@@ -110,11 +110,13 @@ class TrainingLoss(nn.Module):
                 f"network, got {list(weights)}"
             )
         shares = [weight / sum(weights) for weight in weights]
-        return sum_all(
-            share * self._sum_of_terms(output, _nearest(target, output.shape[2:]))
-            for share, output in zip(shares, logits, strict=True)
-            if share
-        )
+        values = []
+        for share, output in zip(shares, logits, strict=True):
+            # An output of weight 0 costs no memory.
+            if share:
+                output_target = _nearest(target, output.shape[2:])
+                values.append(share * self._sum_of_terms(output, output_target))
+        return sum_all(values)
 
     def _sum_of_terms(self, logits: Tensor, target: Tensor) -> Tensor:
         return sum_all(term.weight * self._value(term, logits, target) for term in self.terms)
@@ -197,10 +199,11 @@ def sample_losses(
 
 def is_batch_loss(loss: nn.Module) -> bool:
     """Whether a loss, or a part of it, is computed over all samples of a batch together."""
-    return any(
-        getattr(part, "batch_dice", False) or getattr(part, "batch", False)
-        for part in loss.modules()
-    )
+    for part in loss.modules():
+        # The names of the option here and in MONAI.
+        if getattr(part, "batch_dice", False) or getattr(part, "batch", False):
+            return True
+    return False
 
 
 def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:

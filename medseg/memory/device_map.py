@@ -60,15 +60,15 @@ def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: to
         device = torch.device(devices.get(name, home))
         for module in modules:
             module.to(device)
-            module.register_forward_pre_hook(
-                functools.partial(_move_inputs, device), with_kwargs=True
-            )
+            move_inputs = functools.partial(_move_inputs, device)
+            module.register_forward_pre_hook(move_inputs, with_kwargs=True)
     forward = network.forward
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _JoinDevices():
-            return tree_map_only(Tensor, lambda logits: logits.to(home), forward(*args, **kwargs))
+            outputs = forward(*args, **kwargs)
+            return tree_map_only(Tensor, lambda logits: logits.to(home), outputs)
 
     network.forward = run
 
@@ -85,10 +85,11 @@ class _JoinDevices(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A tensor without axes may lie on the CPU in any operation.
-        tensors = [
-            leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim
-        ]
+        tensors = []
+        for leaf in tree_leaves((args, kwargs)):
+            # A tensor without axes may lie on the CPU in any operation.
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                tensors.append(leaf)
         is_copy = func in (Tensor.to, Tensor.copy_)
         if is_copy or len({tensor.device for tensor in tensors}) < 2:
             return func(*args, **kwargs)

@@ -135,7 +135,8 @@ def _normals_table() -> np.ndarray:
     """
     table = np.zeros((256, 4, 3))
     for inside, normals in _PIECES:
-        corners = np.array([inside >> bit & 1 for bit in range(8)]).reshape(2, 2, 2)
+        bits = [inside >> bit & 1 for bit in range(8)]
+        corners = np.array(bits).reshape(2, 2, 2)
         pieces = np.zeros((4, 3))
         pieces[: len(normals)] = np.array(normals) / 8
         # All rotations and reflections of the cube: orders of the axes, and flips of each.
@@ -163,7 +164,10 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """
     z_mm, y_mm, x_mm = spacing_mm
     face_areas_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
-    areas_mm2: np.ndarray = np.linalg.norm(_normals_table() * face_areas_mm2, axis=-1).sum(axis=-1)
+    # The area of a piece is the length of its normal, whose part along an axis is the area of the
+    # piece's shadow in the plane across it: each scales with the face of a voxel in that plane.
+    normals_mm2 = _normals_table() * face_areas_mm2
+    areas_mm2: np.ndarray = np.linalg.norm(normals_mm2, axis=-1).sum(axis=-1)
     return areas_mm2
 
 

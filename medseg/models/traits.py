@@ -18,6 +18,7 @@ import difflib
 import fnmatch
 import inspect
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -262,9 +263,8 @@ class _Trace:
             for output in _tensors_in(self.result):
                 total = total + output.sum()
             total.backward()
-        return any(
-            weight.requires_grad and weight.grad is None for weight in self.network.parameters()
-        )
+        trained = [weight for weight in self.network.parameters() if weight.requires_grad]
+        return any(weight.grad is None for weight in trained)
 
     def _watch(self, name: str, module: nn.Module) -> Iterator[Any]:
         """Register the hooks of a module; yields them, so that they can be removed."""
@@ -273,6 +273,7 @@ class _Trace:
             self.calls[name] += 1
             self._active.append(name)
             inputs = _tensors_in((args, kwargs))
+            # The version counts the changes in place.
             self._versions.append([(tensor, tensor._version) for tensor in inputs])
 
         def leave(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
@@ -294,6 +295,7 @@ class _Trace:
     def _keep(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd keeps for all modules that are running."""
         storage = self._storage(tensor)
+        # Weights are in memory anyway. A storage that is kept several times counts once.
         if storage not in self._weights:
             for name in self._active:
                 self._kept[name][storage] = tensor.untyped_storage().nbytes()
@@ -301,6 +303,7 @@ class _Trace:
 
     def _storage(self, tensor: Tensor) -> int:
         """Identify the storage of a tensor."""
+        # Held for as long as the trace: the number of one that is gone may be given to another.
         self._storages.append(tensor.untyped_storage())
         return self._storages[-1]._cdata
 
@@ -397,9 +400,8 @@ def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: i
         f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but "
         f"returned {_describe_result(result)}"
     )
-    are_logits = all(
-        output.ndim == 5 and tuple(output.shape[:2]) == (1, num_classes) for output in outputs
-    )
+    expected = (1, num_classes)
+    are_logits = all(output.ndim == 5 and output.shape[:2] == expected for output in outputs)
     if not outputs or not are_logits:
         raise _OutputError(
             f"{message}; wrap it in a class that returns its logits alone, or a list of them for "
@@ -434,8 +436,10 @@ def _describe_result(result: Any) -> str:
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
     """Refuse a stated divisor with odd multiples that the network does not accept."""
-    # The first odd multiple of at least 40 voxels, and at least three.
-    depth, height, width = (step * max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor)
+    # An odd multiple of about 40 voxels, and at least three: an even one would also be a multiple
+    # of twice the divisor.
+    multiples = [max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor]
+    depth, height, width = map(operator.mul, multiples, divisor)
     try:
         trace = _Trace(network, (1, in_channels, depth, height, width))
         _check_outputs(network, trace.result, (depth, height, width), num_classes)
@@ -457,10 +461,10 @@ def _find_divisor(
     # Without the results of global pooling, whose size is one.
     feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
     # How many times smaller the smallest features are, axis by axis.
-    reductions = [
-        max(round(length / features[axis]) for features in feature_shapes)
-        for axis, length in enumerate(shape)
-    ]
+    reductions = []
+    for axis, length in enumerate(shape):
+        smallest = min(features[axis] for features in feature_shapes)
+        reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
         depth, height, width = (reduction * factor for reduction in reductions)

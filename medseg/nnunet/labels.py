@@ -125,9 +125,8 @@ def average_planes(
 def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: bool) -> Tensor:
     """Probabilities (K, H, W) of a plane of the scan."""
     inputs = [logits[index] for index in planes.sources(number)]
-    resampled = torch.stack(
-        [_resampled(planes, number, inputs, head) for head in range(logits.shape[1])]
-    )
+    heads = range(logits.shape[1])
+    resampled = torch.stack([_resampled(planes, number, inputs, head) for head in heads])
     return torch.softmax(resampled, 0) if are_classes else torch.sigmoid(resampled)
 
 
@@ -156,6 +155,7 @@ def _largest_in_cells(planes: SplinePlanes, number: int, inputs: Sequence[Tensor
     largest corner is below the smallest corner of another head.
     """
     heads = range(inputs[0].shape[0])
+    # In each cell one head has at least this logit: the largest of the smallest corners.
     floor = torch.full(inputs[0].shape[1:], -torch.inf)
     for head in heads:
         smallest = -_largest_corner([-values[head].float() for values in inputs])

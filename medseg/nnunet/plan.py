@@ -479,9 +479,10 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     if not isinstance(strides, list) or len(strides) != levels:
         raise PlanError(f"strides: expected a list of {levels}, one for each level")
     num_axes = len(patch_size)
-    divisor = [
-        math.prod(_stride(stride, axis, num_axes) for stride in strides) for axis in range(num_axes)
-    ]
+    divisor = []
+    for axis in range(num_axes):
+        strides_of_axis = [_stride(stride, axis, num_axes) for stride in strides]
+        divisor.append(math.prod(strides_of_axis))
     if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"

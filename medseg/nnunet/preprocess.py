@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,13 +67,14 @@ def prepare(
     plan = plan.for_scan(spacing)
     box = nonzero_box(transposed)
     shape = resampled_shape(box.shape, spacing, plan)
+    # A scan smaller than a patch lies in the middle of one.
     padded = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
     padding = [(whole - size) // 2 for whole, size in zip(padded, shape, strict=True)]
-    depth, height, width = (
-        slice(start, start + size) for start, size in zip(padding, shape, strict=True)
-    )
+    inside = VoxelBox.of(padding, map(operator.add, padding, shape))
+    depth, height, width = inside.slices()
+    # The labels of the previous stage of a cascade are one more channel.
     num_channels = len(images) + (previous is not None)
-    image = new_tensor((num_channels, padded[0], padded[1], padded[2]), torch.float32)
+    image = new_tensor((num_channels, *padded), torch.float32)
     if tuple(padded) != shape:
         image.zero_()
     mask = None
@@ -118,9 +120,9 @@ def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Sh
 
 
 def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
-    return any(
-        channel.is_masked and channel.scheme == "ZScoreNormalization" for channel in channels
-    )
+    # The other schemes take the whole crop, whatever the plan says of a mask.
+    scaled = [channel for channel in channels if channel.scheme == "ZScoreNormalization"]
+    return any(channel.is_masked for channel in scaled)
 
 
 def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
@@ -143,7 +145,9 @@ def _normalised_planes(
     # The sums of NumPy depend on the layout in memory: the crop must be a view of a whole array
     # that is laid out as nnU-Net's.
     order = np.argsort([-abs(stride) for stride in image.strides])
-    stored = new_array(tuple(image.shape[axis] for axis in order), np.float32)
+    stored_shape = [image.shape[axis] for axis in order]
+    stored = new_array(tuple(stored_shape), np.float32)
+    # `argsort` of an order is its inverse.
     whole = stored.transpose(np.argsort(order))
     whole[:] = image
     crop = whole[box.slices()]
@@ -226,13 +230,14 @@ def _resample(
             target[number] = planes.resample(number, parts)
         return
     orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
+    # Splines overshoot at edges.
     limits = _Limits(source, shape, new_shape, orders)
     axes = filtered_axes(orders)
     values = list(filtered(source, axes)) if axes else source
     for number in range(planes.num_planes):
-        parts = [
-            torch.from_numpy(values[index].astype(np.float64)) for index in planes.sources(number)
-        ]
+        parts = []
+        for index in planes.sources(number):
+            parts.append(torch.from_numpy(values[index].astype(np.float64)))
         target[number] = limits.clip(number, planes.resample(number, parts))
 
 

@@ -63,9 +63,9 @@ def all_starts(
         overlap: See `tile_starts`.
         is_2d: Whether a tile is a part of one plane.
     """
-    z_starts, y_starts, x_starts = (
-        tile_starts(size, length, overlap) for size, length in zip(shape, tile, strict=True)
-    )
+    z_starts = tile_starts(shape[0], tile[0], overlap)
+    y_starts = tile_starts(shape[1], tile[1], overlap)
+    x_starts = tile_starts(shape[2], tile[2], overlap)
     if is_2d:
         z_starts = list(range(shape[0]))
     return z_starts, y_starts, x_starts
@@ -81,12 +81,15 @@ def tile_weights(tile: tuple[int, ...]) -> Tensor:
     Returns:
         Weights of this shape, 10 in the middle.
     """
+    # The Gaussian is the picture of one voxel under the filter, as nnU-Net makes it.
     peak = np.zeros(tile)
-    peak[tuple(size // 2 for size in tile)] = 1
+    middle = [size // 2 for size in tile]
+    peak[tuple(middle)] = 1
     weights = gaussian_filter(peak, [size * SIGMA for size in tile], 0, mode="constant", cval=0)
     weights /= weights.max() / LARGEST_WEIGHT
     halves = torch.from_numpy(weights).to(torch.half)
     is_zero = halves == 0
+    # Every voxel is divided by the sum of its weights, which must not be 0 either.
     halves[is_zero] = halves[~is_zero].min()
     return halves
 
@@ -155,6 +158,7 @@ class _MirroredSums:
                 self.logits = new_tensor(self._shape, planes.dtype)
             self.logits[:, :, start:stop] = planes
             return
+        # The first planes of a pass that was mirrored along z are the last ones of the tile.
         if Z_DIMENSION in self._axes:
             depth = self._shape[2]
             start, stop = depth - stop, depth - start
@@ -199,6 +203,8 @@ def finished_planes(
     weights = tile_weights(tile[1:] if is_2d else tile).reshape(tile).to(dtype)
     first_unfinished = 0
     z_starts, y_starts, x_starts = all_starts((depth, height, width), tile, overlap, is_2d=is_2d)
+    # No later tile reaches the planes below its start: they are final. The end of the scan stands
+    # for a last start, at which all planes are.
     for z in [*z_starts, depth]:
         for plane in range(first_unfinished, z):
             slot = plane % window

@@ -162,6 +162,7 @@ def draw_patient(spec: PhantomSpec) -> Patient:
     size = draw(mean_size, 0.08)
     expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
+    # By side: 1 is the left, towards which x increases.
     dome_z_mm = {
         1: draw(-116, 12) + expiration_mm + left_rise_mm,
         -1: draw(-104, 12) + expiration_mm + right_rise_mm,

@@ -67,21 +67,26 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     for start in range(0, grid.shape[0], num_slices):
         slices = slice(start, start + num_slices)
         points = lattice._replace(z=planes_mm[slices].reshape(-1, 1, 1).astype(np.float32))
-        hu, lung_share, organ_share, airway_share = (
-            resample(planes, lattice, num_planes, y_mm, x_mm)
-            for planes in draw_planes(patient, points, noise)
-        )
-        image[slices] = np.rint([add_noise(plane, spec, rng) for plane in hu])
+        fields = []
+        for planes in draw_planes(patient, points, noise):
+            fields.append(resample(planes, lattice, num_planes, y_mm, x_mm))
+        hu, lung_share, organ_share, airway_share = fields
+        noisy_hu = [add_noise(plane, spec, rng) for plane in hu]
+        image[slices] = np.rint(noisy_hu)
+        # Left lungs and the heart are drawn as positive shares, right ones and the spine as
+        # negative ones.
         labels[slices] = np.select([lung_share > 0.5, lung_share < -0.5], [1, 2])
         organs[slices] = np.select(
             [organ_share > 0.5, organ_share < -0.5, airway_share > 0.5], [3, 4, 5]
         )
     if spec.padding_hu is not None:
+        # Outside of the round field of view, whose diameter is the width of the slice.
         y, x = (np.linspace(-1, 1, size) for size in spec.matrix)
         is_outside = np.hypot(y[:, None], x) > 1
         for array, value in ((image, spec.padding_hu), (labels, 0), (organs, 0)):
             array[:, is_outside] = value
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
+    # The lungs lie over the other organs.
     np.copyto(organs, labels, where=labels > 0)
     axes = tuple(np.flatnonzero(spec.flips).tolist())
     stored = grid.reoriented((0, 1, 2), spec.flips)
@@ -119,10 +124,11 @@ def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
     """
     spec = patient.spec
     rng = spec.rng("view")
-    low_mm, high_mm = (
-        patient.landmark_z_mm(landmark) + rng.uniform(lowest, highest)
-        for landmark, lowest, highest in (VIEWS[spec.view].low, VIEWS[spec.view].high)
-    )
+    view = VIEWS[spec.view]
+    ends_mm = []
+    for landmark, lowest_mm, highest_mm in (view.low, view.high):
+        ends_mm.append(patient.landmark_z_mm(landmark) + rng.uniform(lowest_mm, highest_mm))
+    low_mm, high_mm = ends_mm
     scale = np.array(patient.scale_zyx)
     spacing = np.array(spec.spacing_mm)
     num_slices = spec.num_slices
@@ -131,9 +137,11 @@ def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
     shape = (num_slices, *spec.matrix)
     middle = np.array([(low_mm + high_mm) / 2 * scale[0], *spec.centre_offset_mm])
     first = middle - (np.array(shape) - 1) / 2 * spacing
-    centres_mm = [
-        (first[axis] + np.arange(shape[axis]) * spacing[axis]) / scale[axis] for axis in range(3)
-    ]
+    centres_mm = []
+    for axis in range(3):
+        along_mm = first[axis] + np.arange(shape[axis]) * spacing[axis]
+        # In the canonical patient, in which the anatomy is drawn.
+        centres_mm.append(along_mm / scale[axis])
     direction = Rotation.from_euler("ZYX", spec.tilt_deg, degrees=True).as_matrix()
     # The origin of the world is anywhere.
     origin = direction @ first[::-1] + rng.uniform(-100, 100, 3)
@@ -148,10 +156,12 @@ def add_noise(plane: Field, spec: PhantomSpec, rng: np.random.Generator) -> Fiel
     pixel_mm = spec.spacing_mm[1]
     plane = ndimage.gaussian_filter(plane, spec.blur_mm / pixel_mm)
     if spec.noise_hu > 0:
+        # The noise of a row grows with the water that the rays along it pass.
         water_mm = np.clip(1 + plane / 1000, 0, 2).sum(axis=1) * pixel_mm
-        strength = np.exp((ndimage.gaussian_filter1d(water_mm, 8 / pixel_mm) - 290) / 260)
+        smooth_water_mm = ndimage.gaussian_filter1d(water_mm, 8 / pixel_mm)
+        strength = np.clip(np.exp((smooth_water_mm - 290) / 260), 0.3, 3)
         grain = ndimage.gaussian_filter(rng.standard_normal(plane.shape, np.float32), 0.6)
-        plane = plane + spec.noise_hu * np.clip(strength, 0.3, 3)[:, None] * grain / grain.std()
+        plane = plane + spec.noise_hu * strength[:, None] * grain / grain.std()
     return np.clip(plane, -1024, 3071)
 
 
@@ -164,5 +174,7 @@ def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
         pieces, _ = ndimage.label(part == value)
         sizes = np.bincount(pieces.ravel())
         is_crumb = sizes * voxel_mm3 < 1000 * _MIN_PIECE_ML
-        is_crumb[[0, int(np.argmax(sizes[1:])) + 1]] = False
+        # Number 0 is what lies around the pieces.
+        largest = int(np.argmax(sizes[1:])) + 1
+        is_crumb[[0, largest]] = False
         part[is_crumb[pieces]] = 0

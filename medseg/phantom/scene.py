@@ -94,10 +94,11 @@ def make_scene(
     body_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     middle_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3)
     place_xyz_mm = rng.uniform(-60, 60, 3)
-    organs = [
-        organ._replace(radii_xyz=organ.radii_xyz * rng.uniform(0.85, 1.0, 3))
-        for organ in place_organs(spec)
-    ]
+    organs = []
+    for organ in place_organs(spec):
+        # Where organs lie is that of the data set, how large they are that of the case.
+        radii_xyz = organ.radii_xyz * rng.uniform(0.85, 1.0, 3)
+        organs.append(organ._replace(radii_xyz=radii_xyz))
     if spec.ignore_label is not None:
         ignored = Organ(
             spec.ignore_label,
@@ -184,9 +185,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         if stem in with_side:
             rooms.append(points[:, 0])  # to the middle, where the mirror image begins
         for placed in organs.values():
-            rooms.append(
-                np.linalg.norm(points - placed.centre_xyz, axis=1) - placed.radii_xyz.max()
-            )
+            distances = np.linalg.norm(points - placed.centre_xyz, axis=1)
+            rooms.append(distances - placed.radii_xyz.max())
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
         radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)

@@ -100,9 +100,9 @@ def tube(
     for a, b, radius_a, radius_b in zip(path[:-1], path[1:], radii[:-1], radii[1:], strict=True):
         margin = max(radius_a, radius_b) + reach_mm
         ends = zip(points, np.minimum(a, b) - margin, np.maximum(a, b) + margin, strict=True)
-        columns, rows, planes = (
-            slice(*np.searchsorted(axis.ravel(), limits)) for axis, *limits in ends
-        )
+        # Only the points within reach of this capsule are visited.
+        ranges = [slice(*np.searchsorted(axis.ravel(), limits)) for axis, *limits in ends]
+        columns, rows, planes = ranges
         part = distance[planes, rows, columns]
         if part.size == 0:
             continue
@@ -114,9 +114,9 @@ def tube(
         along = b - a
         # Place of the nearest point of the axis, 0 at a, 1 at b.
         place = np.clip(sum(map(mul, offsets, along)) / (along @ along), 0, 1)
-        square = sum(
-            (offset - place * step) ** 2 for offset, step in zip(offsets, along, strict=True)
-        )
+        square: Any = 0
+        for offset, step in zip(offsets, along, strict=True):
+            square = square + (offset - place * step) ** 2
         radius = radius_a + place * (radius_b - radius_a)
         np.minimum(part, np.sqrt(square) - radius, out=part)
     return distance

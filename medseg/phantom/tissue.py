@@ -66,10 +66,10 @@ _GRAINS_MM = (38.0, 26.0, 7.0, 13.0, 13.0)
 
 def draw_noise(spec: PhantomSpec) -> list[SmoothNoise]:
     """Draw the smooth noises of a patient."""
-    return [
-        SmoothNoise(spec.rng(f"noise {number}"), grain_mm)
-        for number, grain_mm in enumerate(_GRAINS_MM)
-    ]
+    noises = []
+    for number, grain_mm in enumerate(_GRAINS_MM):
+        noises.append(SmoothNoise(spec.rng(f"noise {number}"), grain_mm))
+    return noises
 
 
 def draw_planes(
@@ -89,19 +89,23 @@ def draw_planes(
     """
     air_hu = np.full(points.shape, -1000, np.float32)
     wave, tissue, grain, *vessels = (field.at(points) for field in noise)
-    slab = Slab(points, wave, tissue, grain, air_hu, sum(patient.spec.model_spacing_mm) / 3)
+    edge_mm = sum(patient.spec.model_spacing_mm) / 3
+    slab = Slab(points, wave, tissue, grain, air_hu, edge_mm)
     body = measure_body(patient, slab)
     paint_chest_wall(slab, patient, body)
     if patient.spec.has_table:
         paint_table(slab, patient.spec)
     paint_abdomen(slab, patient, body)
     paint_mediastinum(slab, patient.spec, body)
-    lung_hu = lung_density(slab, patient, body, 0.5 * _GRAINS_MM[-1] * np.hypot(*vessels))
+    # Both noises are near 0 along lines, and their length grows with the distance from these: the
+    # axes of vessels.
+    axis_mm = 0.5 * _GRAINS_MM[-1] * np.hypot(*vessels)
+    lung_hu = lung_density(slab, patient, body, axis_mm)
     for name in SIDES.values():
         slab.paint(8 + 4 * slab.tissue, body[f"{name}_fluid"])
         slab.paint(lung_hu, body[f"{name}_lung"])
     spine = either(body["bone"], within(body["column"], -body["canal"]))
-    edge_mm = slab.edge_mm
+    # The second of each pair counts negative, so that one field tells both.
     lungs = cover(body["left_lung"], edge_mm) - cover(body["right_lung"], edge_mm)
     middle = cover(body["heart"], edge_mm) - cover(spine, edge_mm)
     return slab.hu, lungs, middle, cover(body["airways"], edge_mm)

@@ -319,12 +319,13 @@ def _smaller_batches(config: PlanConfig) -> list[int]:
 def _smaller_patches(shape: Shape, divisor: Shape) -> list[Shape]:
     """Shrink a patch (D, H, W) to multiples of the divisor; the full one comes first."""
     patches = [shape]
-    # With a single multiple on every axis the deepest level would be one voxel.
     for share in PATCH_SHARES:
-        depth, height, width = (
-            min(length, max(step * 2, int(length * share) // step * step))
-            for length, step in zip(shape, divisor, strict=True)
-        )
+        lengths = []
+        for length, step in zip(shape, divisor, strict=True):
+            rounded_down = int(length * share) // step * step
+            # With a single multiple on every axis the deepest level would be one voxel.
+            lengths.append(min(length, max(step * 2, rounded_down)))
+        depth, height, width = lengths
         patches.append((depth, height, width))
     return list(dict.fromkeys(patches))
 

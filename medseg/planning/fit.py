@@ -304,8 +304,9 @@ def grown(shape: Shape, factor: float, divisor: Shape) -> Shape:
     """
     if factor == 1:
         return shape
-    depth, height, width = (
-        max(length + step, round(length * factor / step) * step)
-        for length, step in zip(shape, divisor, strict=True)
-    )
+    lengths = []
+    for length, step in zip(shape, divisor, strict=True):
+        rounded = round(length * factor / step) * step
+        lengths.append(max(length + step, rounded))
+    depth, height, width = lengths
     return depth, height, width

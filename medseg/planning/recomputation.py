@@ -123,10 +123,10 @@ class StepModel:
         self.moments: list[Moment] = []
         self.seconds = 0.0
         self.extra_seconds = dict.fromkeys(blocks, 0.0)
-        for plain_segment, recomputed_segment in zip(
-            plain.segments, recomputed.segments, strict=True
-        ):
+        pairs = zip(plain.segments, recomputed.segments, strict=True)
+        for plain_segment, recomputed_segment in pairs:
             owner = plain_segment.owner
+            # The optimiser steps once after all micro-batches.
             is_update = owner.kind == UPDATE
             repeats = 1 if is_update else accumulate
             plain_seconds = repeats * duration(plain_segment, costs)
@@ -177,7 +177,8 @@ class StepModel:
         rows, limits = self._constraints(sets, budget)
         # Where a recomputation costs nothing, fewer blocks are better.
         block_costs = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
-        costs = np.array([*block_costs, *[0.0] * len(sets)])
+        set_costs = [0.0] * len(sets)
+        costs = np.array(block_costs + set_costs)
         with without_output():
             result = milp(
                 costs / max(costs.max(), 1e-9),
@@ -265,8 +266,11 @@ class StepModel:
             # What is outside of all blocks saves in any case.
             if not savers.issubset(self.blocks):
                 continue
+            # A block keeps what it saves where it runs plainly, and its inputs where it is
+            # recomputed.
+            recomputable_takers = takers.intersection(self.blocks)
             literals = {Literal(part, is_recomputed=False) for part in savers}
-            literals |= {Literal(part, is_recomputed=True) for part in takers & set(self.blocks)}
+            literals |= {Literal(part, is_recomputed=True) for part in recomputable_takers}
             # A block that saves and takes it holds it either way.
             if literals and not savers & takers:
                 conditional[frozenset(literals)] += storage.num_bytes

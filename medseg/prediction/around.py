@@ -127,7 +127,8 @@ class TotalsegmentatorModel:
         announce(RESAMPLE)
         start_s = time.perf_counter()
         arrays = [volume.array, *more_channels]
-        first, *others = (resampled(orientation.to_lps(array), grid.shape) for array in arrays)
+        turned = [orientation.to_lps(array) for array in arrays]
+        first, *others = (resampled(array, grid.shape) for array in turned)
         resampled_s = time.perf_counter() - start_s
         result = self.model.segment(
             Volume(first, grid, None),
@@ -185,15 +186,15 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     Returns:
         int32.
     """
-    depth, rows, columns = (
-        axis_taps(outputs, inputs, 1, by_centres=True)
-        for outputs, inputs in zip(shape, image.shape, strict=True)
-    )
+    depth = axis_taps(shape[0], image.shape[0], 1, by_centres=True)
+    rows = axis_taps(shape[1], image.shape[1], 1, by_centres=True)
+    columns = axis_taps(shape[2], image.shape[2], 1, by_centres=True)
     # Without margins the second tap of the last voxel lies beyond the image, with a weight of 0.
     assert depth.weight is not None
     assert rows.weight is not None
     assert columns.weight is not None
     values = new_array(shape, np.int32)
+    # Along x, then y, then z, each term multiplied and added in this order: the last bit counts.
     for number in range(shape[0]):
         planes = image[depth.index[number]].astype(np.float64)
         total = np.zeros(shape[1:])
@@ -214,9 +215,10 @@ def restore(labels: np.ndarray, output: np.ndarray) -> None:
         labels: Labels (d, h, w).
         output: Receives them (D, H, W); may be a view.
     """
-    depth, height, width = (
-        axis_taps(outputs, inputs, 0, by_centres=True).index[:, 0]
-        for outputs, inputs in zip(output.shape, labels.shape, strict=True)
-    )
+    # Spline of order 0: one tap, the nearest voxel.
+    sources = []
+    for outputs, inputs in zip(output.shape, labels.shape, strict=True):
+        sources.append(axis_taps(outputs, inputs, 0, by_centres=True).index[:, 0])
+    depth, height, width = sources
     for number, source in enumerate(depth):
         output[number] = labels[source][height[:, None], width]

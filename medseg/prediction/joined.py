@@ -53,12 +53,17 @@ class JoinedModels:
                     f"{name} {', '.join(others)}; give models for the same scans"
                 )
         merged: dict[str, dict[str, object]] = {"volume_ml": {}, "codes": {}, "colours": {}}
+        task_names: dict[str, None] = {}
+        labels_by_part = []
         for part in self.parts:
+            # Several models may have one task, which is named once.
+            task_names[part.task.name] = None
+            labels_by_part.append(list(part.task.labels))
             for key, values in merged.items():
                 values.update(getattr(part.task, key))
         task = Task(
-            name=" + ".join(dict.fromkeys(part.task.name for part in self.parts)),
-            labels=join_values([list(part.task.labels) for part in self.parts], self.label_values),
+            name=" + ".join(task_names),
+            labels=join_values(labels_by_part, self.label_values),
             regions=(),
             channels=first.channels,
             **merged,  # type: ignore[arg-type]
@@ -78,7 +83,8 @@ class JoinedModels:
     @property
     def precision(self) -> str:
         """Number formats of the parts."""
-        return ", ".join(dict.fromkeys(part.precision for part in self.parts))
+        precisions = [part.precision for part in self.parts]
+        return ", ".join(dict.fromkeys(precisions))
 
     @property
     def backend_bytes(self) -> int:
@@ -108,7 +114,8 @@ class JoinedModels:
 
     def within(self, budget_gib: float) -> JoinedModels:
         """Return the same models with a bound on the memory of a network pass."""
-        return replace(self, parts=tuple(part.within(budget_gib) for part in self.parts))
+        bounded_parts = [part.within(budget_gib) for part in self.parts]
+        return replace(self, parts=tuple(bounded_parts))
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan that a part cannot segment within the bound."""
@@ -132,9 +139,9 @@ class JoinedModels:
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
             own_volume, own_channels = _as_seen_by(part, volume, more_channels)
-            segmented = part.segment(
-                own_volume, own_channels, on_step=self._announced(number, on_step)
-            )
+            announce = self._announced(number, on_step)
+            segmented = part.segment(own_volume, own_channels, on_step=announce)
+            # In place, and for the first part the map of the result itself: no second one is made.
             _rename(segmented.labels, part.task.labels, self.task.labels)
             if number == 1:
                 result.labels = segmented.labels
@@ -202,6 +209,7 @@ def join_values(
     free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
     values: dict[str, int] = {}
     for name in names:
+        # A label without a stated value takes the smallest that is free.
         values[name] = label_values[name] if name in label_values else next(free)
     if max(values.values()) > MAX_VALUE:
         raise UserError(

@@ -300,7 +300,9 @@ def _find_parts(
     from medseg.io.dicom.studies import find_studies
 
     # A medium is named by its DICOMDIR.
-    folders = [scan.path if scan.path.is_dir() else scan.path.parent for scan in holders]
+    folders = []
+    for scan in holders:
+        folders.append(scan.path if scan.path.is_dir() else scan.path.parent)
     parts: list[Part] = []
     alone: dict[Path, Study] = {}
     by_folder = find_studies(folders, modality, on_file, on_loose)
@@ -326,6 +328,7 @@ def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Sc
         scans: All its scans by folder, with whose names those of the studies must not clash.
     """
     chosen = set(_choose(cases))
+    # The names of divided folders become free: none of their cases keeps them.
     divided_paths: set[Path] = set()
     for case in cases:
         if case.is_divided:
@@ -334,6 +337,7 @@ def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Sc
     result = []
     for case in cases:
         scan = case.scan
+        # Cases that are not chosen take their names as well.
         if case.is_divided:
             # Its name does not depend on the choice, so that a later one does not write over it.
             scan = _scan_of(case, source, names)
@@ -347,6 +351,7 @@ def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
     """Join the parts of a study over which a series is spread."""
     cases: list[StudyCase] = []
     for part in parts:
+        # A part may join cases that were apart until now.
         apart = []
         joined_parts: list[Part] = []
         for case in cases:
@@ -368,6 +373,7 @@ def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
         return cases
     from medseg.io.dicom.choice import parse_series
 
+    # All scans of an input have the same choice.
     choice = parse_series(cases[0].scan.series)
     with_uid = [case for case in cases if any(map(choice.is_uid_of, case.series))]
     if with_uid:
@@ -388,7 +394,13 @@ def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
     from medseg.io.dicom.choice import parse_series
 
     is_joined = len(case.parts) > 1
-    folder = "" if case.scan.path == source or is_joined else case.scan.name
+    path = case.scan.path
+    if is_joined:
+        path = source
+    # A folder within the input begins the name of its studies.
+    folder = ""
+    if path != source:
+        folder = case.scan.name
     name = _study_name(case.study, folder)
     while name in names:
         name += "_2"
@@ -397,7 +409,7 @@ def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
         files += part.study.files
     return case.scan._replace(
         name=name,
-        path=source if is_joined else case.scan.path,
+        path=path,
         series=parse_series(case.scan.series).within(case.study.scope),
         files=tuple(files),
     )

@@ -50,9 +50,10 @@ def pick_series(
     picked: list[Scan] = []
     for scan in scans:
         volumes = _volumes_of(scan, modality, on_file)
-        # The reader says what is there instead.
         if not volumes:
+            # The reader says what is there instead.
             picked.append(scan)
+            continue
         for listed in volumes:
             # Without an identity a folder is a study.
             study = listed.series.scope if listed.series.study else scan.name
@@ -65,7 +66,9 @@ def _volumes_of(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[
     """List the stacks of slices among the files of a scan; none of another format."""
     if not may_hold_studies(scan):
         return []
-    return [listed for listed in _list_all(scan, modality, on_file) if listed.shape]
+    all_series = _list_all(scan, modality, on_file)
+    # What is no volume has no shape.
+    return [listed for listed in all_series if listed.shape]
 
 
 def _list_all(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[ListedSeries]:
@@ -103,10 +106,10 @@ def _refused(candidates: Sequence[Candidate], usable: Sequence[Candidate], rule:
             f"{first_few(names, MAX_LISTED)}; give another series_pick, or a number with series=."
         )
     else:
-        faults = [
-            f"{candidate.listed.series}: {candidate.listed.fault.rstrip('.')}"
-            for candidate in candidates
-        ]
+        faults = []
+        for candidate in candidates:
+            listed = candidate.listed
+            faults.append(f"{listed.series}: {listed.fault.rstrip('.')}")
         refusal = f"{scan.path}: no series can be read: {first_few(faults, MAX_LISTED, '; ')}."
     return scan._replace(refusal=refusal, identity=candidates[0].listed.series.identity)
 

@@ -217,10 +217,15 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
     numeric_keys: dict[str, None] = {}
     for entry in entries:
         # In the order of the row: sets of texts have another order in each process.
-        numeric_keys |= {key: None for key in entry.row if key not in TEXT_KEYS}
+        for key in entry.row:
+            if key not in TEXT_KEYS:
+                numeric_keys[key] = None
     labels = dict.fromkeys([total, *task.labels])
+    # Every label has a volume, those of earlier tasks in the folder too.
     ending = f"_{VOLUME.ending}"
-    labels |= {key.removesuffix(ending): None for key in numeric_keys if key.endswith(ending)}
+    for key in numeric_keys:
+        if key.endswith(ending):
+            labels[key.removesuffix(ending)] = None
     columns = list(COLUMNS_BEFORE_FIGURES)
     columns += [_figure_column(VOLUME, label, total) for label in labels]
     for label in labels:
@@ -349,29 +354,29 @@ def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
 
 def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[str, Sheet]:
     """Make the sheets of `summary.xlsx`: the scans, and an explanation of each column."""
-    sheet_columns = [
-        SheetColumn(
+    sheet_columns = []
+    about = []
+    for column in columns:
+        sheet_column = SheetColumn(
             column.key, column.heading, column.width, column.number_format, column.is_wrapped
         )
-        for column in columns
-    ]
-    rows = []
-    for entry in entries:
-        cells = entry.cells([column.key for column in columns], "\n")
-        if cells["result"]:
-            cells["result"] = Link(cells["result"], cells["result"])
-        with suppress(TypeError, ValueError):  # none, or not written as a date
-            cells["date"] = date.fromisoformat(cells["date"])
-        rows.append(cells)
-    about = [
-        {
+        sheet_columns.append(sheet_column)
+        explanation = {
             "heading": column.heading,
             "key": column.key,
             "unit": column.unit or None,
             "meaning": column.meaning,
         }
-        for column in columns
-    ]
+        about.append(explanation)
+    keys = [column.key for column in columns]
+    rows = []
+    for entry in entries:
+        cells = entry.cells(keys, "\n")
+        if cells["result"]:
+            cells["result"] = Link(cells["result"], cells["result"])
+        with suppress(TypeError, ValueError):  # none, or not written as a date
+            cells["date"] = date.fromisoformat(cells["date"])
+        rows.append(cells)
     about_columns = (
         SheetColumn("heading", "column", 38.0),
         SheetColumn("key", f"in {SUMMARY_FILE}", 38.0),
@@ -388,11 +393,10 @@ def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
     """Describe a case for the page: texts of its row, and files that are there."""
     row = entry.row
     report = entry.report
-    warning_codes = [
-        str(finding["code"])
-        for finding in report.get("findings", [])
-        if finding["severity"] != Severity.information
-    ]
+    warning_codes = []
+    for finding in report.get("findings", []):
+        if finding["severity"] != Severity.information:
+            warning_codes.append(str(finding["code"]))
     files = {}
     for kind in ("preview", "viewer"):
         file_name = f"{entry.name}{ENDINGS[kind]}"

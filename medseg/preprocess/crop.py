@@ -161,7 +161,9 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
     if crop.content is None:
         return image
     seen = crop.content.intersect(crop.box)
-    in_crop = seen.shifted([-start for start in crop.box.start]).slices()
+    # In voxels of the crop, which begins at 0.
+    z, y, x = crop.box.start
+    in_crop = seen.shifted((-z, -y, -x)).slices()
     erased = image.new_full(image.shape, outside)
     erased[in_crop] = image[in_crop]
     return erased

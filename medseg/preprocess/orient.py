@@ -60,9 +60,10 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
         return round(total, 6)
 
     z, y, x = max(permutations(range(3)), key=nearness)
-    flip_z, flip_y, flip_x = (
-        bool(cosines[axis, stored] < 0) for axis, stored in enumerate((z, y, x))
-    )
+    # An axis that runs against the new one is reversed.
+    flip_z = bool(cosines[0, z] < 0)
+    flip_y = bool(cosines[1, y] < 0)
+    flip_x = bool(cosines[2, x] < 0)
     return Orientation((z, y, x), (flip_z, flip_y, flip_x))
 
 

@@ -125,9 +125,11 @@ def axis_taps(
         high = math.floor((num_inputs - 0.5 + EDGE_TOLERANCE - offset) / scale)
         number = np.clip(number, low, max(low, high))
     position = np.round(scale * number + offset, POSITION_DECIMALS)
-    inside = np.flatnonzero(
-        (position >= -0.5 - EDGE_TOLERANCE) & (position <= num_inputs - 0.5 + EDGE_TOLERANCE)
-    )
+    # The field of view reaches to the outer faces of the outermost voxels, half a voxel beyond
+    # their centres.
+    lowest = -0.5 - EDGE_TOLERANCE
+    highest = num_inputs - 0.5 + EDGE_TOLERANCE
+    inside = np.flatnonzero((position >= lowest) & (position <= highest))
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]
     is_coarser = scale > 1.0 + EDGE_TOLERANCE
@@ -453,7 +455,9 @@ def resample_labels(
     result = torch.zeros(target.shape, dtype=torch.uint8, device=device)
 
     def work(slab: Slab) -> None:
-        values = _read(labels, slab.source, torch.uint8 if labels.itemsize == 1 else torch.float32)
+        # Bytes are read as they are; wider values as numbers that the filter takes.
+        dtype = torch.uint8 if labels.itemsize == 1 else torch.float32
+        values = _read(labels, slab.source, dtype)
         present = _present_classes(values, num_classes)
         if present:
             result[slab.target] = _heaviest_class(values, present, slab)

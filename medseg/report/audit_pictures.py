@@ -128,7 +128,7 @@ def audit_pictures(
             page_title += f" · {number} of {num_pages}"
         paths.append(_path_of_page(path, number))
         _draw_page(page, paths[-1], page_title, label_names, window_hu)
-    # Pages of an earlier audit with more cases.
+    # Pages of an earlier audit with more cases are removed: they would seem to belong to this one.
     number = num_pages + 1
     while (old := _path_of_page(path, number)).exists():
         old.unlink()
@@ -156,9 +156,11 @@ def _draw_page(
     """
     lines_by_case = [_wrapped(case.findings) for case in cases]
     num_columns = min(_COLUMNS, len(cases))
+    # The upper edge of each row of cases, and the lower edge of the last one.
     tops = [_HEADER_PX]
     for first in range(0, len(cases), num_columns):
-        num_lines = max(len(lines) for lines in lines_by_case[first : first + num_columns])
+        lines_in_row = lines_by_case[first : first + num_columns]
+        num_lines = max(map(len, lines_in_row))
         row_px = _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
         tops.append(tops[-1] + row_px)
     canvas = Canvas(num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])

@@ -143,13 +143,16 @@ def write_case_viewer(
     if report.most_disputed_xyz_mm is not None:
         places["stages differ most"] = report.most_disputed_xyz_mm
     total = written_figures(statistics.total)
+    cells = {}
+    for value, row in rows.items():
+        cells[value] = [row.get(heading, "") for heading in columns]
     words = ViewerWords(
         path.name.removesuffix(SUFFIX),
         report.status,
         report.warnings,
         report.information,
         columns,
-        {value: [row.get(heading, "") for heading in columns] for value, row in rows.items()},
+        cells,
         report.agreements,
         USUAL_AGREEMENT,
         describe_bounds(report.dice_at_least),

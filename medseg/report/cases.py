@@ -90,7 +90,10 @@ def render_cases(
     anchors = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
     page_rows = _page_rows(sorted(rows, key=_rank), regions, anchors, baseline_dices)
     # The charts are data in the page: what they do not draw would only make it larger.
-    points = [{key: row[key] for key in _POINT_KEYS} for row in page_rows]
+    points = []
+    for row in page_rows:
+        points.append({key: row[key] for key in _POINT_KEYS})
+    trusts = {row["trust"] for row in rows} - {""}
     return render_page(
         "cases.html",
         "evaluation",
@@ -102,7 +105,7 @@ def render_cases(
         },
         folder=folder,
         regions=regions,
-        trusts=sorted({row["trust"] for row in rows} - {""}),
+        trusts=sorted(trusts),
         titles=_titles(rows[0]),
         rows=page_rows,
         cases=_page_cases(anchors, files, num_pictures, say),
@@ -205,7 +208,9 @@ def _difference_charts(
 
 def worst_first(rows: Sequence[Row]) -> list[str]:
     """List the cases in the order of the page: by lowest Dice, then by the distance there."""
-    return list(dict.fromkeys(row["case"] for row in sorted(rows, key=_rank)))
+    cases = [row["case"] for row in sorted(rows, key=_rank)]
+    # A case has a row per region: its worst one gives it its place.
+    return list(dict.fromkeys(cases))
 
 
 def _rank(row: Row) -> tuple[float, float]:

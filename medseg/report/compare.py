@@ -1,6 +1,5 @@
 """Comparison of runs: metrics, differing keys, settings, the best one, a baseline's differences."""
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -449,8 +448,12 @@ def _group_runs(
 
 def _patients_of_cases(runs: Sequence[Run]) -> dict[str, str]:
     """Map the validation cases of all runs to their patients, where a run records them."""
-    scores = itertools.chain(*(run.cases for run in runs))
-    return {score.case: score.patient for score in scores if score.patient}
+    patients = {}
+    for run in runs:
+        for score in run.cases:
+            if score.patient:
+                patients[score.case] = score.patient
+    return patients
 
 
 def _can_be_best(setting: Setting) -> bool:
@@ -563,7 +566,8 @@ def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
         keys |= dict.fromkeys(run.settings)
         keys |= dict.fromkeys(key for key in run.overrides if key in group_keys)
     for key in keys:
-        texts[key] = [_text_in(run, key, is_group=key in group_keys) for run in runs]
+        is_group = key in group_keys
+        texts[key] = [_text_in(run, key, is_group=is_group) for run in runs]
     return texts
 
 
@@ -577,8 +581,11 @@ def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
     """List the overrides that chose a file of a group: no configuration has a key of that name."""
-    config_keys = set(itertools.chain(*(run.settings for run in runs if run.has_config)))
-    overridden = set(itertools.chain(*(run.overrides for run in runs)))
+    config_keys: set[str] = set()
+    for run in runs:
+        if run.has_config:
+            config_keys.update(run.settings)
+    overridden = _overridden_keys(runs)
     # A group has keys below its name; an experiment sets keys anywhere.
     group_keys = overridden & {"experiment"}
     for key in overridden - config_keys:
@@ -587,13 +594,21 @@ def _group_keys(runs: Sequence[Run]) -> set[str]:
     return group_keys
 
 
+def _overridden_keys(runs: Sequence[Run]) -> set[str]:
+    """List the keys that an override of some run sets."""
+    keys: set[str] = set()
+    for run in runs:
+        keys.update(run.overrides)
+    return keys
+
+
 def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> list[Column]:
     """Make the columns of the differing keys, without keys that repeat another.
 
     Groups come first; they also stand for the keys that they set.
     """
     group_keys = _group_keys(runs)
-    overridden = set(itertools.chain(*(run.overrides for run in runs)))
+    overridden = _overridden_keys(runs)
 
     def is_repeated(column: str, key: str) -> bool:
         """Whether a key adds nothing to a column: equal, or set by the group that it names."""
@@ -615,11 +630,11 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
     # Key of each column to the keys that repeat it.
     repeated: dict[str, list[str]] = {}
     for key in sorted(texts, key=place):
-        column = next((column for column in repeated if is_repeated(column, key)), None)
-        if column is None:
-            repeated[key] = []
+        same_columns = [column for column in repeated if is_repeated(column, key)]
+        if same_columns:
+            repeated[same_columns[0]].append(key)
         else:
-            repeated[column].append(key)
+            repeated[key] = []
     columns = []
     for column, also in repeated.items():
         values = [MISSING if text is None else text for text in texts[column]]

@@ -6,7 +6,6 @@ It refers to the pictures and viewers beside it, needs no network, and works fro
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from urllib.parse import quote
 
@@ -125,13 +124,18 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
     from medseg.report.html import render_page
 
     num_by_status = Counter(card.status_words for card in cards)
-    num_by_code = Counter(chain(*(card.codes for card in cards)))
+    num_by_code: Counter[str] = Counter()
+    for card in cards:
+        num_by_code.update(card.codes)
+    # In the order of `STATUS_WORDS`, those that occur.
     statuses = [words for words in STATUS_WORDS.values() if num_by_status[words]]
+    tiles = [("scans", len(cards))]
+    tiles += [(words, num_by_status[words]) for words in statuses]
     page = render_page(
         "index.html",
         "results",
         path.resolve().parent.name,
-        [("scans", len(cards)), *((words, num_by_status[words]) for words in statuses)],
+        tiles,
         {},
         folder=str(path.resolve().parent),
         cards=worst_first(cards),

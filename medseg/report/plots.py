@@ -29,7 +29,8 @@ def new_figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_in, height_in), dpi=110, layout="constrained")
-    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
+    all_axes = figure.subplots(1, len(titles), squeeze=False)[0]
+    for axes, title in zip(all_axes, titles, strict=True):
         axes.set_title(title, fontsize=10, loc=loc, parse_math=False)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, figure.axes
@@ -68,6 +69,7 @@ def rank_offsets(number: int) -> np.ndarray:
 
     Neighbours in rank are moved apart by the golden ratio, without chance.
     """
+    # Multiples of the golden ratio fill the range evenly, whatever their number.
     return (np.arange(number) * 0.618) % 1
 
 
@@ -135,12 +137,15 @@ def draw_panels(
         path: PNG file to write.
         others: Whether a row is a baseline, drawn grey; empty = none is.
     """
-    panels = [panel for panel in panels if any(value is not None for value in panel.values)]
-    titles = [panel.title for panel in panels]
-    size_in = (2.4 + 2.7 * len(panels), 1.3 + 0.36 * len(names))
+    known_panels = []
+    for panel in panels:
+        if any(value is not None for value in panel.values):
+            known_panels.append(panel)
+    titles = [panel.title for panel in known_panels]
+    size_in = (2.4 + 2.7 * len(known_panels), 1.3 + 0.36 * len(names))
     figure, all_axes = new_figure(*size_in, *titles)
     figure.suptitle(title, fontsize=10)
-    for axes, panel in zip(all_axes, panels, strict=True):
+    for axes, panel in zip(all_axes, known_panels, strict=True):
         _draw_panel(axes, panel, others)
         # Only the first panel names the rows.
         row_names = names if axes is all_axes[0] else ()
@@ -163,6 +168,7 @@ def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
             colours.append(_OTHERS if others and others[place] else _OURS)
     if panel.has_bars:
         axes.barh(places, numbers, color=colours, height=0.72)
+        # Room at the right for the texts; 1 where all bars are 0.
         axes.set(xlim=(0, 1.25 * max(numbers) or 1))
     else:
         axes.scatter(numbers, places, color=colours, s=30)
@@ -202,7 +208,8 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         _draw_region(axes, number, region_rows)
     lowest = min(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
-    axes.set_xticks(range(len(regions)), [region.replace("_", " ") for region in regions])
+    region_names = [region.replace("_", " ") for region in regions]
+    axes.set_xticks(range(len(regions)), region_names)
     # Room below for the name of the worst case.
     ylim = (lowest - 0.14 * reach, 1.0 + 0.04 * reach)
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)

@@ -163,18 +163,21 @@ def _draw_slices(
     height_px = max(rows for rows, _ in sizes_px)
     left = (_WIDTH_PX - width_px) / 2
     # One range for all slices, so that a tissue has one grey.
-    grey_values = grey_range(np.concatenate([cut.image.ravel() for cut in slices]), window)
+    all_values = np.concatenate([cut.image.ravel() for cut in slices])
+    grey_values = grey_range(all_values, window)
+    label_values = [structure.value for structure in structures]
+    colours = [structure.colour for structure in structures]
     for cut, (rows, columns) in zip(slices, sizes_px, strict=True):
         upper = (2 * _HEADER_PX + height_px - rows) / 2
         axes = canvas.draw_slice(
             (left, upper, left + columns, upper + rows),
             cut.image,
-            [structure.value for structure in structures],
+            label_values,
             grey_values,
             is_up=cut.plane != "axial",
             outlined=cut.labels,
             width_pt=1.3,
-            colours=[structure.colour for structure in structures],
+            colours=colours,
         )
         draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.count}")
         left += columns + _GAP_PX

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
 from statistics import fmean, stdev
 from typing import Any
 
@@ -180,10 +179,9 @@ def _link_to(
     """Link to the first picture of a run, or of a case and a label in a setting; "" without one."""
     for picture in pictures:
         is_of_run = run is not None and picture["run"] is run
-        is_of_case = (
-            setting is not None and picture["setting"] is setting and picture["case"] == case
-        )
-        if is_of_run or (is_of_case and label in picture["dice"]):
+        is_of_setting = setting is not None and picture["setting"] is setting
+        shows_case = picture["case"] == case and label in picture["dice"]
+        if is_of_run or (is_of_setting and shows_case):
             return f"#{picture['id']}"
     return ""
 
@@ -210,12 +208,12 @@ def _pictures(
 ) -> list[dict[str, Any]]:
     """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
     # The best settings first: only so many pictures are in the page.
-    indices = sorted(
-        range(len(comparison.runs)), key=lambda index: places[comparison.setting_of[index].number]
-    )
+    run_places = [places[setting.number] for setting in comparison.setting_of]
+    indices = sorted(range(len(comparison.runs)), key=lambda index: run_places[index])
     overlays: list[tuple[int, Picture]] = []
     for index in indices:
-        overlays += [(index, picture) for picture in comparison.runs[index].pictures]
+        for picture in comparison.runs[index].pictures:
+            overlays.append((index, picture))
     overlays = overlays[:num_pictures]
     # A Dice is at most 1.
     overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
@@ -248,7 +246,11 @@ def _case_rows(
 ) -> list[dict[str, Any]]:
     """Dice of each case and label in each setting with a link, the lowest mean first."""
     rows = []
-    for case, label in dict.fromkeys(chain.from_iterable(setting.cases for setting in settings)):
+    # The cases and labels of any setting, each once and in their order.
+    pairs: dict[tuple[str, str], None] = {}
+    for setting in settings:
+        pairs |= dict.fromkeys(setting.cases)
+    for case, label in pairs:
         cells = []
         for setting in settings:
             link = _link_to(pictures, setting=setting, case=case, label=label)

@@ -43,7 +43,8 @@ def thickness_of(slice_mm: float) -> str:
         >>> [thickness_of(mm) for mm in (0.8, 1.5, 2.5, 3.0, 3.001)]
         ['≤ 1.5 mm', '≤ 1.5 mm', '1.5–3 mm', '1.5–3 mm', '> 3 mm']
     """
-    return THICKNESSES[sum(slice_mm > bound for bound in THICKNESS_BOUNDS_MM)]
+    num_exceeded = sum(slice_mm > bound_mm for bound_mm in THICKNESS_BOUNDS_MM)
+    return THICKNESSES[num_exceeded]
 
 
 def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
@@ -60,6 +61,7 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
     for thickness in (*THICKNESSES, ALL):
         scores = _sure_scores(strategy, thickness)
         if scores:
+            # The distance has a median: one region that was missed makes its mean infinite.
             means[thickness] = {
                 "number": len(scores),
                 "dice": fmean(score["dice"] for score in scores),

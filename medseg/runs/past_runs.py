@@ -117,6 +117,7 @@ def find_runs(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         if CONFIG_FILE in files or JOB_FILE in files:
             run_dirs.append(Path(place))
+            # A run holds no other runs, but many files.
             folders.clear()
     return sorted(run_dirs, key=_natural)
 
@@ -162,8 +163,11 @@ def _overrides_of(job: Mapping[str, Any]) -> dict[str, str]:
     overrides = job.get("overrides")
     if not isinstance(overrides, dict) or len(overrides) > MAX_KEYS:
         return {}
-    # Quotes that Hydra's grammar needs are no part of a value.
-    return {key: re.sub(r"^(['\"])(.*)\1$", r"\2", str(value)) for key, value in overrides.items()}
+    values = {}
+    for key, value in overrides.items():
+        # Quotes that Hydra's grammar needs are no part of a value.
+        values[key] = re.sub(r"^(['\"])(.*)\1$", r"\2", str(value))
+    return values
 
 
 def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
@@ -279,6 +283,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
     for cells in read_file(path, read_csv) or []:
         with suppress(TypeError, ValueError):
             line = {key: float(cell) for key, cell in cells.items() if key and cell}
+            # NaN is not <= anything: such a line is left out too.
             if all(abs(value) <= LARGEST for value in line.values()):
                 lines.append(line)
     return lines

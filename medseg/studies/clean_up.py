@@ -120,15 +120,17 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
         held_out: The predictions.
         volumes: From `measure_references`.
     """
-    candidates = {part: candidates_of(part, held_out.task, volumes) for part in _parts_in(volumes)}
+    candidates = {}
+    for part in _parts_in(volumes):
+        candidates[part] = candidates_of(part, held_out.task, volumes)
     scores = score_candidates(held_out, candidates)
-    num_candidates = sum(_count_tests(clean_ups) for clean_ups in candidates.values())
+    num_candidates = sum(map(_count_tests, candidates.values()))
     clean_ups: list[CleanUp] = []
     rows: list[dict[str, Any]] = []
     for part, scores_by_clean_up in scores.items():
-        chosen, part_rows = _choose_for_part(
-            part, scores_by_clean_up, held_out.patients, LEVEL / num_candidates
-        )
+        # Bonferroni: the level is divided by the number of tests of all parts.
+        level = LEVEL / num_candidates
+        chosen, part_rows = _choose_for_part(part, scores_by_clean_up, held_out.patients, level)
         rows += part_rows
         if chosen != CleanUp(part):
             clean_ups.append(chosen)
@@ -145,7 +147,8 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
 
 def _parts_in(volumes: Sequence[ReferenceVolume]) -> list[str]:
     """Parts that a trusted reference shows, in the order of their first scan."""
-    return list(dict.fromkeys(volume.part for volume in volumes))
+    parts = [volume.part for volume in volumes]
+    return list(dict.fromkeys(parts))
 
 
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
@@ -158,17 +161,23 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
     """
     median_ml = median(volume.volume_ml for volume in volumes if volume.part == part)
     removals = [CleanUp(part)]
-    removals += [CleanUp(part, min_ml=float(f"{share * median_ml:.2g}")) for share in SHARES]
+    for share in SHARES:
+        # Two digits: people read the number, and the median of few scans is no more exact.
+        min_ml = float(f"{share * median_ml:.2g}")
+        removals.append(CleanUp(part, min_ml=min_ml))
     removals.append(CleanUp(part, only_largest=True))
     if len(task.part_values(part)) > 1:
         return removals
-    return [*removals, *(replace(removal, fill_holes=True) for removal in removals)]
+    fillings = [replace(removal, fill_holes=True) for removal in removals]
+    return [*removals, *fillings]
 
 
 def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
     """Count the tests of a part: each removal against nothing, and filling once."""
-    num_removals = sum(not clean_up.fill_holes for clean_up in clean_ups) - 1
-    return num_removals + any(clean_up.fill_holes for clean_up in clean_ups)
+    num_fillings = sum(clean_up.fill_holes for clean_up in clean_ups)
+    # The first one, to do nothing, is what the others are compared with.
+    num_removals = len(clean_ups) - num_fillings - 1
+    return num_removals + (num_fillings > 0)
 
 
 def score_candidates(

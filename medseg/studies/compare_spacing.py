@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -109,7 +108,9 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         raise UserError(
             "data.test_patients: no case with labels is held out; name patients of the case table"
         )
-    grids = {case.name: oriented_grid(read_grid(case.image, case.series)) for case in cases}
+    grids = {}
+    for case in cases:
+        grids[case.name] = oriented_grid(read_grid(case.image, case.series))
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
@@ -257,8 +258,8 @@ def _predict(
             reports[case] = json.loads(path.read_text(encoding="utf-8"))
     reasons = failed_predictions(folder)
     if failure or not reports:
-        case_reasons = "; ".join(f"{case}: {reason}" for case, reason in reasons.items())
-        raise UserError(f"no case could be predicted: {case_reasons or failure}")
+        case_reasons = [f"{case}: {reason}" for case, reason in reasons.items()]
+        raise UserError(f"no case could be predicted: {'; '.join(case_reasons) or failure}")
     return reports, reasons
 
 
@@ -267,6 +268,7 @@ def failed_predictions(predictions: Path) -> dict[str, str]:
     path = predictions / "summary.csv"
     if not path.is_file():
         return {}
+    # The message of a failed case is in the column of warnings.
     return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
@@ -353,6 +355,7 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
+    # As if the body filled the scan: the largest crop that it can give.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels:
@@ -365,8 +368,10 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
     """Find the network input of a prediction's largest crop; None if no region was found."""
     divisor = find_divisor(config)
-    boxes = [VoxelBox(**box["voxels"]) for box in report["boxes"].values()]
-    return max((network_size(box.shape, divisor) for box in boxes), key=math.prod, default=None)
+    shapes = []
+    for box in report["boxes"].values():
+        shapes.append(network_size(VoxelBox(**box["voxels"]).shape, divisor))
+    return max(shapes, key=math.prod, default=None)
 
 
 def read_scores(
@@ -375,22 +380,22 @@ def read_scores(
     """Make one entry per held-out case and region: its scores and the costs of its prediction."""
     entries = []
     for row in read_csv(path):
-        report = reports[row["case"]]
-        entries.append(
-            {
-                "case": row["case"],
-                # As `by_spacing` measures it.
-                "slice_mm": round(max(grids[row["case"]].spacing_mm), 3),
-                "region": row["region"],
-                "trust": row["trust"],
-                "dice": float(row["dice"]),
-                "nsd_1mm": float(row["nsd_1mm"]),
-                "nsd_2mm": float(row["nsd_2mm"]),
-                "hd95_mm": float(row["hd95_mm"]),
-                "predict_s": round(report["durations_s"]["total"], 2),
-                "predict_peak_gb": round(report["peak_resident_bytes"] / 1e9, 3),
-            }
-        )
+        case = row["case"]
+        report = reports[case]
+        entry = {
+            "case": case,
+            # As `by_spacing` measures it.
+            "slice_mm": round(max(grids[case].spacing_mm), 3),
+            "region": row["region"],
+            "trust": row["trust"],
+            "dice": float(row["dice"]),
+            "nsd_1mm": float(row["nsd_1mm"]),
+            "nsd_2mm": float(row["nsd_2mm"]),
+            "hd95_mm": float(row["hd95_mm"]),
+            "predict_s": round(report["durations_s"]["total"], 2),
+            "predict_peak_gb": round(report["peak_resident_bytes"] / 1e9, 3),
+        }
+        entries.append(entry)
     return entries
 
 
@@ -406,7 +411,10 @@ def write(
         output: Folder.
         patients: Held-out case to its patient; a case that is missing is a patient of its own.
     """
-    write_csv(output / "comparison.csv", list(chain(*map(_csv_rows, strategies))), COLUMNS)
+    rows: list[dict[str, Any]] = []
+    for strategy in strategies:
+        rows += _csv_rows(strategy)
+    write_csv(output / "comparison.csv", rows, COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies, patients))
     if any(strategy.scores for strategy in strategies):
         _draw(strategies, output / "comparison.png")

@@ -59,8 +59,9 @@ def make_folds(
         for heading, scans in scans_by_heading.items():
             folds.names_by_heading[heading].update(case.name for case in scans)
         all_scans = list(chain(*scans_by_heading.values()))
-        folds.cases.update({case.name: case for case in all_scans})
-        folds.fold_of.update(dict.fromkeys((case.name for case in all_scans), fold))
+        for case in all_scans:
+            folds.cases[case.name] = case
+            folds.fold_of[case.name] = fold
         folds.tables.append(write_case_table(folder / "held_out.csv", all_scans))
     return folds
 

@@ -121,15 +121,16 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
         Experiment to its further arguments.
     """
     runs = Path(config.runs)
+    # Those of a cross-validation: each case gets a stage that has not trained on it.
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     if folds:
         return coarse_arguments(config, folds)
     checkpoint = text_of(str(last_checkpoint(runs / "all" / "coarse")))
-    return {
-        experiment: [f"stage.coarse={checkpoint}"]
-        for experiment in config.fine
-        if sees_coarse_stage(experiment, "fine")
-    }
+    arguments = {}
+    for experiment in config.fine:
+        if sees_coarse_stage(experiment, "fine"):
+            arguments[experiment] = [f"stage.coarse={checkpoint}"]
+    return arguments
 
 
 def _write_weights(runs: Path, output: Path, bound: Mapping[str, Any] | None) -> None:

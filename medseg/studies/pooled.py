@@ -68,6 +68,7 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
 
 def _pooled_figures(rows: Sequence[Row], patients: Mapping[str, str]) -> dict[str, Any]:
     """Pool the scores of one region and trust, see `pooled_rows`."""
+    # Where the reference is empty, a score is 0 or 1 (Dice), or infinite: such scans are counted.
     present = [row for row in rows if row["volume_ref_ml"] > 0]
     absent = [row for row in rows if row["volume_ref_ml"] == 0]
     figures: dict[str, Any] = {

@@ -225,12 +225,13 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
     Returns:
         Experiment to its further arguments.
     """
-    checkpoints = ",".join(text_of(str(last_checkpoint(folder / "coarse"))) for folder in folds)
-    return {
-        experiment: [f"stage.coarse_folds=[{checkpoints}]"]
-        for experiment in config.fine
-        if sees_coarse_stage(experiment, "fine")
-    }
+    paths = [last_checkpoint(folder / "coarse") for folder in folds]
+    checkpoints = ",".join(text_of(str(path)) for path in paths)
+    arguments = {}
+    for experiment in config.fine:
+        if sees_coarse_stage(experiment, "fine"):
+            arguments[experiment] = [f"stage.coarse_folds=[{checkpoints}]"]
+    return arguments
 
 
 def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ()) -> None:
@@ -270,8 +271,10 @@ def recipe_of(
         cases: All cases of the table.
         arguments: Further arguments of the trainings.
     """
-    names = "\n".join(sorted(case.name for case in cases))
-    digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+    names = sorted(case.name for case in cases)
+    # A name of a file may hold bytes that are no UTF-8.
+    text = "\n".join(names).encode("utf-8", "surrogateescape")
+    digest = hashlib.sha256(text).hexdigest()
     recipe: dict[str, Any] = {**experiments, "cases": digest[:DIGEST_LENGTH]}
     if arguments:
         recipe["arguments"] = list(arguments)
@@ -369,8 +372,10 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
         >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
         ('steps=9', 'seed=1')
     """
-    arguments = itertools.chain(*groups)
-    return tuple({key_of(argument): argument for argument in arguments}.values())
+    argument_of_key = {}
+    for argument in itertools.chain(*groups):
+        argument_of_key[key_of(argument)] = argument
+    return tuple(argument_of_key.values())
 
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-from optuna.pruners import MedianPruner, NopPruner
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -123,11 +123,11 @@ def composer(arguments: Sequence[str], sweep: SweepConfig) -> Compose:
         arguments: Arguments of the search; those of `sweep` and of searched keys are left out.
         sweep: The search.
     """
-    common = [
-        argument
-        for argument in arguments_for_train(arguments, SearchConfig)
-        if key_of(argument) not in sweep.space
-    ]
+    common = []
+    for argument in arguments_for_train(arguments, SearchConfig):
+        # The value of the experiment has become that of the first trial.
+        if key_of(argument) not in sweep.space:
+            common.append(argument)
 
     def compose(values: Mapping[str, str]) -> DictConfig:
         trial_arguments = [f"{key}={value}" for key, value in values.items()]
@@ -145,8 +145,9 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
         UserError: Naming the key, the value and the cure.
     """
     values_of_key = {key: _checked_values(parameter) for key, parameter in sweep.space.items()}
-    # Keys with fewer values repeat theirs.
-    for number in range(max(map(len, values_of_key.values()))):
+    # As many as the longest key has values, so that each is in one trial; other keys repeat theirs.
+    num_trials = max(map(len, values_of_key.values()))
+    for number in range(num_trials):
         trial_values = {key: values[number % len(values)] for key, values in values_of_key.items()}
         try:
             config = to_typed(compose({**trial_values, "run_dir": "none"}), TrainConfig)
@@ -308,14 +309,16 @@ class SearchJournal:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder = folder
         self.sweep = sweep
-        pruner = MedianPruner(
-            n_startup_trials=sweep.prune_after_trials, n_warmup_steps=sweep.prune_after_steps
-        )
+        pruner: BasePruner = NopPruner()
+        if sweep.pruner is not Pruner.none:
+            pruner = MedianPruner(
+                n_startup_trials=sweep.prune_after_trials, n_warmup_steps=sweep.prune_after_steps
+            )
         self.study = optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL_FILE))),
             study_name="search",
             directions=[DIRECTIONS[objective] for objective in sweep.objectives],
-            pruner=NopPruner() if sweep.pruner is Pruner.none else pruner,
+            pruner=pruner,
             load_if_exists=True,
         )
 
@@ -359,6 +362,7 @@ class SearchJournal:
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
             begun = sum(trial.state is not TrialState.WAITING for trial in trials)
+            # A running trial whose lock is free was left by a process that was killed.
             numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
             if begun < self.sweep.num_trials:
                 numbers.append(begun)
@@ -372,10 +376,9 @@ class SearchJournal:
                     trial = self.study.ask()
                 else:
                     trial = Trial(self.study, trials[number]._trial_id)
-                overrides = {
-                    key: _suggest(trial, key, parameter)
-                    for key, parameter in self.sweep.space.items()
-                }
+                overrides = {}
+                for key, parameter in self.sweep.space.items():
+                    overrides[key] = _suggest(trial, key, parameter)
                 return trial, overrides
         return None
 
@@ -419,14 +422,18 @@ class SearchJournal:
             # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al.,
             # IJCAI 2023).
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
+        best = []
+        if trials:
+            best = [trial.number for trial in self.study.best_trials]
+        objectives = {}
+        for objective in self.sweep.objectives:
+            objectives[objective.value] = DIRECTIONS[objective]
         return {
             "name": self.sweep.name,
-            "objectives": {
-                objective.value: DIRECTIONS[objective] for objective in self.sweep.objectives
-            },
+            "objectives": objectives,
             "space": {key: range_text(parameter) for key, parameter in self.sweep.space.items()},
             "num_trials": self.sweep.num_trials,
-            "best": [trial.number for trial in self.study.best_trials] if trials else [],
+            "best": best,
             "importances": {key: round(float(share), 4) for key, share in importances.items()},
         }
 
@@ -465,8 +472,9 @@ def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
 def _value_in_space(parameter: ParameterConfig, value: Any) -> str | float | None:
     """Return a value of the experiment as the study stores it; None if the space lacks it."""
     if parameter.choices is not None:
+        text = text_of(value)
         choices = [text_of(choice) for choice in parameter.choices]
-        return text_of(value) if text_of(value) in choices else None
+        return text if text in choices else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not cast(float, parameter.low) <= value <= cast(float, parameter.high):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import sys
 import warnings
@@ -232,9 +231,11 @@ def make_data_module(
         # Phantoms may be in the training of all of them; the first one serves them.
         coarse = stages[0]
         coarse_by_case = _unseen(config, stages)
+    if sources is None:
+        sources = find_sources(config.data, config.task)
     return CasesDataModule(
         config,
-        find_sources(config.data, config.task) if sources is None else sources,
+        sources,
         make_task(config.task),
         divisor=find_divisor(config),
         augmentation=make_transforms(config),
@@ -309,10 +310,12 @@ def make_views(config: TrainConfig) -> list[View]:
     task = make_task(config.task)
     if config.stage.name is not StageName.fine:
         return [View({value: name for name, value in task.labels.items()}, False)]
-    return [
-        View(dict(enumerate(region.labels, start=1)), region.side == "right")
-        for region in task.regions
-    ]
+    views = []
+    for region in task.regions:
+        # The classes of the fine network are the labels of the region, in their order.
+        names = dict(enumerate(region.labels, start=1))
+        views.append(View(names, region.side == "right"))
+    return views
 
 
 def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str, Any]:
@@ -359,15 +362,14 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
     device_map = config.model["device_map"]
-    gpus = {
-        f"cuda:{index}": torch.cuda.get_device_properties(index).total_memory
-        for index in range(torch.cuda.device_count())
-    }
+    gpus = {}
+    for index in range(torch.cuda.device_count()):
+        gpus[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
     parts = named_parts(make_network_on_meta(config))
     if device_map == "auto":
         return _balance_parts(config, parts, gpus)
     devices = ("cpu", *gpus)
-    missing = sorted({device for device in device_map.values() if device not in devices})
+    missing = sorted(set(device_map.values()) - set(devices))
     if missing:
         raise UserError(
             f"model.device_map: there is no {', '.join(missing)} here; "
@@ -398,13 +400,14 @@ def _balance_parts(
             f"and torch sees {len(gpus)}; leave it out"
         )
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
+    optimizer_factory = bind_target(
+        "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
+    )
     memory = count_step(
         lambda: make_network(config),
         (1, count_channels(config), *shape),
         loss=make_loss(config),
-        make_optimizer=bind_target(
-            "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
-        ),
+        make_optimizer=optimizer_factory,
         precision=config.memory.precision.value,
     )
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser
@@ -414,7 +417,8 @@ def _balance_parts(
     sizes = {}
     # Parts that did not run in the counted step come last.
     for name in dict.fromkeys((*memory.order, *parts)):
-        parameters = itertools.chain(*(module.parameters() for module in parts[name]))
-        weight_bytes = sum(parameter.nbytes for parameter in parameters)
+        weight_bytes = 0
+        for module in parts[name]:
+            weight_bytes += sum(parameter.nbytes for parameter in module.parameters())
         sizes[name] = memory.saved.get(name, 0) + round(ratio * weight_bytes)
     return plan_device_map(sizes, gpus)

@@ -124,11 +124,9 @@ class CasesDataModule(pl.LightningDataModule):
 
         missing: list[tuple[Case, CaseSource]] = []
         for source in self.sources:
-            missing += [
-                (case, source)
-                for case in (*source.split.train, *source.split.val)
-                if not self._with_entry(is_current, case, source)
-            ]
+            for case in (*source.split.train, *source.split.val):
+                if not self._with_entry(is_current, case, source):
+                    missing.append((case, source))
         title = f"cache at {spacing_text(self.config.spacing.target_spacing_mm)}"
         for case, source in track(missing, title, disable=not missing):
             self._with_entry(prepare_case, case, source)

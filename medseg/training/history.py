@@ -53,11 +53,10 @@ class History(pl.Callback):
         self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()
     ) -> None:
         self.path = path
-        self.scores = {
-            "val_dice": "val/dice",
-            "val_dice_worst": "val/dice_worst",
-            **{f"val_{name}": f"val/{name}" for name in metrics},
-        }
+        # Column to the name under which the module logs its value.
+        self.scores = {"val_dice": "val/dice", "val_dice_worst": "val/dice_worst"}
+        for name in metrics:
+            self.scores[f"val_{name}"] = f"val/{name}"
         metric_columns = [column for column in self.scores if column not in HISTORY_COLUMNS]
         self.columns = (*HISTORY_COLUMNS, *metric_columns)
         self.history_every = history_every
@@ -113,8 +112,11 @@ class History(pl.Callback):
         Raises:
             KeyError: If it lacks another column.
         """
-        metric_cells = {column: row.get(column, "") for column in self.columns}
-        return metric_cells | {column: row[column] for column in HISTORY_COLUMNS}
+        cells = {column: row.get(column, "") for column in self.columns}
+        for column in HISTORY_COLUMNS:
+            # A table without one of these is damaged, and the KeyError says so to the caller.
+            cells[column] = row[column]
+        return cells
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -160,18 +160,21 @@ def find_lungs(
     of a mirrored image, or its header.
     """
     steps = [max(1, round(SOLID_MM / (2 * mm))) for mm in spacing_mm]
-    part = tuple(slice(None, None, step) for step in steps)
-    coarse_hu, coarse_labels = image_hu[part], labels[part]
+    every_few = tuple(slice(None, None, step) for step in steps)
+    coarse_hu = image_hu[every_few]
+    coarse_labels = labels[every_few]
     masks = []
     for side in ("left", "right"):
         mask = np.zeros(coarse_labels.shape, dtype=bool)
         for value in task.side_values(side):
             is_value = coarse_labels == value
+            # A side may have organs without air, too: the median tells the lungs.
             if is_value.any() and np.median(coarse_hu[is_value]) <= AIRY_HU:
                 mask |= is_value
         if not mask.any():
             return None
         masks.append(mask)
+    # By their place, not by their labels, which may be exchanged; x increases to the left.
     left, right = sorted(masks, key=_centre_x, reverse=True)
     z_mm, y_mm, x_mm = (step * mm for step, mm in zip(steps, spacing_mm, strict=True))
     return Lungs(left, right, coarse_hu, (z_mm, y_mm, x_mm))
@@ -186,19 +189,27 @@ def _gap_between(lungs: Lungs) -> Gap:
     """Find what lies between the lungs in each row."""
     right, left = lungs.right, lungs.left
     width = right.shape[2]
+    # `argmax` finds the first true voxel of a row; of the reversed row, the last one.
+    right_start = right.argmax(axis=2)
+    right_stop = width - right[:, :, ::-1].argmax(axis=2)
+    left_start = left.argmax(axis=2)
+    left_stop = width - left[:, :, ::-1].argmax(axis=2)
     return Gap(
         is_between=np.logical_and(right.any(axis=2), left.any(axis=2)),
-        start=width - right[:, :, ::-1].argmax(axis=2),
-        stop=left.argmax(axis=2),
-        outer_middle=(right.argmax(axis=2) + width - left[:, :, ::-1].argmax(axis=2)) / 2,
+        start=right_stop,
+        stop=left_start,
+        outer_middle=(right_start + left_stop) / 2,
     )
 
 
 def _levels(lungs: Lungs, low_share: float, high_share: float) -> range:
     """Slices between two shares of the height of the lungs."""
     slices = np.flatnonzero((lungs.left | lungs.right).any(axis=(1, 2)))
-    height = slices[-1] + 1 - slices[0]
-    return range(int(slices[0] + low_share * height), int(np.ceil(slices[0] + high_share * height)))
+    lowest = slices[0]
+    height = slices[-1] + 1 - lowest
+    start = int(lowest + low_share * height)
+    stop = int(np.ceil(lowest + high_share * height))
+    return range(start, stop)
 
 
 def liver_excess(lungs: Lungs) -> float | None:
@@ -225,6 +236,7 @@ def liver_excess(lungs: Lungs) -> float | None:
     is_solid, is_light = _solid_and_light(lungs.image_hu[part], spacing_mm)
     solid_shares = [is_solid[below[part]].mean() for below in belows]
     light_shares = [is_light[below[part]].mean() for below in belows]
+    # First that of the right lung. The liver is solid; stomach and colon hold gas and fat.
     solid_excess = solid_shares[0] - solid_shares[1]
     return float(solid_excess + light_shares[1] - light_shares[0]) / 2
 
@@ -299,10 +311,13 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
 def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | None:
     """Centre (y, x) of the trachea, or of both main bronchi where they are one, in a slice."""
     x = np.arange(lungs.image_hu.shape[2])
-    is_gap = gap.is_between[z][:, None] & (x >= gap.start[z][:, None]) & (x < gap.stop[z][:, None])
+    starts = gap.start[z][:, None]
+    stops = gap.stop[z][:, None]
+    is_gap = gap.is_between[z][:, None] & (x >= starts) & (x < stops)
     pieces, num_pieces = ndimage.label(is_gap & (lungs.image_hu[z] < TRACHEA_HU))
     if not num_pieces:
         return None
+    # Number 0 is what lies around the pieces.
     areas_mm2 = np.bincount(pieces.ravel())[1:] * lungs.spacing_mm[1] * lungs.spacing_mm[2]
     largest = int(areas_mm2.argmax())
     low_mm2, high_mm2 = TRACHEA_MM2
@@ -381,6 +396,7 @@ def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
         rows = np.flatnonzero(gap.is_between[z])
         if not len(rows):
             continue
+        # The front half: the aorta and the spine lie behind.
         rows = rows[rows < (in_slice[0] + in_slice[-1]) / 2]
         middle = (gap.start[z, rows] + gap.stop[z, rows]) / 2
         offsets.extend((middle - gap.outer_middle[z, rows]).tolist())

@@ -140,15 +140,19 @@ def map_values(
     unknown = [value for value in present if value not in label_values]
     if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
+        plural = "s" if len(unknown) > 1 else ""
         finding = find(
             kind,
-            s="s" if len(unknown) > 1 else "",
+            s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
             all=",".join(map(str, unknown)),
             known=", ".join(map(str, sorted(label_values))),
         )
         findings.append(finding)
-    new_values = {value: task.values.get(label_values.get(value, ""), 0) for value in present}
+    new_values = {}
+    for value in present:
+        name = label_values.get(value, "")
+        new_values[value] = task.values.get(name, 0)
     if labels.dtype == np.uint8 and all(old == new for old, new in new_values.items()):
         return labels, findings
     mapped = np.zeros(labels.shape, dtype=np.uint8)
@@ -183,7 +187,10 @@ class RegionFacts(NamedTuple):
 
 def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
     """Measure the volume of each label of the task in ml; labels (D, H, W), uint8."""
-    counts = np.asarray(sum(np.bincount(plane.ravel(), minlength=256) for plane in labels))
+    # Plane by plane: `bincount` copies what it counts to int64, eight times the label map.
+    counts = np.zeros(256, dtype=np.int64)
+    for plane in labels:
+        counts += np.bincount(plane.ravel(), minlength=256)
     voxel_ml = math.prod(grid.spacing_mm) / 1000.0
     return {name: float(counts[value]) * voxel_ml for name, value in task.labels.items()}
 
@@ -204,6 +211,7 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
         part = mask[box.slices()]
         box = box.shifted(around.start)
         centre = []
+        # From the counts along each axis: the indices of all voxels would take far more memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = part.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
@@ -237,11 +245,13 @@ def audit_labels(
     regions = measure_regions(labels, grid, task)
     findings = []
     for region in task.regions:
-        if region.name not in regions and trust.get(region.name) != ABSENT:
+        is_stated_absent = trust.get(region.name) == ABSENT
+        if region.name not in regions and not is_stated_absent:
             findings.append(find("missing_region", region=region.name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
+        # A region without a side, such as the body, may be as long as the scan.
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
             finding = find(
                 "implausible_size:region",
@@ -257,8 +267,8 @@ def audit_labels(
             cuts[name] = ends
     findings += _audit_volumes(labels, grid, task, cuts)
     if cuts:
-        listed = " and ".join(f"{name} ({'; '.join(ends)})" for name, ends in cuts.items())
-        findings.append(find("cut_region", regions=listed))
+        descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cuts.items()]
+        findings.append(find("cut_region", regions=" and ".join(descriptions)))
     return findings
 
 
@@ -398,9 +408,10 @@ def _audit_volumes(
 
 def _region_volumes(volumes_ml: Mapping[str, float], task: Task) -> dict[str, float]:
     """Add up the volumes of the labels of each region, in ml."""
-    return {
-        region.name: sum(volumes_ml[label] for label in region.labels) for region in task.regions
-    }
+    region_volumes_ml = {}
+    for region in task.regions:
+        region_volumes_ml[region.name] = sum(volumes_ml[label] for label in region.labels)
+    return region_volumes_ml
 
 
 def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> tuple[float, float]:
@@ -433,7 +444,9 @@ def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
     """Measure the face that two regions share."""
-    near = left.box.expanded((1, 1, 1)).intersect(right.box.expanded((1, 1, 1)))
+    # Neighbours lie in both boxes if each is one voxel larger.
+    left_box = left.box.expanded((1, 1, 1))
+    near = left_box.intersect(right.box.expanded((1, 1, 1)))
     inner = labels[near.clipped(labels.shape).slices()]
     # With the codes 1 and 4, the sum of two neighbours is 5 only where both regions meet.
     codes = _mask(inner, left.region, task).astype(np.uint8)
@@ -456,12 +469,13 @@ def _cut_ends(
     """List the ends of the image that a region reaches, with the area of the cut."""
     ends = []
     for axis, names in enumerate(FACES):
-        last = labels.shape[axis] - 1
-        reached = (facts.box.start[axis], facts.box.stop[axis] - 1)
-        for name, end, region_end in zip(names, (0, last), reached, strict=True):
+        ends_of_image = (0, labels.shape[axis] - 1)
+        ends_of_region = (facts.box.start[axis], facts.box.stop[axis] - 1)
+        for name, end, region_end in zip(names, ends_of_image, ends_of_region, strict=True):
             if region_end != end:
                 continue
-            num_voxels = np.count_nonzero(_mask(labels.take(end, axis), facts.region, task))
+            cut = _mask(labels.take(end, axis), facts.region, task)
+            num_voxels = np.count_nonzero(cut)
             area_mm2 = num_voxels * _face_mm2(grid, axis)
             ends.append(f"{name} end, {area_mm2 / 100:.1f} cm²")
     if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, facts):
@@ -504,8 +518,9 @@ def audit_vanished(
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.
     """
-    return [
-        find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
-        for name, volume_ml in _region_volumes(volumes_ml, task).items()
-        if volume_ml > 0 and name not in boxes
-    ]
+    findings = []
+    for name, volume_ml in _region_volumes(volumes_ml, task).items():
+        if volume_ml > 0 and name not in boxes:
+            finding = find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
+            findings.append(finding)
+    return findings

@@ -75,7 +75,9 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     spacings_mm = [audited.audit.grid.spacing_mm for audited in cases if audited.audit is not None]
     usual_mm: list[float] = []
     if len(spacings_mm) >= MIN_CASES:
-        usual_mm = [median(along_axis) for along_axis in zip(*spacings_mm, strict=True)]
+        # One sequence per axis.
+        spacings_by_axis = zip(*spacings_mm, strict=True)
+        usual_mm = [median(spacings) for spacings in spacings_by_axis]
     # A table without the column `patient` takes each case for another patient, which nobody has
     # claimed.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
@@ -88,6 +90,7 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
             areas = areas_of(audited.audit.profile)
             copies = list(_compare(audited.case, audited.audit, usual_mm, earlier, names_patients))
             findings += copies
+            # What is a copy by its voxels has a profile like that of its twin, too.
             is_copy = any(finding.code in (DUPLICATE, "near_copy") for finding in copies)
             if areas is not None and not is_copy:
                 findings += _near_profiles(audited.case, areas, earlier_areas, names_patients)
@@ -187,7 +190,9 @@ def copy_distance(audit: CaseAudit, twin: CaseAudit) -> float:
     if not audit.thumbnail or not twin.thumbnail:
         return math.inf
     difference_hu = np.array(audit.thumbnail) - np.array(twin.thumbnail)
-    return max(1e-9, float(np.sqrt(np.mean(difference_hu**2))))
+    root_mean_square_hu = float(np.sqrt(np.mean(difference_hu**2)))
+    # 0 means equal voxels, which equal thumbnails do not prove.
+    return max(1e-9, root_mean_square_hu)
 
 
 def audit_csv(cases: Sequence[AuditedCase]) -> str:

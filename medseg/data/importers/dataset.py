@@ -160,6 +160,7 @@ class DataSet:
             trust = dict(case.trust)
             names = self._compared_names.get(case.name)
             for label, members in self.labels.items():
+                # A label with one of several structures is present, if in part.
                 if names is not None and names.isdisjoint(map(_compared_name, members)):
                     trust[label] = ABSENT
             cases.append(replace(case, trust=trust))
@@ -198,14 +199,13 @@ class DataSet:
             *self._spelling_items(),
             *self._overlap_items(),
         ]
-        # Names of files and in JSON may hold what no text file can.
-        return [
-            item._replace(
-                name=CONTROL_CHARACTERS.sub("_", item.name),
-                why=CONTROL_CHARACTERS.sub("_", item.why),
-            )
-            for item in items
-        ]
+        printable_items = []
+        for item in items:
+            # Names of files and in JSON may hold what no text file can.
+            name = CONTROL_CHARACTERS.sub("_", item.name)
+            why = CONTROL_CHARACTERS.sub("_", item.why)
+            printable_items.append(item._replace(name=name, why=why))
+        return printable_items
 
     def _label_items(self) -> list[Item]:
         """List the labels of the task with their structures."""
@@ -462,7 +462,9 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
     cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
     data = replace(data, cases=cases)
     _check_names(data, source)
-    files = list(itertools.chain.from_iterable(_files_by_role(case).values() for case in cases))
+    files: list[Path] = []
+    for case in cases:
+        files += _files_by_role(case).values()
     missing = [path for path in files if not path.exists()]
     if missing:
         raise UserError(
@@ -482,8 +484,10 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
 
 def _files_by_role(case: Case) -> dict[str, Path]:
     """List the files of a case by what they hold: `channel 0`, `channel 1`, …, `labels`."""
-    images = (case.image, *case.more_images)
-    files = {f"channel {number}": path for number, path in enumerate(images) if path is not None}
+    files: dict[str, Path] = {}
+    for number, path in enumerate((case.image, *case.more_images)):
+        if path is not None:
+            files[f"channel {number}"] = path
     if case.labels is not None:
         files["labels"] = case.labels
     return files
@@ -539,6 +543,7 @@ def _check_images(cases: Sequence[Case], source: Path) -> None:
     owners: dict[tuple[str, str | None], Case] = {}
     for case in cases:
         key = os.path.realpath(case.image), case.series
+        # The first case that names an image owns it.
         owner = owners.setdefault(key, case)
         if owner is not case:
             raise UserError(
@@ -550,6 +555,7 @@ def _check_images(cases: Sequence[Case], source: Path) -> None:
 def _account_shared(data: DataSet) -> None:
     """Enter files that are read for several cases or channels: an error, unless it is meant."""
     uses: dict[tuple[str, str | None], list[str]] = {}
+    # By the files that links lead to: two names may be one file.
     for case in data.cases:
         for role, path in _files_by_role(case).items():
             # Several DICOM series may share the folder that is the image.
@@ -651,7 +657,10 @@ def side_of(name: str) -> tuple[str | None, str]:
 
 def safe_name(name: str) -> str:
     """Join the words of a name by `_`, without signs that file names or keys cannot have."""
-    return re.sub(r"[^\w-]+", "_", CONTROL_CHARACTERS.sub("_", name)).strip("_-") or "label"
+    text = CONTROL_CHARACTERS.sub("_", name)
+    joined = re.sub(r"[^\w-]+", "_", text)
+    # Nothing is left of a name of signs alone.
+    return joined.strip("_-") or "label"
 
 
 def plain_name(name: str) -> str:

@@ -97,8 +97,10 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         cases.append(Case(name, image, masks_at, patient=name, split=splits.get(name)))
     for name in sorted(splits.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
+    # A structure need not be in every case.
     names = sorted(set(itertools.chain.from_iterable(structures.values())))
     labels = _merge_lobes(named_groups(names, account))
+    # The file of a scan is called after its modality: `ct` or `mri`.
     image_names = {case_name(case.image) for case in cases}
     if len(image_names) > 1:
         raise UserError(
@@ -140,6 +142,7 @@ def _merge_lobes(structures: LabelMembers) -> LabelMembers:
             organ_of[label] = lobe[1]
             organs_of_lobes.add(lobe[1])
     merged: LabelMembers = {}
+    # Only now is it known which organs are divided into lobes.
     for label, members in structures.items():
         organ = organ_of[label]
         name = organ if organ in organs_of_lobes else label
@@ -206,13 +209,16 @@ def import_luna16(folder: Path) -> DataSet:
         account.use(Kind.list, f"subset{subset}", why)
     cases = []
     for name, path in images.items():
+        fold = None
+        if has_folds:
+            fold = subset_of[name]
         case = Case(
             name,
             path,
             masks[name],
             patient=name,
             trust=dict.fromkeys(LUNA16_LABELS, "approximate"),
-            fold=subset_of[name] if has_folds else None,
+            fold=fold,
         )
         cases.append(case)
     notes = [
@@ -297,8 +303,10 @@ def import_pairs(folder: Path) -> DataSet:
     segments = _segments_of(labels)
     if any(path.is_dir() for path in labels.values()):
         structures = {name: list(masks_in(path)) for name, path in labels.items()}
-        names_of_masks = sorted(map(str, set(itertools.chain.from_iterable(structures.values()))))
-        groups = named_groups(names_of_masks, account)
+        names_of_masks: set[str] = set()
+        for masks in structures.values():
+            names_of_masks.update(map(str, masks))
+        groups = named_groups(sorted(names_of_masks), account)
     elif segments:
         structures, groups = _slicer_groups(segments, account)
     else:
@@ -332,8 +340,10 @@ def _label_files(images_at: Path, labels_at: Path, names: Collection[str]) -> di
     if images_at == labels_at:
         files = [path for path in files if is_slicer_file(path)]
     else:
-        folders = sorted(path for path in labels_at.iterdir() if path.is_dir())
-        files = [*files, *(path for path in folders if volume_files(path))]
+        # A folder of volumes holds the masks of one case, each named after its structure.
+        for path in sorted(labels_at.iterdir()):
+            if path.is_dir() and volume_files(path):
+                files.append(path)
     labels = {case_name(path): path for path in files}
     # Other programs name the label map `<case>_seg`.
     if labels.keys().isdisjoint(names):
@@ -410,7 +420,8 @@ def _slicer_groups(
     places = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
-    # Each name has one value and each value one name, of which no other spelling exists.
+    # As many names, values and pairs of both: each name has one value and each value one name. And
+    # as many labels: no name is another spelling of a second one.
     has_one_value_each = len(places) == len(names) == num_values == len(groups)
     structures: dict[str, list[int | str]] = {}
     if has_layers or not has_one_value_each:

@@ -95,8 +95,10 @@ def import_nnunet(folder: Path) -> DataSet:
     raw = _read_raw_folder(folder)
     images, labels = _training_files(raw)
     _check_count(raw.about, "numTraining", len(images), raw.account)
+    # nnU-Net writes its own splits among the preprocessed data.
     preprocessed = folder.parent.parent / "nnUNet_preprocessed" / folder.name
-    folds = read_folds([folder / SPLITS_FILE, preprocessed / SPLITS_FILE], images, raw.account)
+    split_files = [folder / SPLITS_FILE, preprocessed / SPLITS_FILE]
+    folds = read_folds(split_files, images, raw.account)
     cases = []
     for name, files in images.items():
         place = folds.place(name)
@@ -113,6 +115,9 @@ def import_nnunet(folder: Path) -> DataSet:
     cases += _test_cases(raw, num_sides=folds.num_sides)
     named_values = field(raw.about, "labels", dict, raw.path)
     groups, background, ignore = _label_groups(named_values, raw.path, raw.account)
+    notes: tuple[str, ...] = ()
+    if folds.advice:
+        notes = (folds.advice,)
     return DataSet(
         NNUNET,
         str(raw.about.get("name") or folder.name),
@@ -121,7 +126,7 @@ def import_nnunet(folder: Path) -> DataSet:
         tuple(map(channel_of, raw.channels)),
         background,
         ignore,
-        notes=(folds.advice,) if folds.advice else (),
+        notes=notes,
         account=raw.account,
     )
 
@@ -290,8 +295,9 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
     for name, file in labels.items():
         if name not in images:
             raw.account.explain(file, "labels without an image")
-    return [
-        Case(
+    cases = []
+    for name, files in images.items():
+        case = Case(
             name,
             files[0],
             labels.get(name),
@@ -300,8 +306,8 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
             fold_sides=(None,) * num_sides,
             more_images=tuple(files[1:]),
         )
-        for name, files in images.items()
-    ]
+        cases.append(case)
+    return cases
 
 
 def _check_count(about: Mapping[str, Any], key: str, count: int, account: Account) -> None:
@@ -347,9 +353,11 @@ def import_msd(source: Path) -> DataSet:
         groups = values_in(cases, notes)
     channels: list[Channel] = []
     if "modality" in about:
-        channels = [channel_of(name) for name in _names(field(about, "modality", dict, path))]
+        modalities = field(about, "modality", dict, path)
+        channels = [channel_of(name) for name in _names(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
+        # One guess for all channels, which the files of an entry count.
         channel = channel_of(guess_modality(cases, notes))
         channels = [channel] * max(map(len, images), default=1)
     return DataSet(
@@ -388,6 +396,7 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
             # "./a.nii.gz" and "a.nii.gz" are one file.
             image = os.path.normpath(texts(entry.get("image"), path)[0])
             first_key, first_entry = first_uses.setdefault(image, (key, entry))
+            # The same object, not an equal one: this is the first use of the image.
             if first_entry is entry:
                 entries.append((split, entry))
             elif first_entry == entry and LISTS[first_key] == split:
@@ -423,6 +432,7 @@ def _msd_cases(
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
             fold = None
+        # A test case may have none.
         labels = None
         if entry.get("label") is not None:
             labels = path.parent / text(entry["label"], path)
@@ -470,6 +480,7 @@ def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: 
         num_channels: Number of channels in `modality`; 0 = not stated.
     """
     most = max(map(len, images), default=1)
+    # A single file may hold all channels along its fourth axis.
     if most == 1:
         return
     expected = num_channels or most
@@ -571,6 +582,7 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
 
 def _names(by_number: Mapping[str, Any]) -> list[str]:
     """List the names of channels in the order of their numbers, which are texts in JSON."""
+    # By length first: "10" comes after "9".
     numbers = sorted(by_number, key=lambda number: (len(number), number))
     return [str(by_number[number]) for number in numbers]
 
@@ -604,7 +616,10 @@ def _numbered(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
                 f"{folder}: {name} has a channel {extra[0]:04d}, "
                 f"but {DATASET_FILE} names {len(expected)}; correct one of them."
             )
-    return {name: [files[number] for number in expected] for name, files in channels.items()}
+    images = {}
+    for name, files in channels.items():
+        images[name] = [files[number] for number in expected]
+    return images
 
 
 def _by_name(folder: Path, ending: str) -> dict[str, Path]:
@@ -725,11 +740,13 @@ def _disjoint_groups(members: Members) -> LabelMembers:
             regions_of.setdefault(value, []).append(name)
     groups: dict[tuple[str, ...], list[int | str]] = {}
     for value in sorted(regions_of):
+        # A group is named after the smallest of its regions, which says the most.
         smallest_first = sorted(regions_of[value], key=lambda name: len(members[name]))
         groups.setdefault(tuple(smallest_first), []).append(value)
     named_groups: LabelMembers = {}
     for regions, group in groups.items():
         name = regions[0]
+        # Smaller regions within it have taken the other values.
         if set(group) != set(members[name]):
             name += "_rest"
         # Another group has the same smallest region: the names of all regions tell them apart.
@@ -816,6 +833,6 @@ def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     long_names = []
     for path, name in zip(images, names, strict=True):
         inner = path.relative_to(folder) if path.is_relative_to(folder) else path
-        folders = [part for part in inner.parts[:-1] if part not in (path.anchor, ".", "..")]
-        long_names.append("_".join([*folders, name]))
+        parts = [part for part in inner.parts[:-1] if part not in (path.anchor, ".", "..")]
+        long_names.append("_".join([*parts, name]))
     return long_names

@@ -99,7 +99,9 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
             f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … "
             f"data.fold={num_folds - 1} chooses one, together with data.num_folds={num_folds}"
         )
-    sides_of = {name: tuple(fold.get(name) for fold in members) for name in names}
+    sides_of = {}
+    for name in names:
+        sides_of[name] = tuple(fold.get(name) for fold in members)
     # The column `fold` says that a case is validated in one fold and trained on in all others. It
     # cannot say that a fold leaves a case out, or validates nothing.
     fits_column = all("val" in fold.values() for fold in members)
@@ -114,7 +116,8 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
             places[name] = Place(sides.index("val"))
         else:
             places[name] = Place()
-    return Folds(places, advice, num_sides=0 if fits_column else num_folds)
+    num_sides = 0 if fits_column else num_folds
+    return Folds(places, advice, num_sides=num_sides)
 
 
 def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:

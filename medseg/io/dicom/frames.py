@@ -96,17 +96,16 @@ PHASES = (
 )
 
 # Tags of all fields that are read of a header.
-FIELDS = [
-    Tag(keyword)
-    for keyword in (
+_KEYWORDS = [
     "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate",
     "SeriesInstanceUID", "SeriesNumber", "SeriesDescription", "Rows", "Columns", "NumberOfFrames",
     "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
     "SamplesPerPixel", "PhotometricInterpretation", "BitsAllocated", "BitsStored", "HighBit",
     "PixelRepresentation", "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
-    "ModalityLUTSequence", *MACROS, *(keyword for _, keyword, _ in PHASES),
-    )
+    "ModalityLUTSequence", *MACROS,
 ]  # fmt: skip
+_KEYWORDS += [keyword for _, keyword, _ in PHASES]
+FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
 @dataclass(frozen=True)

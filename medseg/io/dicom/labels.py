@@ -68,18 +68,15 @@ def open_label_file(path: Path) -> LabelFile:
                 f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {modality}; "
                 "give another file."
             )
+        pairs = []
         if kind == "SEG":
-            # Segment 0 is the background of a label map.
-            pairs = [
-                (segment.SegmentNumber, segment.get("SegmentLabel"))
-                for segment in dataset.SegmentSequence
-                if segment.SegmentNumber
-            ]
+            for segment in dataset.SegmentSequence:
+                # Segment 0 is the background of a label map.
+                if segment.SegmentNumber:
+                    pairs.append((segment.SegmentNumber, segment.get("SegmentLabel")))
         else:
-            pairs = [
-                (region.ROINumber, region.get("ROIName"))
-                for region in dataset.get("StructureSetROISequence") or []
-            ]
+            for region in dataset.get("StructureSetROISequence") or []:
+                pairs.append((region.ROINumber, region.get("ROIName")))
         names = _names(path, kind, pairs, _filled_numbers(dataset, kind))
         return LabelFile(path, kind, names, _series_uids(dataset), dataset)
 
@@ -143,6 +140,7 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 def _frame_places(dataset: Dataset) -> list[tuple[Dataset, ...]]:
     """List for each frame of a SEG where its fields may be, as `field_of` takes it."""
+    # At most one item, which holds for all frames.
     shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
     return [(group, *shared, dataset) for group in groups]
@@ -197,9 +195,8 @@ def read_label_file(
         raise ValueError(f"{file.path} has no structures {sorted(unknown)}")
     with _explained(file.path):
         _check_frame_of_reference(file, slices)
-        on_slices = np.zeros(
-            (len(slices.frames), *slices.frames[0].pixels.shape), _label_dtype(values)
-        )
+        shape = (len(slices.frames), *slices.frames[0].pixels.shape)
+        on_slices = np.zeros(shape, _label_dtype(values))
         if file.kind == "SEG":
             sentences = _read_segments(file, slices, values, threshold, on_slices)
         else:
@@ -360,6 +357,7 @@ def _label_planes(
         _copy_label_map(dataset, planes, values, labels)
         return labels, 0
     numbers = np.array([field_of(place, "ReferencedSegmentNumber") for place in places])
+    # Comparisons with None are False: the frame would be left out without a word.
     if None in numbers:
         raise ValueError("a frame names no segment")
     least = 1
@@ -397,6 +395,7 @@ def _copy_label_map(
     """
     described = {int(segment.SegmentNumber) for segment in dataset.SegmentSequence}
     described |= {0, dataset.get("PixelPaddingValue", 0)}
+    # One entry for each number that a pixel can hold; segments that are not asked for stay 0.
     table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
     table[list(values)] = list(values.values())
     for index, plane in enumerate(planes.tolist()):
@@ -522,13 +521,15 @@ def _read_contours(
             )
         filled = np.flatnonzero(is_on_slice.any(axis=1))
         for index in filled:
-            polygons = [
-                pixels_of(frames[index], contours[contour])
-                for contour in np.flatnonzero(is_on_slice[index])
-            ]
-            mask = fill(polygons, frames[index].pixels.shape)
+            frame = frames[index]
+            polygons = []
+            for contour in np.flatnonzero(is_on_slice[index]):
+                polygons.append(pixels_of(frame, contours[contour]))
+            mask = fill(polygons, frame.pixels.shape)
             num_overlaps += _paint(on_slices[index], mask, value)
-        num_gaps = int(np.ptp(filled)) + 1 - filled.size if filled.size else 0
+        num_gaps = 0
+        if filled.size:
+            num_gaps = int(np.ptp(filled)) + 1 - filled.size
         if num_gaps:
             sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]
@@ -581,6 +582,7 @@ def _nearest_contours(
 def _points(contour: Dataset) -> np.ndarray:
     """Read the LPS points (N, 3) of a contour in mm."""
     value = contour.get_item("ContourData").value
-    # pydicom would make an object of each number.
-    numbers = np.array(value.split(b"\\") if isinstance(value, bytes) else value, dtype=float)
-    return numbers.reshape(-1, 3)
+    # The bytes as they are stored: pydicom would make an object of each number.
+    if isinstance(value, bytes):
+        value = value.split(b"\\")
+    return np.array(value, dtype=float).reshape(-1, 3)

@@ -100,11 +100,14 @@ def list_series(
     _join_cut_files(by_series)
     num_scopes = Counter(uid for _, uid in by_series)
     folders = slice_folders(images)
-    owners = [folders.owner(image.path) for image in loose]
+    # Files that cannot be read, by the series that they may be a slice of.
+    doubtful: dict[str | None, list[NoSlice]] = {}
+    for image in loose:
+        doubtful.setdefault(folders.owner(image.path), []).append(image)
     listed: list[ListedSeries] = []
     for (_, uid), of_series in by_series.items():
-        doubtful = [image for image, owner in zip(loose, owners, strict=True) if owner == uid]
-        listed += _list_one(of_series, doubtful, is_unique=num_scopes[uid] == 1)
+        is_unique = num_scopes[uid] == 1
+        listed += _list_one(of_series, doubtful.get(uid, []), is_unique=is_unique)
     listed.sort(key=_order)
     return [*listed, *map(_loose_file, loose)]
 
@@ -113,13 +116,16 @@ def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> 
     """Put files that were cut off in their header, and lack their patient, to their series."""
     nobody = Series().scope
     for scope, uid in list(by_series):
+        if scope != nobody or not _are_unreadable(by_series[scope, uid]):
+            continue
         owners = [key for key in by_series if key[1] == uid and key[0] != nobody]
-        cut = by_series[scope, uid]
-        is_cut = scope == nobody and all(
-            isinstance(image, NoSlice) and image.is_unreadable for image in cut
-        )
-        if is_cut and len(owners) == 1:
+        if len(owners) == 1:
             by_series[owners[0]] += by_series.pop((scope, uid))
+
+
+def _are_unreadable(images: Sequence[Frame | NoSlice]) -> bool:
+    """Whether none of some files can be read."""
+    return all(isinstance(image, NoSlice) and image.is_unreadable for image in images)
 
 
 def _order(listed: ListedSeries) -> tuple[str, str, str, tuple[float, str], str, int]:
@@ -148,17 +154,24 @@ def _list_one(
             others.append(image)
     stacks, alone = find_stacks(frames)
     damage = _damage([image for image in others if image.is_unreadable])
+    # A file of several frames gives several images.
     paths = list(dict.fromkeys(image.path for image in images))
+    doubtful_paths = [image.path for image in doubtful]
+    common_folder = os.path.commonpath([path.parent for path in paths])
+    kernel = ""
+    if frames:
+        kernel = frames[0].phases[KERNEL]
     whole = ListedSeries(
         series=images[0].series,
-        folder=Path(os.path.commonpath([path.parent for path in paths])),
-        files=(*paths, *(image.path for image in doubtful)),
+        folder=Path(common_folder),
+        files=(*paths, *doubtful_paths),
         num_bytes=sum(path.stat().st_size for path in paths),
         num_slices=len(images),
         fault=damage or _reasons([*others, *alone]),
         is_unique=is_unique,
-        kernel=frames[0].phases[KERNEL] if frames else "",
+        kernel=kernel,
     )
+    # What is no volume is listed too, with the fault that says why.
     if not stacks:
         yield whole
     # A file that cannot be read may be a slice of any of its stacks.

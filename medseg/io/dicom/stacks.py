@@ -158,10 +158,12 @@ def _overlap(groups: list[list[Frame]]) -> bool:
     steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
     # The median: a gap between the groups must not count as their step.
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
-    ranges_mm = sorted((heights.min(), heights.max()) for heights in heights_mm)
-    starts_mm, stops_mm = np.array(ranges_mm).T
+    ranges_mm = [(heights.min(), heights.max()) for heights in heights_mm]
+    starts_mm, stops_mm = np.array(sorted(ranges_mm)).T
+    # A long group may reach beyond the start of more than the next one.
+    reached_mm = np.maximum.accumulate(stops_mm)
     # Groups that share one slice overlap by 0 mm; those that share two, by a step.
-    overlaps_mm = np.maximum.accumulate(stops_mm)[:-1] - starts_mm[1:]
+    overlaps_mm = reached_mm[:-1] - starts_mm[1:]
     return bool((overlaps_mm > 0.5 * step_mm).any())
 
 
@@ -171,10 +173,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
-    # Each slice goes to the first one that it is parallel to.
-    planes = group_by(
-        frames, lambda frame: next(first for first in frames if _is_parallel(frame, first))
-    )
+    planes = group_by(frames, lambda frame: _first_parallel(frame, frames))
     parts: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
     alone: list[Frame] = []
     for plane in planes.values():
@@ -190,6 +189,12 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     reason = "single slice without neighbours"
     left_out = [NoSlice(frame.path, frame.series, reason, is_image=True) for frame in alone]
     return stacks, left_out
+
+
+def _first_parallel(frame: Frame, frames: Sequence[Frame]) -> Frame:
+    """Find the first slice that a slice is parallel to, which may be itself."""
+    parallel = (other for other in frames if _is_parallel(frame, other))
+    return next(parallel)
 
 
 def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np.ndarray]:
@@ -272,6 +277,7 @@ class SliceFolders:
         Returns:
             None where several volumes, or none, may own it: each of them goes on without it.
         """
+        # One entry per slice, and a volume has two slices at least.
         volumes = {uid: folders for uid, folders in self._folders.items() if len(folders) > 1}
         near = [uid for uid, folders in volumes.items() if path.parent in folders]
         candidates = near or list(volumes)
@@ -421,7 +427,12 @@ def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
     """Keep the stacks that have a slice in a file; None keeps all."""
     if file is None:
         return stacks
-    return [stack for stack in stacks if any(frame.path == file for frame in stack.frames)]
+    stacks_of_file = []
+    for stack in stacks:
+        paths = {frame.path for frame in stack.frames}
+        if file in paths:
+            stacks_of_file.append(stack)
+    return stacks_of_file
 
 
 def _uids_of(
@@ -541,15 +552,19 @@ def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
 def _count_reasons(images: Iterable[NoSlice]) -> str:
     """List how often each reason occurs in each series; "" without an image."""
     counts = Counter((str(image.series), image.reason) for image in images)
-    return first_few(
-        [f"{count} x {reason} ({series})" for (series, reason), count in counts.items()], MAX_LISTED
-    )
+    sentences = []
+    for (series, reason), count in counts.items():
+        sentences.append(f"{count} x {reason} ({series})")
+    return first_few(sentences, MAX_LISTED)
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
     """List stacks by the value that `series=` takes, and what distinguishes them."""
-    all_series = list({stack.series.uid: stack.series for stack in all_stacks}.values())
-    return first_few([_describe(stack, all_series) for stack in stacks], MAX_LISTED, "; ")
+    # Several stacks may be parts of one series, which counts once.
+    series_by_uid = {stack.series.uid: stack.series for stack in all_stacks}
+    all_series = list(series_by_uid.values())
+    descriptions = [_describe(stack, all_series) for stack in stacks]
+    return first_few(descriptions, MAX_LISTED, "; ")
 
 
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:

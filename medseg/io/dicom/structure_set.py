@@ -52,8 +52,10 @@ def write_structure_set(
     """
     headers = source_headers(slices)
     numbers = labels_on_slices(labels, slices, structures)
-    files = dict(zip(dict.fromkeys(frame.path for frame in slices.frames), headers, strict=True))
-    references = [_reference(files[frame.path], frame) for frame in slices.frames]
+    # One header per file, which may hold several slices.
+    paths = dict.fromkeys(frame.path for frame in slices.frames)
+    header_of = dict(zip(paths, headers, strict=True))
+    references = [_reference(header_of[frame.path], frame) for frame in slices.frames]
     first = headers[0]
     series = derived_series(first, "RTSTRUCT", numbers, structures, __version__)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
@@ -153,15 +155,15 @@ def _contours(
     for index in np.flatnonzero(mask.any(axis=(1, 2))).tolist():
         for outline in outlines(mask[index]):
             points_xyz_mm = points_of(frames[index], outline).round(4)
-            contours.append(
-                _item(
-                    ContourImageSequence=[references[index]],
-                    ContourGeometricType="CLOSED_PLANAR",
-                    NumberOfContourPoints=len(outline),
-                    # 0.1 µm, in the 16 characters that a decimal of DICOM has.
-                    ContourData=[f"{value:.10g}" for value in points_xyz_mm.ravel()],
-                )
+            # 0.1 µm, in the 16 characters that a decimal of DICOM has.
+            decimals = [f"{value:.10g}" for value in points_xyz_mm.ravel()]
+            contour = _item(
+                ContourImageSequence=[references[index]],
+                ContourGeometricType="CLOSED_PLANAR",
+                NumberOfContourPoints=len(outline),
+                ContourData=decimals,
             )
+            contours.append(contour)
     if contours:
         item.ContourSequence = contours
     return item

@@ -160,10 +160,9 @@ def labels_on_slices(
     rows, columns = slices.frames[0].pixels.shape
     result = np.empty((len(slices.frames), rows, columns), numbers.dtype)
     for index, plane in enumerate(nearest(heights)):
-        y, x = (
-            nearest(np.arange(size) + px)
-            for size, px in zip(result.shape[1:], slices.shifts_px[index], strict=True)
-        )
+        y_shift_px, x_shift_px = slices.shifts_px[index]
+        y = nearest(np.arange(rows) + y_shift_px)
+        x = nearest(np.arange(columns) + x_shift_px)
         result[index] = numbers[labels[plane][np.ix_(y, x)]]
     return result
 
@@ -184,10 +183,9 @@ def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
     for plane, (below, weight) in enumerate(slices.planes):
         index = below + round(weight)
         # Pixel (y, x) at each voxel of the plane; a tilted slice covers a part of it.
-        y, x = (
-            nearest(np.arange(size) - px)
-            for size, px in zip(labels.shape[1:], slices.shifts_px[index], strict=True)
-        )
+        y_shift_px, x_shift_px = slices.shifts_px[index]
+        y = nearest(np.arange(labels.shape[1]) - y_shift_px)
+        x = nearest(np.arange(labels.shape[2]) - x_shift_px)
         height, width = on_slices.shape[1:]
         has_y = (y >= 0) & (y < height)
         has_x = (x >= 0) & (x < width)

@@ -130,6 +130,7 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
         return
     folder.series.setdefault(series.uid, series)
     files = folder.files.setdefault(series.uid, [])
+    # The frames of one file come one after another, and it is noted once.
     if image.path not in files[-1:]:
         files.append(image.path)
     if isinstance(image, Frame):
@@ -142,25 +143,26 @@ def _divide(folder: _Folder, volumes: set[str], on_loose: Callable[[NoSlice], No
     by_scope: dict[str, list[Series]] = {}
     for series in folder.series.values():
         by_scope.setdefault(series.scope, []).append(series)
+    # A volume may lie below several folders: of this one, those with slices here.
+    volume_uids = volumes & folder.positions.keys()
     studies = []
     for scope, all_series in by_scope.items():
-        volume_uids = volumes & folder.positions.keys()
         volume_series = [series for series in all_series if series.uid in volume_uids]
+        positions = {}
+        for series in volume_series:
+            positions[series.uid] = frozenset(folder.positions[series.uid])
         # Series of an examination may have several dates; the first is its own.
         first = min(volume_series or all_series, key=lambda series: series.date)
-        studies.append(
-            Study(
-                first.patient,
-                first.study,
-                first.date,
-                scope,
-                series=tuple(all_series),
-                positions={
-                    series.uid: frozenset(folder.positions[series.uid]) for series in volume_series
-                },
-                files=_files_of(folder, all_series, owned),
-            )
+        study = Study(
+            first.patient,
+            first.study,
+            first.date,
+            scope,
+            series=tuple(all_series),
+            positions=positions,
+            files=_files_of(folder, all_series, owned),
         )
+        studies.append(study)
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 

@@ -110,20 +110,21 @@ class Fingerprint:
         """Write one row per case and label as CSV."""
         rows = []
         for case in self.cases:
+            spacing = "x".join(f"{length:.4g}" for length in case.spacing_mm)
             for name, label in case.labels.items():
-                rows.append(
-                    {
-                        "case": case.name,
-                        "shape": "x".join(map(str, case.shape)),
-                        "spacing_mm": "x".join(f"{length:.4g}" for length in case.spacing_mm),
-                        "p01": round(case.low, 2),
-                        "p99": round(case.high, 2),
-                        "label": name,
-                        "volume_ml": round(label.volume_ml, 3),
-                        "extent_mm": "x".join(f"{length:.4g}" for length in label.extent_mm),
-                        "across_mm": round(label.size_mm, 2),
-                    }
-                )
+                extent = "x".join(f"{length:.4g}" for length in label.extent_mm)
+                row = {
+                    "case": case.name,
+                    "shape": "x".join(map(str, case.shape)),
+                    "spacing_mm": spacing,
+                    "p01": round(case.low, 2),
+                    "p99": round(case.high, 2),
+                    "label": name,
+                    "volume_ml": round(label.volume_ml, 3),
+                    "extent_mm": extent,
+                    "across_mm": round(label.size_mm, 2),
+                }
+                rows.append(row)
         write_csv(path, rows)
 
 
