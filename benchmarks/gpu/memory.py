@@ -29,6 +29,7 @@ CONFIGURATIONS = {
     "channels last": ["memory.precision=bf16", "memory.channels_last=true"],
     "accumulate": ["memory.precision=bf16", "stage.batch_size=2", "memory.accumulate=2"],
     "group norm": ["memory.precision=bf16", "model.norm=group"],
+    # The network of `lean` without its recomputation.
     "wide": ["memory.precision=bf16", "model=unet_lean"],
     "lean": ["experiment=fine_lean"],
     "adamw": ["memory.precision=bf16", "optimizer=adamw"],
