@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -138,143 +138,6 @@ KINDS: dict[str, Callable[[Place], Lesion]] = {
 }
 
 
-@dataclass(frozen=True)
-class Disease(Effect):
-    """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
-
-    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
-    Only the first channel is painted, and only an organ whose median is below `MAX_LUNG_HU`; what
-    belongs to another label stays.
-
-    Attributes:
-        probability: Probability that a sample is painted.
-        kinds: Keys of `KINDS`, of which each lesion is one.
-        window_hu: HU of -1 and 1 in the image.
-        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
-        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
-            one random lung of the sample is.
-
-    Raises:
-        ValueError: If a kind is unknown, or HU of the image are not known.
-    """
-
-    probability: float
-    kinds: Sequence[str]
-    window_hu: tuple[float, float] | None
-    organ_values: Sequence[int]
-    each_lung: bool = False
-
-    def __post_init__(self) -> None:
-        unknown = set(self.kinds) - KINDS.keys()
-        if unknown:
-            names = ", ".join(map(str, unknown))
-            raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {names}")
-        if self.probability and not self.kinds:
-            raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
-        _check_window("disease", self.probability, self.window_hu)
-
-    def __call__(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: Spacing,
-    ) -> tuple[Tensor, Tensor]:
-        """Paint the first channel, in place."""
-        # Without disease nothing is drawn: the samples of older configurations stay.
-        if self.probability and self.window_hu is not None:
-            for value in self._draw_lungs(labels, rng):
-                with _in_hu(image, self.window_hu) as hu:
-                    paint_disease(hu, labels, value, self.kinds, rng, spacing_mm)
-        return image, labels
-
-    def _draw_lungs(self, labels: Tensor, rng: np.random.Generator) -> Iterator[int]:
-        """Draw the values of the lungs that are painted, each just before it is painted."""
-        values = _present(labels, self.organ_values)
-        if self.each_lung:
-            yield from (value for value in values if rng.random() < self.probability)
-        elif rng.random() < self.probability and values:
-            yield values[int(rng.integers(len(values)))]
-
-
-@dataclass(frozen=True)
-class Fluid(Effect):
-    """Pleural fluid painted between a lung and the chest wall, see `paint_fluid`.
-
-    Attributes:
-        probability: Probability for each lung of a sample.
-        window_hu: HU of -1 and 1 in the image.
-        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
-
-    Raises:
-        ValueError: If HU of the image are not known.
-    """
-
-    probability: float
-    window_hu: tuple[float, float] | None
-    organ_values: Sequence[int]
-
-    def __post_init__(self) -> None:
-        _check_window("fluid", self.probability, self.window_hu)
-
-    def __call__(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: Spacing,
-    ) -> tuple[Tensor, Tensor]:
-        """Paint the first channel and the labels, in place."""
-        # Without fluid nothing is drawn: the samples of older configurations stay.
-        if self.probability and self.window_hu is not None:
-            for value in _present(labels, self.organ_values):
-                if rng.random() >= self.probability:
-                    continue
-                with _in_hu(image, self.window_hu) as hu:
-                    paint_fluid(hu, labels, value, rng, spacing_mm)
-        return image, labels
-
-
-@dataclass(frozen=True)
-class Missing(Effect):
-    """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
-
-    A sample that shows one lung alone stays: nothing would tell what fills the other place.
-
-    Attributes:
-        probability: Probability that a sample is painted.
-        window_hu: HU of -1 and 1 in the image.
-        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
-
-    Raises:
-        ValueError: If HU of the image are not known.
-    """
-
-    probability: float
-    window_hu: tuple[float, float] | None
-    organ_values: Sequence[int]
-
-    def __post_init__(self) -> None:
-        _check_window("missing", self.probability, self.window_hu)
-
-    def __call__(
-        self,
-        image: Tensor,
-        labels: Tensor,
-        rng: np.random.Generator,
-        spacing_mm: Spacing,
-    ) -> tuple[Tensor, Tensor]:
-        """Paint the first channel and the labels, in place."""
-        # Without missing lungs nothing is drawn: the samples of older configurations stay.
-        if self.probability and self.window_hu is not None and rng.random() < self.probability:
-            values = _present(labels, self.organ_values)
-            if len(values) > 1:
-                value = values[int(rng.integers(len(values)))]
-                with _in_hu(image, self.window_hu) as hu:
-                    paint_missing(hu, labels, value, rng, spacing_mm)
-        return image, labels
-
-
 def paint_disease(
     image_hu: Tensor,
     labels: Tensor,
@@ -367,6 +230,136 @@ def paint_missing(
     everywhere_mm = torch.full_like(image_hu, RIM_MM)
     range_hu = FAT_HU if rng.random() < FAT_SHARE else FLUID_HU
     _pour(image_hu, labels, place, everywhere_mm, range_hu)
+
+
+@dataclass(frozen=True)
+class LungEffect(Effect):
+    """Change painted into lungs of a sample: into its first channel and its labels, in place.
+
+    Attributes:
+        probability: How often, see the class. Where it is 0 nothing is drawn: the samples of
+            configurations without the effect stay.
+        window_hu: HU of -1 and 1 in the image.
+        organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
+
+    Raises:
+        ValueError: If HU of the image are not known.
+    """
+
+    # What the keys of the effect begin with.
+    name: ClassVar[str]
+
+    probability: float
+    window_hu: tuple[float, float] | None
+    organ_values: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if self.probability and not self.window_hu:
+            key = f"{self.name}_probability={self.probability:g}"
+            raise ValueError(f"{key} needs HU, but the first channel has no window; give 0")
+
+    def __call__(
+        self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
+    ) -> tuple[Tensor, Tensor]:
+        """Draw lungs that the sample shows, and paint each before the next is drawn."""
+        if self.probability and self.window_hu is not None:
+            values = [value for value in labels.unique().tolist() if value in self.organ_values]
+            for value in self.draw(values, rng):
+                with _in_hu(image, self.window_hu) as hu:
+                    self.paint(hu, labels, value, rng, spacing_mm)
+        return image, labels
+
+    def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
+        """Draw each lung with the probability."""
+        return (value for value in values if rng.random() < self.probability)
+
+    def paint(
+        self,
+        image_hu: Tensor,
+        labels: Tensor,
+        value: int,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
+    ) -> None:
+        """Paint the lung of a value, see `paint_disease`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disease(LungEffect):
+    """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
+
+    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
+    Only an organ whose median is below `MAX_LUNG_HU` is painted; what belongs to another label
+    stays.
+
+    Attributes:
+        kinds: Keys of `KINDS`, of which each lesion is one.
+        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
+            one random lung of the sample is.
+
+    Raises:
+        ValueError: If a kind is unknown.
+    """
+
+    name = "disease"
+    kinds: Sequence[str]
+    each_lung: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = set(self.kinds) - KINDS.keys()
+        if unknown:
+            names = ", ".join(map(str, unknown))
+            raise ValueError(f"disease_kinds: expected some of {', '.join(KINDS)}, got {names}")
+        if self.probability and not self.kinds:
+            raise ValueError(f"disease_kinds is empty; name one at least of {', '.join(KINDS)}")
+        super().__post_init__()
+
+    def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
+        """Draw each lung with the probability, or one with it."""
+        if self.each_lung:
+            yield from super().draw(values, rng)
+        elif rng.random() < self.probability and values:
+            yield values[int(rng.integers(len(values)))]
+
+    def paint(
+        self,
+        image_hu: Tensor,
+        labels: Tensor,
+        value: int,
+        rng: np.random.Generator,
+        spacing_mm: Spacing,
+    ) -> None:
+        """Paint lesions; the labels stay."""
+        paint_disease(image_hu, labels, value, self.kinds, rng, spacing_mm)
+
+
+@dataclass(frozen=True)
+class Fluid(LungEffect):
+    """Pleural fluid between a lung and the chest wall, see `paint_fluid`.
+
+    The probability is that of each lung of a sample.
+    """
+
+    name = "fluid"
+    paint = staticmethod(paint_fluid)
+
+
+@dataclass(frozen=True)
+class Missing(LungEffect):
+    """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
+
+    The probability is that of a sample. One that shows a lone lung stays: nothing would tell what
+    fills the other place.
+    """
+
+    name = "missing"
+    paint = staticmethod(paint_missing)
+
+    def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
+        """Draw one of several lungs with the probability."""
+        if rng.random() < self.probability and len(values) > 1:
+            yield values[int(rng.integers(len(values)))]
 
 
 def _pour(
@@ -480,11 +473,6 @@ def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[sl
     return tight.expanded(margin).clipped(tuple(mask.shape)).slices()
 
 
-def _present(labels: Tensor, organ_values: Sequence[int]) -> list[int]:
-    """List the organs that a label map shows."""
-    return [value for value in labels.unique().tolist() if value in organ_values]
-
-
 @contextmanager
 def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
     """Give the first channel in HU, and map it back to the range of the network, in place."""
@@ -493,17 +481,6 @@ def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
     hu = image[0].mul_(half).add_(low + half)
     yield hu
     hu.sub_(low + half).div_(half)
-
-
-def _check_window(effect: str, probability: float, window_hu: tuple[float, float] | None) -> None:
-    """Refuse an effect in HU where those of the image are not known.
-
-    Raises:
-        ValueError: With the key.
-    """
-    if probability and not window_hu:
-        key = f"{effect}_probability={probability:g}"
-        raise ValueError(f"{key} needs HU, but the first channel has no window; give 0")
 
 
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:

@@ -129,7 +129,7 @@ def test_one_lung_is_painted_or_each_with_the_probability(
     hu, labels = (volume[::2, ::2, ::2].contiguous() for volume in chest())
     spacing_mm = tuple(2 * mm for mm in SPACING_MM)
     image = ((hu + 300) / 700)[None]
-    disease = Disease(0.6, ["collapse"], WINDOW_HU, ORGANS, each_lung=each_lung)
+    disease = Disease(0.6, kinds=["collapse"], each_lung=each_lung, **PLACE)
     denser = [
         disease(image.clone(), labels, sample_rng(2, n), spacing_mm)[0][0] - image[0] > 0.1
         for n in range(200)
@@ -153,7 +153,7 @@ def test_what_is_no_lung_stays(content: str) -> None:
     else:
         labels[labels > 0] = 3
     before = labels.clone()
-    disease = Disease(1.0, list(KINDS), WINDOW_HU, ORGANS)
+    disease = Disease(1.0, kinds=list(KINDS), **PLACE)
     for n in range(10):
         new, target = disease(image.clone(), labels.clone(), sample_rng(0, n), SPACING_MM)
         assert torch.allclose(new, image, atol=1e-6)
@@ -361,7 +361,7 @@ def with_airway() -> tuple[Tensor, Tensor]:
     return image, labels
 
 
-@pytest.mark.parametrize("effect", [Disease(1.0, list(KINDS), **PLACE), Fluid(1.0, **PLACE)])
+@pytest.mark.parametrize("effect", [Disease(1.0, kinds=list(KINDS), **PLACE), Fluid(1.0, **PLACE)])
 def test_the_airway_beside_a_lung_is_neither_painted_nor_drawn(effect: Disease | Fluid) -> None:
     hu, labels = with_airway()
     image = ((hu + 300) / 700)[None]
