@@ -34,12 +34,6 @@ from medseg.preprocess.intensity import Intensity, normalise_
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
-NO_ADDITIONS = (
-    "the coarse weights are of an older version, which added parts that they alone find to the "
-    "result: diseased parts may be missing now; take newer weights, or train a fine stage with "
-    "stage.coarse_channel=true"
-)
-"""Sentence of the finding `older_weights`."""
 Timed = Callable[[str], AbstractContextManager[None]]
 """Announces a step by its name and records its seconds."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
@@ -213,9 +207,6 @@ class Cascade:
         findings: list[Finding] = []
         for stage in self.stages:
             findings += warnings_of("other_tiles", stage.warnings)
-        # To a fine stage that sees the coarse probabilities nothing was ever added.
-        if self.coarse.expects_additions and not self.last.has_coarse_channel:
-            findings += warnings_of("older_weights", [NO_ADDITIONS])
         return findings
 
     def _localise(

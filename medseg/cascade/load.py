@@ -217,8 +217,6 @@ def _build_stage(
     # Older checkpoints lack these keys, like `resampling`, `grid_rule` and `coarse_channel` above.
     if metadata.get("patch_size"):
         trained.least_size = _triple(metadata["patch_size"])
-    # A key that only older files have.
-    trained.expects_additions = bool(metadata.get("add_parts_mm"))
     if metadata.get("dice_bound"):
         trained.dice_bound = DiceBound(**metadata["dice_bound"])
     trained.clean_up = tuple(CleanUp(**rule) for rule in metadata.get("clean_up", ()))
@@ -318,7 +316,6 @@ def load_stages(
     # Networks may differ in size: the largest decides what fits.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
-    expects_additions = any(trained.expects_additions for trained in loaded)
     # The settings are those of the first: they are equal.
     return replace(
         first,
@@ -326,7 +323,6 @@ def load_stages(
         bytes_per_voxel=bytes_per_voxel,
         backend_bytes=backend_bytes,
         checkpoints=checkpoints,
-        expects_additions=expects_additions,
     )
 
 

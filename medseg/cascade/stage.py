@@ -78,8 +78,6 @@ class TrainedStage:
         region_margin_mm: Margin around the coarse region, in mm on every side.
         has_coarse_channel: Of the fine stage: the network also sees the probability that the coarse
             stage gives to the region.
-        expects_additions: Of the coarse stage: whether the older version that trained it added the
-            parts that this stage alone finds to the fine result, as it does no more.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
@@ -118,7 +116,6 @@ class TrainedStage:
     dice_bound: DiceBound | None = None
     clean_up: tuple[CleanUp, ...] = ()
     has_coarse_channel: bool = False
-    expects_additions: bool = False
 
     @property
     def num_channels(self) -> int:

@@ -335,18 +335,6 @@ def test_an_empty_region_has_no_bound_on_dice() -> None:
     assert list(result.dice_at_least) == ["right_lung"]
 
 
-def test_weights_whose_parts_an_older_version_added_are_said_aloud() -> None:
-    volume, _ = scan()
-    expected = run(volume)
-    older = stage(CoarseOracle(), "coarse", expects_additions=True)
-    result = Cascade(older, stage(FineOracle(), "fine")).segment(volume)
-    assert np.array_equal(result.labels, expected.labels)
-    (finding,) = result.findings
-    assert (finding.code, str(finding)) == ("older_weights", cascade_module.NO_ADDITIONS)
-    seeing = stage(SeesProbability(uses_it=False), "fine", has_coarse_channel=True)
-    assert Cascade(older, seeing).segment(volume).findings == []
-
-
 def test_what_the_coarse_stage_did_not_mean_counts_as_absent() -> None:
     class Beside(Alternating):
         """Marks what lies above and below the left block, and not the block."""

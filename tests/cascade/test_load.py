@@ -292,15 +292,6 @@ def test_a_checkpoint_brings_its_resampling_and_older_ones_use_the_defaults(tmp_
         load_stages([path, older], "fine", CPU)
 
 
-@pytest.mark.parametrize(("add_parts_mm", "is_told"), [(8.0, True), (None, False)])
-def test_a_file_whose_parts_an_older_version_added_loads_and_is_told(
-    tmp_path: Path, add_parts_mm: float | None, is_told: bool
-) -> None:
-    older = tmp_path / "older.safetensors"
-    write(older, compose(stage="coarse"), add_parts_mm=add_parts_mm)
-    assert load_stage(older, "coarse", CPU).expects_additions == is_told
-
-
 def test_the_clean_up_of_a_file_belongs_to_its_stage(tmp_path: Path) -> None:
     rule = {"part": "left_lung", "min_ml": 2.5, "only_largest": False, "fill_holes": True}
     path, other = tmp_path / "w.safetensors", tmp_path / "other.safetensors"
