@@ -1,6 +1,5 @@
 """Cascade: the trained stages of a task, which segment a scan together."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,15 +19,20 @@ from medseg.cascade.localise import Localisation, localise, predict_body
 from medseg.cascade.stage import X_AXIS, Prediction, TrainedStage
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
-from medseg.geometry.grid import VoxelGrid, voxel_ml
+from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
-from medseg.inference.segmentation import RegionBox, Segmentation, StatedBound
+from medseg.inference.segmentation import (
+    RegionBox,
+    Segmentation,
+    StatedBound,
+    label_volumes_ml,
+)
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
-from medseg.memory.profile import release_free_memory
+from medseg.memory.profile import timed_step
 from medseg.preprocess.crop import erase_outside, probability_channel, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise_
 from medseg.preprocess.orient import orient, oriented_grid
@@ -173,7 +177,7 @@ class Cascade:
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
         result = Segmentation(np.empty(0), findings=self._findings_of_stages())
-        timed = partial(_timed, result.durations_s, on_step)
+        timed = partial(timed_step, result.durations_s, on_step)
         localisation: Localisation | None = None
         if self.fine is None:
             parts, stds = _segment_whole(images, grid, self.coarse, self.options, result, timed)
@@ -187,7 +191,7 @@ class Cascade:
             labels = join(parts, grid, task, first, localisation, apart)
             result.findings += warnings_of("apart", apart)
             # Before contradictions are removed, which brings the volumes up to date.
-            result.volumes_ml = _label_volumes_ml(labels, grid, task)
+            result.volumes_ml = label_volumes_ml(labels, grid, task)
             if localisation is not None:
                 values = {region.name: task.region_values(region) for region, _, _ in parts}
                 _compare_stages(localisation, labels, grid, values, result)
@@ -279,7 +283,7 @@ class Cascade:
             return
         clean(labels, grid, self.task, clean_ups)
         before_ml = result.volumes_ml
-        result.volumes_ml = _label_volumes_ml(labels, grid, self.task)
+        result.volumes_ml = label_volumes_ml(labels, grid, self.task)
         for name, volume_ml in result.volumes_ml.items():
             change_ml = volume_ml - before_ml[name]
             if change_ml:
@@ -477,16 +481,6 @@ def _note_crop(
         result.findings += warnings_of("distortion", distortion_warnings(name, grid))
 
 
-def _label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
-    """Measure the volume of each label of a map (D, H, W)."""
-    volumes_ml = {}
-    for name, value in task.labels.items():
-        # Plane by plane: the mask of a whole label would be a second volume.
-        num_voxels = sum(int(np.count_nonzero(plane == value)) for plane in labels)
-        volumes_ml[name] = voxel_ml(grid) * num_voxels
-    return volumes_ml
-
-
 def _compare_stages(
     localisation: Localisation,
     labels: np.ndarray,
@@ -523,23 +517,6 @@ def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
     copied = new_tensor(tuple(values.shape), values.dtype)
     np.copyto(copied.numpy(), np.flip(values.numpy(), tuple(axes)))
     return copied
-
-
-@contextmanager
-def _timed(
-    durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str
-) -> Iterator[None]:
-    """Announce a step and record its seconds.
-
-    It begins without the free memory of the step before.
-    """
-    release_free_memory()
-    if on_step is not None:
-        on_step(step)
-    start = time.perf_counter()
-    # A step that fails is not recorded: its exception leaves here.
-    yield
-    durations_s[step] = time.perf_counter() - start
 
 
 def refine(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from medseg.findings import Finding, information_in, sentences_of
+from medseg.findings import Finding, information_in, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.task import Task
 
@@ -168,6 +168,12 @@ class Segmentation:
     total_statistics: dict[str, float | None] = field(default_factory=dict)
     probabilities: dict[str, list[tuple[Tensor, VoxelGrid]]] = field(default_factory=dict)
     disagreement: np.ndarray | None = None
+
+    def measure(self, grid: VoxelGrid, task: Task) -> None:
+        """Measure the volumes of the labels, which lie on the grid of the scan; warn of none."""
+        self.volumes_ml = label_volumes_ml(self.labels, grid, task)
+        if not any(self.volumes_ml.values()):
+            self.findings += warnings_of("empty_result", [NO_LABEL])
 
     @property
     def warnings(self) -> list[str]:

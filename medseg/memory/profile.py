@@ -8,8 +8,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -166,6 +166,22 @@ def release_free_memory() -> None:
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def timed_step(
+    durations_s: dict[str, float], on_step: Callable[[str], None] | None, step: str
+) -> Iterator[None]:
+    """Announce a step of a case and record its seconds, unless it fails.
+
+    It begins without the free memory of the step before.
+    """
+    release_free_memory()
+    if on_step is not None:
+        on_step(step)
+    start_s = time.perf_counter()
+    yield
+    durations_s[step] = time.perf_counter() - start_s
 
 
 def private_bytes(pid: int) -> int:

@@ -11,18 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from medseg.errors import UserError
-from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.inference.options import InferenceOptions
-from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_ml
+from medseg.inference.scan_model import CombinedModel
+from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
+from medseg.memory.profile import timed_step
 from medseg.nnunet.labels import average_planes
-from medseg.nnunet.model import Expected, NnunetModel, timed
+from medseg.nnunet.model import Expected, NnunetModel
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
@@ -33,23 +32,14 @@ PROBABILITY_PLANES = 3
 
 
 @dataclass(frozen=True)
-class NnunetEnsemble:
-    """Models of nnU-Net for one task whose probabilities are averaged.
+class NnunetEnsemble(CombinedModel):
+    """Models of nnU-Net for one task whose probabilities are averaged."""
 
-    Attributes:
-        members: The models, in the order given.
-    """
-
-    members: tuple[NnunetModel, ...]
-
-    # As for one model.
-    keeps_values = True
-    has_views = False
-    backend_bytes = 0
+    parts: tuple[NnunetModel, ...]
 
     def __post_init__(self) -> None:
-        first = self.members[0]
-        for member in self.members[1:]:
+        first = self.parts[0]
+        for member in self.parts[1:]:
             for what, of_first, own in (
                 ("labels", first.plan.labels, member.plan.labels),
                 ("channels", len(first.plan.channels), len(member.plan.channels)),
@@ -63,79 +53,50 @@ class NnunetEnsemble:
                     )
 
     @property
-    def options(self) -> InferenceOptions:
-        """Keys of `inference`, which are the same for all."""
-        return self.members[0].options
-
-    @property
     def task(self) -> Task:
         """Labels and channels, which are the same for all."""
-        return self.members[0].task
-
-    @property
-    def device(self) -> torch.device:
-        """Device of all networks."""
-        return self.members[0].device
-
-    @property
-    def precision(self) -> str:
-        """Number format of all networks."""
-        return self.members[0].precision
+        return self.parts[0].task
 
     @property
     def steps(self) -> list[str]:
         """Steps of all members with their numbers, and the mean."""
-        steps: list[str] = []
-        for number, member in enumerate(self.members, start=1):
-            steps += [f"{step}_{number}" for step in member.steps]
-        return [*steps, AVERAGE]
+        return [*super().steps, AVERAGE]
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
         """Checksums of the configurations of all members with their numbers."""
-        files: dict[str, dict[str, str]] = {}
-        for number, member in enumerate(self.members, start=1):
-            for name, checksums in member.checkpoints.items():
-                files[f"ensemble_{name}_{number}"] = checksums
-        return files
+        return {f"ensemble_{name}": files for name, files in super().checkpoints.items()}
 
     @property
     def plan(self) -> NnunetPlan:
         """Plan of the first member; labels and axes are the same for all."""
-        return self.members[0].plan
+        return self.parts[0].plan
 
     @property
     def pass_steps(self) -> list[str]:
         """Steps in which a network runs."""
         steps: list[str] = []
-        for number, member in enumerate(self.members, start=1):
-            steps += [f"{step}_{number}" for step in member.pass_steps]
+        for number, member in enumerate(self.parts, start=1):
+            steps += [self.step_name(number, step) for step in member.pass_steps]
         return steps
 
     @property
     def tile_bytes(self) -> float:
         """Memory of a pass of the largest network."""
-        return max(member.tile_bytes for member in self.members)
-
-    def within(self, budget_gib: float) -> NnunetEnsemble:
-        """Return the same ensemble with a bound on the memory of a network pass."""
-        return NnunetEnsemble(tuple(member.within(budget_gib) for member in self.members))
-
-    def check_budget(self, grid: VoxelGrid) -> None:
-        """Tiles are the same for all scans: `within` has checked them."""
+        return max(member.tile_bytes for member in self.parts)
 
     def expected(self, grid: VoxelGrid) -> Expected:
         """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
         memory: dict[str, list[int]] = {}
         num_voxels = 0
         operations = 0.0
-        for number, member in enumerate(self.members, start=1):
+        for number, member in enumerate(self.parts, start=1):
             part = member.expected(grid)
             num_voxels += part.num_voxels
             operations += part.operations
             for step, sizes in part.memory.items():
-                memory[f"{step}_{number}"] = sizes
-        shape = self.members[0].turned_grid(grid).shape
+                memory[self.step_name(number, step)] = sizes
+        shape = self.parts[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
         memory[AVERAGE] = [math.prod(shape), PROBABILITY_PLANES * plane]
@@ -157,16 +118,14 @@ class NnunetEnsemble:
         assert not keep_probabilities, "`save` refuses them"
         result = Segmentation(np.empty(0))
         stored: list[tuple[Tensor, Planes]] = []
-        for number in range(1, len(self.members) + 1):
+        for number in range(1, len(self.parts) + 1):
             logits, planes, box = self._run(number, volume, more_channels, result, on_step)
             stored.append((logits, planes))
-        with timed(result, AVERAGE, on_step):
+        with timed_step(result.durations_s, on_step, AVERAGE):
             result.labels = new_array(volume.array.shape, np.uint8)
-            labels = self.members[0].crop_of(result.labels, box, volume.grid)
+            labels = self.parts[0].crop_of(result.labels, box, volume.grid)
             average_planes(stored, self.plan.labels.region_values, labels)
-        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
-        if not any(result.volumes_ml.values()):
-            result.findings += warnings_of("empty_result", [NO_LABEL])
+        result.measure(volume.grid, self.task)
         return result
 
     def _run(
@@ -189,26 +148,16 @@ class NnunetEnsemble:
         Returns:
             Its logits, their resampling, and the crop of the scan, which is that of all members.
         """
-        member = self.members[number - 1]
+        member = self.parts[number - 1]
         part = Segmentation(np.empty(0))
-        announce = _numbered(number, on_step)
+        announce = self.announced(number, on_step)
         prepared = member.prepare_scan(volume, more_channels, part, announce)
         planes = member.planes_of(prepared)
-        with timed(part, "segment", announce):
+        with timed_step(part.durations_s, announce, "segment"):
             logits = member.store_logits(prepared)
         part.tiling_plans["segment"] = member.described_passes()
-        for step, duration_s in part.durations_s.items():
-            result.durations_s[f"{step}_{number}"] = duration_s
-        for step, described in part.tiling_plans.items():
-            result.tiling_plans[f"{step}_{number}"] = described
+        self.note_part(number, part, result)
         name = member.folder.path.name
         found = member.findings_of(volume.grid)
         result.findings += [finding.within(name) for finding in found]
         return logits, planes, prepared.box
-
-
-def _numbered(number: int, on_step: Callable[[str], None] | None) -> Callable[[str], None] | None:
-    """Announce steps with the number of their member."""
-    if on_step is None:
-        return None
-    return lambda step: on_step(f"{step}_{number}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,16 +19,12 @@ from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
-from medseg.inference.segmentation import (
-    NO_LABEL,
-    Segmentation,
-    label_volumes_ml,
-)
+from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array, new_tensor, scratch_at_most
 from medseg.io.volume import Volume
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import autocast, tf32_as
-from medseg.memory.profile import release_free_memory
+from medseg.memory.profile import timed_step
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
@@ -267,14 +262,12 @@ class NnunetModel:
         assert not keep_probabilities, "`save` refuses them"
         result = Segmentation(np.empty(0))
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
-        with timed(result, "segment", on_step), self._naming_the_folder():
+        with timed_step(result.durations_s, on_step, "segment"), self._naming_the_folder():
             result.labels = new_array(volume.array.shape, np.uint8)
             self._segment(prepared, self.crop_of(result.labels, prepared.box, volume.grid))
-        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
         result.tiling_plans["segment"] = self.described_passes()
         result.findings += self.findings_of(volume.grid)
-        if not any(result.volumes_ml.values()):
-            result.findings += warnings_of("empty_result", [NO_LABEL])
+        result.measure(volume.grid, self.task)
         return result
 
     def prepare_scan(
@@ -300,11 +293,11 @@ class NnunetModel:
         images = [orientation.turned(image) for image in (volume.array, *more_channels)]
         previous: np.ndarray | None = None
         if self.previous is not None:
-            with timed(result, PREVIOUS, on_step):
+            with timed_step(result.durations_s, on_step, PREVIOUS):
                 first = self.previous.segment(volume, more_channels)
             previous = orientation.turned(first.labels)
             result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
-        with timed(result, "prepare", on_step), self._naming_the_folder():
+        with timed_step(result.durations_s, on_step, "prepare"), self._naming_the_folder():
             return prepare(images, grid.spacing_mm, self.plan, previous)
 
     def crop_of(self, stored: np.ndarray, box: VoxelBox, grid: VoxelGrid) -> np.ndarray:
@@ -643,17 +636,6 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
             f"precision={precision}: a model folder of nnU-Net runs in fp32 or bf16 on a CPU, and "
             "on a GPU as nnU-Net does; leave it out"
         )
-
-
-@contextmanager
-def timed(result: Segmentation, step: str, on_step: Callable[[str], None] | None) -> Iterator[None]:
-    """Announce a step and record its seconds; it begins without free memory of the one before."""
-    release_free_memory()
-    if on_step is not None:
-        on_step(step)
-    start_s = time.perf_counter()
-    yield
-    result.durations_s[step] = time.perf_counter() - start_s
 
 
 def _times(shape: Sequence[int]) -> str:

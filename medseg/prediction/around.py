@@ -7,23 +7,21 @@ voxels stay in their places both ways.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.sizes import Shape
-from medseg.inference.options import InferenceOptions
+from medseg.inference.scan_model import CombinedModel, ScanModel
 from medseg.inference.segmentation import Segmentation, label_volumes_ml
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
+from medseg.memory.profile import timed_step
 from medseg.nnunet.model import NnunetModel
 from medseg.nnunet.spline import axis_taps
-from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import ras_orientation_of
 from medseg.task import Task
 
@@ -33,62 +31,28 @@ VALUE = 4
 
 
 @dataclass(frozen=True)
-class TotalsegmentatorModel:
-    """A model of nnU-Net, or several, for scans that are resampled around it.
+class TotalsegmentatorModel(CombinedModel):
+    """A model of nnU-Net, or several joined ones, for scans that are resampled around it.
 
     Attributes:
-        model: Segments a resampled scan.
-        spacing_mm: Spacing of that scan along all axes.
+        spacing_mm: Spacing of the resampled scan along all axes.
     """
 
-    model: ScanModel
     spacing_mm: float
-
-    keeps_values = True
-    has_views = False
-
-    @property
-    def options(self) -> InferenceOptions:
-        """Keys of `inference`."""
-        return self.model.options
 
     @property
     def task(self) -> Task:
         """Labels and channels."""
-        return self.model.task
+        return self.parts[0].task
 
     @property
     def steps(self) -> list[str]:
         """Steps of `segment`."""
-        return [RESAMPLE, *self.model.steps, RESTORE]
-
-    @property
-    def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Checksums of the model."""
-        return self.model.checkpoints
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the networks."""
-        return self.model.device
-
-    @property
-    def precision(self) -> str:
-        """Number format of the networks."""
-        return self.model.precision
-
-    @property
-    def backend_bytes(self) -> int:
-        """Memory that backends keep."""
-        return self.model.backend_bytes
-
-    def within(self, budget_gib: float) -> TotalsegmentatorModel:
-        """Return the same model with a bound on the memory of a network pass."""
-        return replace(self, model=self.model.within(budget_gib))
+        return [RESAMPLE, *super().steps, RESTORE]
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan that the model cannot segment within the bound."""
-        self.model.check_budget(self.resampled_grid(grid))
+        super().check_budget(self.resampled_grid(grid))
 
     def resampled_grid(self, grid: VoxelGrid) -> VoxelGrid:
         """Grid of the resampled scan, in RAS.
@@ -121,33 +85,25 @@ class TotalsegmentatorModel:
             on_step: Called with the name of each step when it begins.
             keep_probabilities: Not possible, as for the model.
         """
-        announce = on_step or (lambda _: None)
         grid = self.resampled_grid(volume.grid)
         orientation = ras_orientation_of(volume.grid)
-        announce(RESAMPLE)
-        start_s = time.perf_counter()
-        arrays = [volume.array, *more_channels]
-        turned = [orientation.to_lps(array) for array in arrays]
-        first, *others = (resampled(array, grid.shape) for array in turned)
-        resampled_s = time.perf_counter() - start_s
-        result = self.model.segment(
+        durations_s: dict[str, float] = {}
+        with timed_step(durations_s, on_step, RESAMPLE):
+            turned = [orientation.to_lps(array) for array in (volume.array, *more_channels)]
+            first, *others = (resampled(array, grid.shape) for array in turned)
+        result = self.parts[0].segment(
             Volume(first, grid, None),
             others,
             on_step=on_step,
             keep_probabilities=keep_probabilities,
         )
-        announce(RESTORE)
-        start_s = time.perf_counter()
-        labels = new_array(volume.array.shape, np.uint8)
-        # A view of the stored labels, so that nothing is turned back.
-        restore(result.labels, orientation.to_lps(labels))
-        result.labels = labels
-        result.volumes_ml = label_volumes_ml(labels, volume.grid, self.task)
-        result.durations_s = {
-            RESAMPLE: resampled_s,
-            **result.durations_s,
-            RESTORE: time.perf_counter() - start_s,
-        }
+        result.durations_s = {**durations_s, **result.durations_s}
+        with timed_step(result.durations_s, on_step, RESTORE):
+            labels = new_array(volume.array.shape, np.uint8)
+            # A view of the stored labels, so that nothing is turned back.
+            restore(result.labels, orientation.to_lps(labels))
+            result.labels = labels
+            result.volumes_ml = label_volumes_ml(labels, volume.grid, self.task)
         return result
 
 

@@ -27,6 +27,7 @@ from medseg.errors import (
     is_out_of_memory,
 )
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.scan_model import ScanModel
 from medseg.io.scratch import scratch_above
 from medseg.memory.device import pick_device
 from medseg.memory.profile import resident_bytes
@@ -54,7 +55,6 @@ from medseg.prediction.forecast import (
     machine_key,
     seconds_per_voxel,
 )
-from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import Scan, scan_grid

@@ -12,6 +12,7 @@ from medseg.cascade.load import load_stages
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions, Seen
+from medseg.inference.scan_model import ScanModel
 from medseg.memory.device import pick_device
 from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
@@ -20,7 +21,6 @@ from medseg.nnunet.model import NnunetModel, load_nnunet
 from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
 from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.model import ScanModel
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan, scan_grid
 from medseg.weights.files import TILE_WARNING, shipped_weights
@@ -201,10 +201,10 @@ def load_model_folders(
         names, joined = ("ensemble",), _ensemble_of(names, models)
     if len(names) > 1 or label_values:
         parts = (joined,) if ensemble else tuple(models)
-        joined = JoinedModels(names, parts, label_values or {})
+        joined = JoinedModels(parts, names, label_values or {})
     if options.around is None:
         return joined
-    return TotalsegmentatorModel(joined, isotropic_mm(models))
+    return TotalsegmentatorModel((joined,), isotropic_mm(models))
 
 
 def _ensemble_of(names: Sequence[str], models: Sequence[ScanModel]) -> NnunetEnsemble:

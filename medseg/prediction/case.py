@@ -23,6 +23,7 @@ from medseg.data.source_files import fingerprint, is_same_source
 from medseg.errors import UserError
 from medseg.findings import Finding, Severity, warnings_of
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
 from medseg.io.atomic import replace_text
 from medseg.io.inputs import case_name, volume_suffix
@@ -32,7 +33,6 @@ from medseg.memory.profile import MemoryProfile, peak_resident_bytes
 from medseg.metrics.hu_statistics import scan_statistics
 from medseg.prediction.cascades import RangeCascade
 from medseg.prediction.forecast import Forecast, expected_cost
-from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import Views, result_paths, take_views, write_results
 from medseg.prediction.scans import Scan, scan_grid

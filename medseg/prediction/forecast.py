@@ -19,6 +19,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.sizes import Shape, network_size
 from medseg.inference.options import InferenceOptions
+from medseg.inference.scan_model import ScanModel
 from medseg.inference.tiles import TilingPlan, tile_boxes
 from medseg.io.atomic import replace_text
 from medseg.io.machine_cache import machine_folder
@@ -29,7 +30,6 @@ from medseg.nnunet.model import NnunetModel
 from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.prediction.contract import LIBRARIES_BYTES
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.model import ScanModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
@@ -126,7 +126,7 @@ def _forecast_resampled(
     resampled_bytes = channels * _held(VALUE * num_resampled, array_bytes)
     # The forecast of the inner model counts the resampled scan as one that was read.
     counted_bytes = channels * _held(SCAN * num_resampled, array_bytes)
-    inner = forecast(model.model, resampled_grid, loaded_bytes, array_bytes)
+    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
     memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}

@@ -6,16 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from medseg.data.audit.image import check_channels
 from medseg.errors import UserError
-from medseg.findings import warnings_of
-from medseg.geometry.grid import VoxelGrid
-from medseg.inference.options import InferenceOptions
-from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_ml
+from medseg.inference.scan_model import CombinedModel, ScanModel
+from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
-from medseg.prediction.model import ScanModel
 from medseg.task import Task
 
 # Labels are stored in bytes.
@@ -23,24 +19,18 @@ MAX_VALUE = 255
 
 
 @dataclass(frozen=True)
-class JoinedModels:
+class JoinedModels(CombinedModel):
     """Models that segment a scan one after the other.
 
     Attributes:
         names: Name of each model in messages.
-        parts: The models, in the order given.
         label_values: Label name to value where it is not its place among all labels.
         task: Labels of all parts, and their channels; made by the class.
     """
 
     names: tuple[str, ...]
-    parts: tuple[ScanModel, ...]
     label_values: Mapping[str, int] = field(default_factory=dict)
     task: Task = field(init=False)
-
-    # Each part gets the voxels as its networks expect them.
-    keeps_values = True
-    has_views = False
 
     def __post_init__(self) -> None:
         first = self.parts[0].task
@@ -70,58 +60,6 @@ class JoinedModels:
         )
         object.__setattr__(self, "task", task)
 
-    @property
-    def options(self) -> InferenceOptions:
-        """Keys of `inference`, which are the same for all parts."""
-        return self.parts[0].options
-
-    @property
-    def device(self) -> torch.device:
-        """Device of all parts."""
-        return self.parts[0].device
-
-    @property
-    def precision(self) -> str:
-        """Number formats of the parts."""
-        precisions = [part.precision for part in self.parts]
-        return ", ".join(dict.fromkeys(precisions))
-
-    @property
-    def backend_bytes(self) -> int:
-        """Memory that the backends of all parts keep."""
-        return sum(part.backend_bytes for part in self.parts)
-
-    @property
-    def steps(self) -> list[str]:
-        """Steps of all parts, with the number of the part."""
-        steps: list[str] = []
-        for number, part in enumerate(self.parts, start=1):
-            steps += [self.step_name(number, step) for step in part.steps]
-        return steps
-
-    @property
-    def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Checksums of the stages of all parts, with the number of the part."""
-        files: dict[str, dict[str, str]] = {}
-        for number, part in enumerate(self.parts, start=1):
-            for stage, checksums in part.checkpoints.items():
-                files[self.step_name(number, stage)] = checksums
-        return files
-
-    def step_name(self, number: int, step: str) -> str:
-        """Name a step or stage of part `number`; a single part keeps its names."""
-        return step if len(self.parts) == 1 else f"{step}_{number}"
-
-    def within(self, budget_gib: float) -> JoinedModels:
-        """Return the same models with a bound on the memory of a network pass."""
-        bounded_parts = [part.within(budget_gib) for part in self.parts]
-        return replace(self, parts=tuple(bounded_parts))
-
-    def check_budget(self, grid: VoxelGrid) -> None:
-        """Refuse a scan that a part cannot segment within the bound."""
-        for part in self.parts:
-            part.check_budget(grid)
-
     def segment(
         self,
         volume: Volume,
@@ -139,7 +77,7 @@ class JoinedModels:
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
             own_volume, own_channels = _as_seen_by(part, volume, more_channels)
-            announce = self._announced(number, on_step)
+            announce = self.announced(number, on_step)
             segmented = part.segment(own_volume, own_channels, on_step=announce)
             # In place, and for the first part the map of the result itself: no second one is made.
             _rename(segmented.labels, part.task.labels, self.task.labels)
@@ -154,24 +92,11 @@ class JoinedModels:
                 if len(self.parts) > 1:
                     finding = finding.within(name)
                 result.findings.append(finding)
-            for step, duration_s in segmented.durations_s.items():
-                result.durations_s[self.step_name(number, step)] = duration_s
-            for step, described in segmented.tiling_plans.items():
-                result.tiling_plans[self.step_name(number, step)] = described
+            self.note_part(number, segmented, result)
             result.boxes |= segmented.boxes
             result.agreements |= segmented.agreements
-        result.volumes_ml = label_volumes_ml(result.labels, volume.grid, self.task)
-        if not any(result.volumes_ml.values()):
-            result.findings += warnings_of("empty_result", [NO_LABEL])
+        result.measure(volume.grid, self.task)
         return result
-
-    def _announced(
-        self, number: int, on_step: Callable[[str], None] | None
-    ) -> Callable[[str], None] | None:
-        """Announce steps with the number of their part."""
-        if on_step is None:
-            return None
-        return lambda step: on_step(self.step_name(number, step))
 
 
 def join_values(

@@ -26,12 +26,12 @@ import torch
 from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line
 from medseg.inference.options import InferenceOptions
+from medseg.inference.scan_model import ScanModel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
 from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
-from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan, scan_grid
 

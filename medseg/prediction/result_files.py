@@ -12,6 +12,7 @@ from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
 from medseg.evaluation.matching import check_grid, task_values
 from medseg.findings import warnings_of
+from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation, describe_bounds
 from medseg.io.identity import Identity
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
@@ -20,7 +21,6 @@ from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.metrics.hu_statistics import ScanStatistics
-from medseg.prediction.model import ScanModel
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import orient, orientation_of, oriented_grid

@@ -12,13 +12,13 @@ import torch
 from medseg.cascade.cascade import require_channels
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
+from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
 from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
 from medseg.prediction.cascades import load_cascade, load_model_folders
 from medseg.prediction.case import read_scan, segment_scan
-from medseg.prediction.model import ScanModel
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU, Task

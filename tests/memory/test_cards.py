@@ -149,14 +149,17 @@ def test_a_plan_counts_what_the_training_will_compute_in(
     assert precisions == [Precision.fp16, Precision.bf16]
 
 
-CARDS = [
-    (T4, "auto", Precision.fp16),
-    (T4, "cpu", Precision.bf16),
-    (A100, "auto", Precision.bf16),
-]
+each_card = pytest.mark.parametrize(
+    ("capability", "accelerator", "expected"),
+    [
+        (T4, "auto", Precision.fp16),
+        (T4, "cpu", Precision.bf16),
+        (A100, "auto", Precision.bf16),
+    ],
+)
 
 
-@pytest.mark.parametrize(("capability", "accelerator", "expected"), CARDS)
+@each_card
 def test_find_lr_trains_in_what_the_training_will_compute_in(
     capability: tuple[int, int],
     accelerator: str,
@@ -181,7 +184,7 @@ def test_find_lr_trains_in_what_the_training_will_compute_in(
     assert precisions == [expected]
 
 
-@pytest.mark.parametrize(("capability", "accelerator", "expected"), CARDS)
+@each_card
 def test_every_row_of_a_ladder_is_measured_in_what_its_device_has(
     capability: tuple[int, int],
     accelerator: str,

@@ -51,7 +51,7 @@ def test_labels_are_those_of_nnunets_own_ensemble(name: str) -> None:
     assert len(np.unique(expected)) > 1
     assert np.mean(result.labels != expected) <= MAX_SHARE
     assert steps == ensemble.steps == list(result.durations_s)
-    first = ensemble.members[0].segment(volume, others)
+    first = ensemble.parts[0].segment(volume, others)
     assert np.any(first.labels != result.labels)
 
 

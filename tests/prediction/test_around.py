@@ -41,7 +41,7 @@ def test_images_and_labels_have_the_bits_of_scipy(target: tuple[int, int, int]) 
 def model() -> TotalsegmentatorModel:
     pytest.importorskip("dynamic_network_architectures")
     joined = load_model_folders(FOLDERS, accelerator="cpu")
-    return TotalsegmentatorModel(joined, 1.5)
+    return TotalsegmentatorModel((joined,), 1.5)
 
 
 def test_any_storage_of_a_scan_is_seen_in_ras(model: TotalsegmentatorModel) -> None:
@@ -53,7 +53,7 @@ def test_any_storage_of_a_scan_is_seen_in_ras(model: TotalsegmentatorModel) -> N
     small = zoom(ras.T.astype(np.float64), [14 / 17, 13 / 20, 2], order=1, mode="nearest").T
     grid = model.resampled_grid(volume.grid)
     assert grid.shape == small.shape == (18, 13, 14)
-    inner = model.model.segment(Volume(small.astype(np.int32), grid, None)).labels
+    inner = model.parts[0].segment(Volume(small.astype(np.int32), grid, None)).labels
     back = np.divide(array.shape, small.shape)
     expected = zoom(inner, back, order=0, mode="nearest")[:, ::-1, ::-1]
     assert len(np.unique(expected)) > 1
@@ -69,7 +69,7 @@ def test_any_storage_of_a_scan_is_seen_in_ras(model: TotalsegmentatorModel) -> N
 def test_the_forecast_counts_the_scan_and_the_resampled_one(model: TotalsegmentatorModel) -> None:
     grid = VoxelGrid((100, 256, 256), (3.0, 1.0, 1.0))
     expected = forecast(model, grid, 0)
-    inner = forecast(model.model, model.resampled_grid(grid), 0)
+    inner = forecast(model.parts[0], model.resampled_grid(grid), 0)
     num_voxels, num_resampled = 100 * 256 * 256, 200 * 171 * 171
     assert expected.memory["segment_2"] == (
         inner.memory["segment_2"] + 2 * num_voxels + 2 * num_resampled

@@ -54,7 +54,7 @@ def painter(labels: list[str], *slices: int, modality: str = "ct") -> Painter:
 
 def joined(*parts: Painter, **label_values: int) -> JoinedModels:
     names = tuple(f"part{number}" for number in range(len(parts)))
-    return JoinedModels(names, parts, label_values)  # type: ignore[arg-type]
+    return JoinedModels(parts, names, label_values)  # type: ignore[arg-type]
 
 
 def test_values_count_through_all_models_and_a_later_label_wins() -> None:
