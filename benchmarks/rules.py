@@ -38,8 +38,8 @@ from medseg.io.read import read_labels
 from medseg.io.tables import markdown_table, write_csv
 from medseg.io.volume import Volume
 from medseg.metrics.scores import dice
-from medseg.prediction.cascades import load_cascade
 from medseg.prediction.case import read_scan
+from medseg.prediction.load_models import load_cascade
 from medseg.preprocess.orient import orient
 from medseg.task import Region, Task
 

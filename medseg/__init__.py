@@ -9,9 +9,9 @@ _MODULES = {
     "LungSegmenter": "medseg.prediction.segmenter",
     "Segmenter": "medseg.prediction.segmenter",
     "Volume": "medseg.io.volume",
-    "cross_validate": "medseg.studies.calls",
-    "plan": "medseg.studies.calls",
-    "train": "medseg.studies.calls",
+    "cross_validate": "medseg.studies.command_functions",
+    "plan": "medseg.studies.command_functions",
+    "train": "medseg.studies.command_functions",
 }
 __all__ = ["__version__", *_MODULES]
 

@@ -5,7 +5,7 @@ import numpy as np
 from medseg.anatomy.patient import beyond_patient
 from medseg.anatomy.rules import MAX_BEYOND_SHARE, MAX_GAS_SHARE, MIN_REPORTED_ML
 from medseg.geometry.grid import VoxelGrid, voxel_ml
-from medseg.inference.postprocess import Rejection, remove_components
+from medseg.inference.components import Rejection, remove_components
 from medseg.task import Task
 
 

@@ -11,7 +11,7 @@ from medseg.anatomy.rules import MAX_GAS_SHARE, MAX_UNSEEN_SHARE, MIN_PART_FRACT
 from medseg.cascade.agreement import nearest_voxels
 from medseg.cascade.localise import Localisation
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
-from medseg.inference.postprocess import Part, Rejection, fill_holes, remove_components
+from medseg.inference.components import Part, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 from medseg.task import Region, Task

@@ -23,8 +23,8 @@ from medseg.cascade.stage import Prediction, TrainedStage
 from medseg.findings import Finding, sentences_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.geometry.grid_rule import Crop
+from medseg.inference.components import remove_components
 from medseg.inference.options import InferenceOptions
-from medseg.inference.postprocess import remove_components
 from medseg.inference.tiles import TilingPlan, most_probable
 from medseg.preprocess.crop import body_box, erase_outside, view_or_resample
 from medseg.preprocess.intensity import Intensity, normalise

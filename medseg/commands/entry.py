@@ -110,7 +110,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     ),
     "tune_loader": (
         TuneLoaderConfig,
-        "medseg.planning.loader",
+        "medseg.planning.tune_loader",
         "measure which loader settings are fastest on this machine",
     ),
     "plan": (

@@ -13,7 +13,7 @@ from medseg.errors import EXIT_FAILED
 from medseg.io.inputs import with_case_name
 from medseg.io.lean_nibabel import import_nibabel
 from medseg.prediction.batch import BatchCase, Observer
-from medseg.prediction.case import report_path
+from medseg.prediction.case_report import report_path
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 from medseg.wording import first_few

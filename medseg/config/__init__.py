@@ -1,1 +1,1 @@
-"""Typed configuration: schema, checks and rules between keys."""
+"""Configuration of each command: composed of the options of the packages, checked, explained."""

@@ -1,4 +1,4 @@
-"""Schema of the configuration: every key with its type, range, unit and description.
+"""Schema of each command: the options of the packages composed, and keys of commands alone.
 
 The values are in `conf/`. `check.py` merges the values that Hydra composed into the dataclass of
 the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from medseg.geometry.grid import VoxelGrid, voxel_ml
-from medseg.inference.postprocess import fill_holes, remove_components
+from medseg.inference.components import fill_holes, remove_components
 from medseg.task import CleanUp, Task
 
 

@@ -11,7 +11,7 @@ Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.ope
 Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
 
 
-Around = StrEnum("Around", ["totalsegmentator"])  # see `medseg.prediction.around`
+Around = StrEnum("Around", ["totalsegmentator"])  # see `medseg.prediction.totalsegmentator`
 
 
 class Seen(StrEnum):

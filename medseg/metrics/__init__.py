@@ -1,1 +1,1 @@
-"""Overlap and surface scores of two masks, in mm and ml."""
+"""Scores of two masks, figures in HU of labels, and adapters to metrics of other libraries."""

@@ -19,7 +19,7 @@ from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
-from medseg.workers import Worker, WorkerDiedError
+from medseg.worker_process import Worker, WorkerDiedError
 
 VERSION = 5
 """Format of the data set; raise it when equal specs give other voxels: all cases are made again."""

@@ -21,7 +21,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.calibration import LoadMeter, measure_until, read_calibration, write_calibration
 from medseg.memory.kernels import processor_name
 from medseg.runs.signature import plain
-from medseg.workers import Worker
+from medseg.worker_process import Worker
 
 # A training of the smallest size with two loader workers, two validations, their pictures and
 # checkpoints.

@@ -31,23 +31,8 @@ from medseg.inference.scan_model import ScanModel
 from medseg.io.scratch import scratch_above
 from medseg.memory.device import pick_device
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.cascades import (
-    RangeCascade,
-    load_cascade,
-    load_model_folders,
-    pick_cascade,
-    result_settings,
-)
-from medseg.prediction.case import (
-    CaseData,
-    is_small,
-    is_up_to_date,
-    read_case,
-    read_report,
-    segment_case,
-    write_case,
-)
-from medseg.prediction.contract import share_memory
+from medseg.prediction.case import CaseData, is_small, read_case, segment_case
+from medseg.prediction.case_report import is_up_to_date, read_report, write_case
 from medseg.prediction.forecast import (
     Forecast,
     forecast,
@@ -55,6 +40,14 @@ from medseg.prediction.forecast import (
     machine_key,
     seconds_per_voxel,
 )
+from medseg.prediction.load_models import (
+    RangeCascade,
+    load_cascade,
+    load_model_folders,
+    pick_cascade,
+    result_settings,
+)
+from medseg.prediction.memory_limit import share_memory
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import Scan, scan_grid

@@ -27,9 +27,9 @@ from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
-from medseg.prediction.around import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
-from medseg.prediction.contract import LIBRARIES_BYTES
 from medseg.prediction.joined import JoinedModels
+from medseg.prediction.memory_limit import LIBRARIES_BYTES
+from medseg.prediction.totalsegmentator import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
@@ -100,7 +100,7 @@ def forecast(
         grid: Grid of the scan, in storage order.
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
-            `medseg.prediction.contract`.
+            `medseg.prediction.memory_limit`.
 
     Raises:
         UserError: If a stage cannot keep its budget.
@@ -188,7 +188,7 @@ def _forecast_cascade(
         grid: Grid of the scan, in storage order.
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
-            `medseg.prediction.contract`.
+            `medseg.prediction.memory_limit`.
 
     Raises:
         UserError: If a stage cannot keep its budget.

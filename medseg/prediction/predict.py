@@ -27,7 +27,7 @@ from medseg.prediction.batch import (
     make_batch,
     run_overlapped,
 )
-from medseg.prediction.cascades import RangeCascade
+from medseg.prediction.load_models import RangeCascade
 from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
 from medseg.prediction.result_files import result_paths

@@ -30,8 +30,8 @@ from medseg.inference.scan_model import ScanModel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
-from medseg.prediction.contract import OVERHEAD_BYTES
 from medseg.prediction.forecast import LABEL, SCAN, forecast
+from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan, scan_grid
 

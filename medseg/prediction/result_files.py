@@ -1,4 +1,4 @@
-"""Result files of a case: their names, what pictures need of the voxels, and the writers."""
+"""Result files of a case but its report: names, what pictures need of the voxels, writers."""
 
 import re
 from collections.abc import Mapping, Sequence

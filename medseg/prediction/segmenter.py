@@ -17,8 +17,8 @@ from medseg.inference.segmentation import Segmentation
 from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
 from medseg.io.read import read_image
 from medseg.io.volume import LazyVolume, Volume, load_image
-from medseg.prediction.cascades import load_cascade, load_model_folders
 from medseg.prediction.case import read_scan, segment_scan
+from medseg.prediction.load_models import load_cascade, load_model_folders
 from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU, Task

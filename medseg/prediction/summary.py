@@ -16,7 +16,7 @@ from medseg.io.spreadsheet import Link, Sheet, SheetColumn, write_spreadsheet
 from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import EMPHYSEMA_HU, PERCENTILES
 from medseg.prediction.batch import BatchCase
-from medseg.prediction.case import locked_folder, read_report
+from medseg.prediction.case_report import locked_folder, read_report
 from medseg.prediction.result_files import ENDINGS
 from medseg.report.case_viewer import structures_of
 from medseg.report.contact_sheet import Card, write_contact_sheet

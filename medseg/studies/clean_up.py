@@ -15,7 +15,7 @@ import numpy as np
 
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.clean_up import clean
-from medseg.inference.postprocess import label_box
+from medseg.inference.components import label_box
 from medseg.io.atomic import replace_text
 from medseg.io.tables import Formats, markdown_table, write_csv
 from medseg.metrics.scores import dice

@@ -46,7 +46,7 @@ from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, make_network
 from medseg.training.optimisation import find_lr_factor, make_optimizer
 from medseg.training.options import TrainConfig
-from medseg.workers import Worker, WorkerDiedError
+from medseg.worker_process import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.
 HEADINGS = {

@@ -1,1 +1,1 @@
-"""Trained weights: file formats, and the included weights."""
+"""Trained weights: their files and model folders, and the included weights."""

@@ -28,7 +28,7 @@ from medseg.inference.options import InferenceOptions
 from medseg.io.atomic import PART_PREFIX
 from medseg.io.read import read_image
 from medseg.memory.options import Accelerator
-from medseg.prediction.case import checksums
+from medseg.prediction.case_report import checksums
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 from medseg.preprocess.scale import HuScale

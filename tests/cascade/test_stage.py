@@ -23,7 +23,7 @@ from medseg.inference.tiles import TilingPlan
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import Traits
 from medseg.models.unet import UNet
-from medseg.prediction.cascades import load_cascade
+from medseg.prediction.load_models import load_cascade
 from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import Orientation
 from medseg.task import Channel, Region, Task

@@ -20,7 +20,7 @@ import pytest
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.nifti import new_header
 from medseg.io.read import read_labels
-from medseg.prediction.case import checksums
+from medseg.prediction.case_report import checksums
 
 COMMAND = [
     sys.executable,

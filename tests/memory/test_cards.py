@@ -22,7 +22,7 @@ from medseg.memory.device import stage_precision, use_supported_half
 from medseg.memory.options import Accelerator, Precision
 from medseg.memory.precision import has_fast_bf16, lightning_precision
 from medseg.planning import plan as plan_app
-from medseg.prediction import batch, cascades
+from medseg.prediction import batch, load_models
 from medseg.prediction.options import PredictConfig
 from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
@@ -232,7 +232,7 @@ def test_a_stage_trained_in_bf16_runs_in_fp16_on_a_gpu_without_it_and_says_so(
 
 def test_a_cpu_has_no_fp16() -> None:
     with pytest.raises(UserError, match="the device is cpu: use bf16"):
-        cascades.load_cascade(None, None, accelerator="cpu", precision="fp16")
+        load_models.load_cascade(None, None, accelerator="cpu", precision="fp16")
 
 
 @pytest.mark.parametrize(("accelerator", "chosen"), [("auto", [3]), ("cpu", [])])

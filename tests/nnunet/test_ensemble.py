@@ -14,8 +14,8 @@ from medseg.inference.options import InferenceOptions
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
 from medseg.nnunet.ensemble import NnunetEnsemble
-from medseg.prediction.cascades import load_model_folders
 from medseg.prediction.forecast import forecast
+from medseg.prediction.load_models import load_model_folders
 
 RECORDED = Path(__file__).parent / "recorded"
 # Kernels of another processor may round the last bit of a logit otherwise.

@@ -21,7 +21,7 @@ from medseg.phantom import case_folders as dataset
 from medseg.phantom.case_folders import write_phantoms
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
-from medseg.workers import WorkerDiedError
+from medseg.worker_process import WorkerDiedError
 
 
 def _coarse(seed: int, index: int, detail: str) -> PhantomSpec:

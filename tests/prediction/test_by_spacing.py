@@ -19,7 +19,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
-from medseg.prediction.cascades import RangeCascade, pick_cascade
+from medseg.prediction.load_models import RangeCascade, pick_cascade
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 

@@ -21,7 +21,7 @@ from medseg.config.check import to_config
 from medseg.io.write import write_image
 from medseg.prediction import batch
 from medseg.prediction import result_files as results_module
-from medseg.prediction.case import checksums
+from medseg.prediction.case_report import checksums
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 

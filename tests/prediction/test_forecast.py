@@ -13,9 +13,8 @@ from oracle import GRID, CoarseOracle, FineOracle, stage
 
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelGrid
-from medseg.prediction import batch, contract
+from medseg.prediction import batch, memory_limit
 from medseg.prediction import forecast as forecast_module
-from medseg.prediction.contract import share_memory
 from medseg.prediction.forecast import (
     FIRST_SCAN_BYTES,
     Forecast,
@@ -25,6 +24,7 @@ from medseg.prediction.forecast import (
     note_duration,
     seconds_per_voxel,
 )
+from medseg.prediction.memory_limit import share_memory
 
 MIB = 2**20
 CHEST = VoxelGrid((300, 512, 512), (1.0, 0.8, 0.8))
@@ -96,7 +96,7 @@ def test_arrays_in_files_do_not_count(cascade: Cascade) -> None:
 def test_a_case_within_the_shares_keeps_the_memory_contract(
     cascade: Cascade, max_ram_gib: float, num_slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * MIB)
+    monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 300 * MIB)
     shares = share_memory(max_ram_gib)
     monkeypatch.setattr("medseg.cascade.stage.TrainedStage._least_slab_bytes", lambda *_: 0.0)
     found = forecast(

@@ -31,8 +31,8 @@ from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction import ray_engine
 from medseg.prediction.batch import BatchCase, Observer
-from medseg.prediction.cascades import load_cascade
 from medseg.prediction.forecast import forecast
+from medseg.prediction.load_models import load_cascade
 from medseg.prediction.options import PredictConfig, RayOptions
 from medseg.prediction.scans import Scan
 from medseg.runs.signature import plain

@@ -189,7 +189,7 @@ def test_an_output_that_cannot_be_written_is_told_before_anything_is_computed(
 
 
 @pytest.mark.parametrize(
-    "target", ["medseg.io.nifti.replace_path", "medseg.prediction.case.replace_text"]
+    "target", ["medseg.io.nifti.replace_path", "medseg.prediction.case_report.replace_text"]
 )
 def test_a_disk_that_fills_up_costs_what_does_not_fit(
     scans: Path,

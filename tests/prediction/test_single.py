@@ -10,7 +10,7 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
-from medseg.prediction.cascades import load_cascade
+from medseg.prediction.load_models import load_cascade
 from medseg.prediction.options import PredictConfig
 from medseg.weights.files import shipped_weights
 

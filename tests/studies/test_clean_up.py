@@ -22,7 +22,7 @@ from medseg.data.case_table import Case
 from medseg.io.write import write_labels
 from medseg.metrics.scores import dice
 from medseg.phantom.scene import SceneSpec, make_scene
-from medseg.prediction.cascades import load_model_folders
+from medseg.prediction.load_models import load_model_folders
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import Choice, choose_clean_up, least_patients, write_choice
 from medseg.studies.fold_model import _bound_rows, write_model

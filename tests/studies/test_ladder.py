@@ -22,7 +22,7 @@ from medseg.memory.options import Precision
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
 from medseg.training.options import TrainConfig
-from medseg.workers import WorkerDiedError
+from medseg.worker_process import WorkerDiedError
 
 
 def ladder_config(*overrides: str) -> LadderConfig:

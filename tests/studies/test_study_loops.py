@@ -22,7 +22,7 @@ from medseg.io.tables import read_csv
 from medseg.memory.options import Precision
 from medseg.report.spacings import Strategy
 from medseg.studies import baselines, compare_spacing, ladder, recipes, time_to_dice
-from medseg.workers import WorkerDiedError
+from medseg.worker_process import WorkerDiedError
 
 Compose = Callable[..., Any]
 

@@ -10,8 +10,8 @@ import pytest
 from medseg.cascade.cascade import Cascade
 from medseg.errors import UserError
 from medseg.inference.options import Backend, InferenceOptions
-from medseg.prediction.cascades import load_cascade, load_model_folders
 from medseg.prediction.joined import JoinedModels
+from medseg.prediction.load_models import load_cascade, load_model_folders
 from medseg.weights.files import SHIPPED_FOLDER, checksum, read_weights, shipped_weights
 from medseg.weights.model_folder import (
     CARD,

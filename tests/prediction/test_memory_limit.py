@@ -11,9 +11,9 @@ import pytest
 
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
-from medseg.prediction import batch, cascades, contract
-from medseg.prediction.cascades import RangeCascade, load_cascade
-from medseg.prediction.contract import (
+from medseg.prediction import batch, load_models, memory_limit
+from medseg.prediction.load_models import RangeCascade, load_cascade
+from medseg.prediction.memory_limit import (
     NUM_ARRAYS,
     OVERHEAD_BYTES,
     MemoryShares,
@@ -32,7 +32,7 @@ def test_without_a_bound_everything_may_be_in_memory() -> None:
 def test_networks_and_arrays_share_what_the_process_does_not_hold(
     max_ram_gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
+    monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 400 * 2**20)
     shares = share_memory(max_ram_gib)
     total = (
         shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES + 400 * 2**20
@@ -44,7 +44,7 @@ def test_networks_and_arrays_share_what_the_process_does_not_hold(
 def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
+    monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 400 * 2**20)
     with pytest.raises(
         UserError, match=r"inference\.max_ram_gib=0\.5: expected at least (0\.\d+), because"
     ) as refused:
@@ -54,7 +54,7 @@ def test_a_bound_below_the_libraries_is_refused_with_one_that_is_enough(
 
 
 def test_what_a_backend_takes_later_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "resident_bytes", lambda: 400 * 2**20)
+    monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 400 * 2**20)
     torch_shares, openvino_shares = share_memory(2.0), share_memory(2.0, BACKEND_BYTES)
     for shares, backend_bytes in ((torch_shares, 0), (openvino_shares, BACKEND_BYTES)):
         total = shares.network_gib * 2**30 + NUM_ARRAYS * shares.array_bytes + OVERHEAD_BYTES
@@ -77,8 +77,8 @@ def test_another_backend_has_the_room_beside_the_largest_pass(
     room_mib: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contract, "resident_bytes", lambda: 300 * 2**20)
-    monkeypatch.setattr(contract, "memory_limit_bytes", lambda: machine_gib * 2**30)
+    monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 300 * 2**20)
+    monkeypatch.setattr(memory_limit, "memory_limit_bytes", lambda: machine_gib * 2**30)
     assert backend_room_bytes(max_ram_gib, budget_gib) / 2**20 == pytest.approx(room_mib)
 
 
@@ -92,9 +92,9 @@ def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPa
         rooms.append(arguments[-1])
         return stage
 
-    monkeypatch.setattr(cascades, "backend_room_bytes", lambda *_: 100.0)
-    monkeypatch.setattr(cascades, "load_stages", load_stages)
-    monkeypatch.setattr(cascades, "Cascade", lambda *stages: stages)
+    monkeypatch.setattr(load_models, "backend_room_bytes", lambda *_: 100.0)
+    monkeypatch.setattr(load_models, "load_stages", load_stages)
+    monkeypatch.setattr(load_models, "Cascade", lambda *stages: stages)
     load_cascade([], [], options=InferenceOptions())
     assert rooms == [100.0, 30.0]
 

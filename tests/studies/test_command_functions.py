@@ -10,7 +10,7 @@ import pytest
 
 import medseg
 from medseg.errors import UserError
-from medseg.studies import calls
+from medseg.studies import command_functions
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (Path(output) / "pooled.csv").write_text("region,dice\nheart,0.9\n")
         return ""
 
-    monkeypatch.setattr(calls, "run_and_get_failure", run)
+    monkeypatch.setattr(command_functions, "run_and_get_failure", run)
     return called
 
 

@@ -13,8 +13,8 @@ import torch
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import TuneLoaderConfig
-from medseg.planning import loader as app
-from medseg.planning.loader import Setting, propose, settings, time_batches, tune_loader
+from medseg.planning import tune_loader as app
+from medseg.planning.tune_loader import Setting, propose, settings, time_batches, tune_loader
 from medseg.training.assemble import make_data_module
 
 

@@ -18,11 +18,11 @@ from medseg.memory.options import Accelerator
 from medseg.memory.precision import check_precision
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel, load_nnunet
-from medseg.prediction.around import TotalsegmentatorModel, isotropic_mm
-from medseg.prediction.contract import backend_room_bytes
 from medseg.prediction.joined import JoinedModels
+from medseg.prediction.memory_limit import backend_room_bytes
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan, scan_grid
+from medseg.prediction.totalsegmentator import TotalsegmentatorModel, isotropic_mm
 from medseg.weights.files import TILE_WARNING, shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 from medseg.weights.model_folder import find_stages, is_weights_folder

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from medseg.workers import NotSentError, Worker, WorkerDiedError
+from medseg.worker_process import NotSentError, Worker, WorkerDiedError
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tells the worker's process number and lets it work for ever.
 BUSY_PARENT = """
 import os, time
-from medseg.workers import Worker
+from medseg.worker_process import Worker
 
 if __name__ == "__main__":
     with Worker() as worker:

@@ -12,9 +12,9 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Around, InferenceOptions, Seen
 from medseg.io.volume import Volume
-from medseg.prediction.around import TotalsegmentatorModel, resampled, restore
-from medseg.prediction.cascades import load_model_folders
 from medseg.prediction.forecast import forecast
+from medseg.prediction.load_models import load_model_folders
+from medseg.prediction.totalsegmentator import TotalsegmentatorModel, resampled, restore
 from medseg.weights.files import SHIPPED_FOLDER
 
 RECORDED = Path(__file__).parent.parent / "nnunet" / "recorded"

@@ -7,8 +7,8 @@ import pytest
 from scipy import ndimage
 
 from medseg.geometry.grid import VoxelBox
-from medseg.inference import postprocess
-from medseg.inference.postprocess import Rejection, fill_holes, label_box, remove_components
+from medseg.inference import components
+from medseg.inference.components import Rejection, fill_holes, label_box, remove_components
 
 DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
@@ -16,7 +16,7 @@ DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 @pytest.fixture(params=[1, 2000, 10**9], ids=["a plane", "some planes", "all"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Voxels whose parts are numbered at a time: what comes of it must not depend on them."""
-    monkeypatch.setattr(postprocess, "SLAB_VOXELS", request.param)
+    monkeypatch.setattr(components, "SLAB_VOXELS", request.param)
 
 
 def random_mask(density: float, seed: int) -> np.ndarray:
