@@ -157,7 +157,7 @@ COMMANDS: dict[str, tuple[type, str, str]] = {
     ),
     "demo": (
         DemoConfig,
-        "medseg.studies.recipes",
+        "medseg.studies.demo",
         "make phantoms, train both stages, predict and score, in minutes",
     ),
 }

@@ -15,8 +15,9 @@ from medseg.config.overrides import text_of
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.runs.folder import read_summary
+from medseg.studies.command_steps import last_checkpoint, run_and_get_failure, train_steps
 from medseg.studies.pooled import POOLED_CSV
-from medseg.studies.recipes import last_checkpoint, note_recipe, run_and_get_failure, train_steps
+from medseg.studies.recipes import note_recipe
 
 # Key of a command, as on its command line, to its value in Python.
 Keys = Mapping[str, Any]

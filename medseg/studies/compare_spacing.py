@@ -36,17 +36,19 @@ from medseg.report.spacings import (
 )
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
-from medseg.studies.recipes import (
+from medseg.studies.command_steps import (
+    last_checkpoint,
+    run_and_get_failure,
+    run_until_failure,
+    train_steps,
+)
+from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
     compose_train,
     folder_name,
     label_values_argument,
-    last_checkpoint,
     merge_arguments,
-    run_and_get_failure,
-    run_until_failure,
-    train_steps,
 )
 from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig

@@ -16,26 +16,26 @@ from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
+from medseg.studies.command_steps import (
+    Step,
+    evaluate_step,
+    last_checkpoint,
+    run_steps,
+    train_steps,
+)
 from medseg.studies.fold_model import write_model
 from medseg.studies.fold_tables import METRICS_FILE, Row, fold_rows, write_rows
 from medseg.studies.folds import WHOLE, Folds, check_folds, make_folds, organ_values
 from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
-    Step,
-    arguments_for_train,
     check_experiments,
     coarse_arguments,
-    evaluate_step,
     experiments,
-    key_of,
-    last_checkpoint,
-    merge_arguments,
     note_recipe,
     recipe_of,
-    run_steps,
     stage_steps,
-    train_steps,
 )
+from medseg.studies.train_arguments import arguments_for_train, key_of, merge_arguments
 from medseg.task_options import make_task
 
 SINGLE = StageName.single.value

@@ -8,12 +8,13 @@ from typing import Any
 
 from medseg.config.schema import CrossValidateConfig
 from medseg.studies.clean_up import Choice, choose_clean_up, write_choice
-from medseg.studies.fold_bound import write_bound
+from medseg.studies.command_steps import last_checkpoint
+from medseg.studies.fold_bound import BOUND, write_bound
 from medseg.studies.fold_tables import Row
 from medseg.studies.folds import Folds
 from medseg.studies.held_out import HeldOut
 from medseg.studies.pooled import POOLED_MD
-from medseg.studies.recipes import BOUND, last_checkpoint, without_folders
+from medseg.studies.recipes import without_folders
 from medseg.studies.reference_volumes import (
     LEAST_PATIENTS,
     SHARE,

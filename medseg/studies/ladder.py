@@ -33,14 +33,13 @@ from medseg.report.plots import Panel, draw_panels
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
-from medseg.studies.recipes import (
+from medseg.studies.command_steps import run_steps, train_steps
+from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
     compose_train,
     folder_name,
     merge_arguments,
-    run_steps,
-    train_steps,
 )
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, make_network

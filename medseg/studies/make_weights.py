@@ -17,17 +17,15 @@ from medseg.data.importers.formats import read_cases
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import read_csv
-from medseg.studies.fold_bound import LEVEL, formula_text
+from medseg.studies.command_steps import last_checkpoint, run_steps
+from medseg.studies.fold_bound import BOUND, LEVEL, formula_text
 from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
-    BOUND,
     check_experiments,
     coarse_arguments,
     experiments,
-    last_checkpoint,
     note_recipe,
     recipe_of,
-    run_steps,
     sees_coarse_stage,
     stage_steps,
     without_folders,

@@ -1,53 +1,26 @@
-"""Recipes: resumable sequences of medseg commands, each in a process of its own.
-
-Among them are the demo and the training of the included weights.
-"""
+"""Recipes of cascades: the experiments of each stage, as steps that can be resumed."""
 
 import hashlib
-import itertools
 import json
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import hydra
-import yaml
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from medseg.config.check import explain, to_config
-from medseg.config.experiment_file import register_experiments
 from medseg.config.overrides import text_of
-from medseg.config.schema import DemoConfig, RecipeConfig
+from medseg.config.schema import RecipeConfig
 from medseg.data.case_table import Case
-from medseg.errors import EXIT_FAILED, UserError
+from medseg.errors import UserError
 from medseg.io.atomic import replace_text
-from medseg.runs.folder import CONFIG_FILE, read_summary, settle
-from medseg.runs.status import Status, status_of
-from medseg.targets import targets_first
-from medseg.training.options import TrainConfig
+from medseg.studies.command_steps import Step, last_checkpoint, train_steps
+from medseg.studies.train_arguments import compose_train, compose_unchecked
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
-from medseg.wording import shell_line
 
-# File of `cross_validate` with the lower bound on Dice.
-BOUND = "bound.json"
 # File beside the runs of a fold with the experiments and arguments that they come from.
 EXPERIMENTS = "experiments.json"
 DIGEST_LENGTH = 12
-# Arguments of `medseg`, the command first.
-Step = Sequence[str]
-
-MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
-# Provider of a folder that `--config-dir` added to Hydra's search path.
-COMMAND_LINE = "command-line"
-
 # Keys of the configuration that hold folders of the training machine.
 FOLDER_KEYS = (
     "run_dir",
@@ -62,103 +35,48 @@ FOLDER_KEYS = (
 )
 
 
-def run_until_failure(steps: Sequence[Step]) -> int:
-    """Print and run commands one after the other.
-
-    A prediction or an evaluation in which single cases failed has said so, and the next command
-    still runs.
-
-    Returns:
-        0, or the exit code of the command that failed; the commands after it do not run.
-
-    Raises:
-        SystemExit: With the exit code of a command that was interrupted.
-    """
-    for step in steps:
-        print(f"\n$ medseg {shell_line(step)}", flush=True)
-        command = [*MEDSEG, *step]
-        code = subprocess.run(command, check=False).returncode
-        if status_of(code) is Status.interrupted:
-            sys.exit(code)
-        if has_failed(step, code):
-            return code
-    return 0
+def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
+    """Map each key that names experiments to what it names: stages and trainings on phantoms."""
+    keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
+    return {key: getattr(config, key) for key in keys}
 
 
-def run_and_get_failure(step: Step) -> str:
-    """Print and run one command; pass its error stream on, and return why it failed.
+def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ()) -> None:
+    """Refuse an experiment that `train` would refuse, before hours of training.
 
-    A prediction or an evaluation in which single cases failed has not failed as a whole.
-
-    Returns:
-        Its exit code and its last message; empty where it did not fail.
+    Args:
+        config: Names the experiments.
+        extra_arguments: Further arguments of the trainings that are not on phantoms.
 
     Raises:
-        SystemExit: With the exit code of a command that was interrupted.
+        UserError: With its key.
     """
-    print(f"\n$ medseg {shell_line(step)}", flush=True)
-    message = ""
-    command = [*MEDSEG, *step]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
-    ) as process:
-        assert process.stderr is not None, "it is a pipe"
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
-            message = line.strip().removeprefix("medseg: ") or message
-    code = process.returncode
-    if status_of(code) is Status.interrupted:
-        sys.exit(code)
-    if not has_failed(step, code):
-        return ""
-    return f"{step[0]} ended with exit code {code}: {message or 'without a message'}"
+    for key, names in experiments(config).items():
+        if names is None:
+            continue
+        # A stage has a chain of experiments, a training on phantoms has one.
+        chain = [names] if isinstance(names, str) else names
+        for name in chain:
+            arguments = [f"experiment={text_of(name)}", "run_dir=none"]
+            if not key.startswith("pretrain"):
+                arguments += extra_arguments
+            # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
+            if key == "fine" and sees_coarse_stage(name, key):
+                # Any file stands for the checkpoint that is still to be trained.
+                stand_in = shipped_weights(INCLUDED_TASK, "coarse")
+                arguments.append(f"stage.coarse={text_of(str(stand_in))}")
+            compose_train(arguments, key)
 
 
-def has_failed(step: Step, code: int) -> bool:
-    """Whether a command failed as a whole, not only for single cases of many."""
-    if code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
-        return False
-    return code != 0
+def sees_coarse_stage(experiment: str, where: str) -> bool:
+    """Tell whether an experiment asks for coarse probabilities and names no coarse stage.
 
-
-def run_steps(steps: Sequence[Step]) -> None:
-    """Run commands as `run_until_failure`, and exit with the code of the one that failed."""
-    code = run_until_failure(steps)
-    if code:
-        sys.exit(code)
-
-
-def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
-    """Make the command that trains a run or resumes it; none if the run has finished."""
-    if read_summary(run_dir).get("status") == Status.finished.value:
-        return []
-    resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
-    return [["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}", *resume]]
-
-
-def search_paths() -> list[str]:
-    """List the options of this command that tell Hydra where further configuration files are."""
-    if not HydraConfig.initialized():
-        return []
-    hydra_config = HydraConfig.get()
-    options = []
-    for source in hydra_config.runtime.config_sources:
-        if source.provider == COMMAND_LINE:
-            options += ["--config-dir", source.path]
-    return options + _search_path_overrides()
-
-
-def _search_path_overrides() -> list[str]:
-    """List the arguments `hydra.searchpath=[…]` of this command."""
-    if not HydraConfig.initialized():
-        return []
-    overrides = HydraConfig.get().overrides.hydra
-    return [override for override in overrides if key_of(override) == "hydra.searchpath"]
-
-
-def last_checkpoint(run_dir: Path) -> Path:
-    """Name the checkpoint of the last step of a run."""
-    return run_dir / "checkpoints" / "last.ckpt"
+    Args:
+        experiment: Name of the experiment.
+        where: Key of the study that names it, for messages.
+    """
+    stage = compose_unchecked([f"experiment={text_of(experiment)}"], where).stage
+    return bool(stage.get("coarse_channel")) and stage.get("coarse") is None
 
 
 def stage_steps(
@@ -204,17 +122,6 @@ def stage_steps(
     return steps
 
 
-def sees_coarse_stage(experiment: str, where: str) -> bool:
-    """Tell whether an experiment asks for coarse probabilities and names no coarse stage.
-
-    Args:
-        experiment: Name of the experiment.
-        where: Key of the study that names it, for messages.
-    """
-    stage = _compose([f"experiment={text_of(experiment)}"], where).stage
-    return bool(stage.get("coarse_channel")) and stage.get("coarse") is None
-
-
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
     """Give the checkpoints of the coarse stage to the fine experiments that see it.
 
@@ -232,33 +139,6 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
         if sees_coarse_stage(experiment, "fine"):
             arguments[experiment] = [f"stage.coarse_folds=[{checkpoints}]"]
     return arguments
-
-
-def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ()) -> None:
-    """Refuse an experiment that `train` would refuse, before hours of training.
-
-    Args:
-        config: Names the experiments.
-        extra_arguments: Further arguments of the trainings that are not on phantoms.
-
-    Raises:
-        UserError: With its key.
-    """
-    for key, names in experiments(config).items():
-        if names is None:
-            continue
-        # A stage has a chain of experiments, a training on phantoms has one.
-        chain = [names] if isinstance(names, str) else names
-        for name in chain:
-            arguments = [f"experiment={text_of(name)}", "run_dir=none"]
-            if not key.startswith("pretrain"):
-                arguments += extra_arguments
-            # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
-            if key == "fine" and sees_coarse_stage(name, key):
-                # Any file stands for the checkpoint that is still to be trained.
-                stand_in = shipped_weights(INCLUDED_TASK, "coarse")
-                arguments.append(f"stage.coarse={text_of(str(stand_in))}")
-            compose_train(arguments, key)
 
 
 def recipe_of(
@@ -307,181 +187,6 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
             f"{folder}: its runs come from {earlier}, not {current}; "
             "give the same ones, or another folder"
         )
-
-
-def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
-    """Compose and check the configuration of a training.
-
-    Args:
-        arguments: Arguments of `train`.
-        where: Key of the study that gives them, for messages.
-
-    Raises:
-        UserError: If `train` would refuse the arguments.
-    """
-    composed = _compose(arguments, where)
-    try:
-        config = to_config(composed, TrainConfig)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    settle(config)
-    return config
-
-
-def _compose(arguments: Sequence[str], where: str) -> DictConfig:
-    """Compose the arguments of a training, unchecked; a mistake names the key that gave them."""
-    register_experiments(arguments)
-    try:
-        # Folders of `--config-dir` belong to this process already.
-        return hydra.compose("train", targets_first([*_search_path_overrides(), *arguments]))
-    except HydraException as error:
-        raise UserError(f"{where}: {explain(error)}") from error
-
-
-def key_of(argument: str) -> str:
-    """Return the key of a command-line argument.
-
-    Example:
-        >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
-        ['steps', 'data.label_values.trachea', 'rows']
-    """
-    return argument.split("=", 1)[0].lstrip("+~")
-
-
-def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str]:
-    """Keep the arguments of a study that `train` takes too.
-
-    Args:
-        arguments: Arguments of the study.
-        schema: Schema of the study; the keys that it adds to that of `train` are left out.
-    """
-    train_keys = {field.name for field in fields(TrainConfig)}
-    study_keys = {field.name for field in fields(schema)} - train_keys
-    kept = []
-    for argument in arguments:
-        top_key = key_of(argument).split(".")[0]
-        if top_key not in study_keys:
-            kept.append(argument)
-    return kept
-
-
-def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Keep one argument per key: an argument of a later group replaces that of an earlier one.
-
-    Example:
-        >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
-        ('steps=9', 'seed=1')
-    """
-    argument_of_key = {}
-    for argument in itertools.chain(*groups):
-        argument_of_key[key_of(argument)] = argument
-    return tuple(argument_of_key.values())
-
-
-def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """Make the argument with the values in reference files; it adds names that the task lacks."""
-    items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
-    return f"+data.label_values={{{', '.join(items)}}}"
-
-
-def evaluate_step(
-    folder: Path, reference: Path, plain_task: Mapping[str, Any], label_values: Mapping[str, Any]
-) -> Step:
-    """Make the command that scores the predictions of a study.
-
-    Args:
-        folder: Folder of the study: has `predictions`; receives `scores` and `task.yaml`, since an
-            experiment may choose the task or change it.
-        reference: Case table of the predictions.
-        plain_task: Content of the group `task`.
-        label_values: Values in the label files.
-    """
-    task_file = folder / "task.yaml"
-    replace_text(task_file, yaml.safe_dump({"task": dict(plain_task)}, sort_keys=False))
-    return [
-        "evaluate",
-        f"pred={folder / 'predictions'}",
-        f"ref={reference}",
-        f"output={folder / 'scores'}",
-        f"task={task_file}",
-        label_values_argument(label_values),
-    ]
-
-
-def folder_name(name: str) -> str:
-    """Name the folder of a row; names that differ only in punctuation share one.
-
-    Example:
-        >>> folder_name("isotropic 1 mm")
-        'isotropic_1_mm'
-    """
-    return re.sub(r"\W+", "_", name)
-
-
-def check_names(rows: Sequence[str], *taken: str) -> None:
-    """Refuse a study without rows, or with rows that would share a folder.
-
-    Args:
-        rows: Names of the rows.
-        *taken: Folders that no row may have.
-
-    Raises:
-        UserError: With the names.
-    """
-    folders = [*map(folder_name, rows), *taken]
-    if rows and len(set(folders)) == len(folders):
-        return
-    condition = f" and are none of {', '.join(taken)}" if taken else ""
-    raise UserError(
-        "rows: expected at least one row, with names that differ in more than punctuation"
-        f"{condition}, but got {list(rows)}"
-    )
-
-
-def demo(config: DemoConfig) -> int:
-    """Make phantoms, train both stages, predict and score the held-out phantoms.
-
-    Every step is a command that a user would type, and is printed. Phantoms and finished runs of an
-    earlier start are kept.
-
-    Raises:
-        SystemExit: With the exit code of the command that failed.
-    """
-    start_s = time.perf_counter()
-    folder = Path(config.output)
-    data = [f"data.phantoms.folder={folder / 'phantoms'}", f"data.cache={folder / 'cache'}"]
-    coarse, fine = folder / "coarse", folder / "fine"
-    table = folder / "phantoms" / "table.csv"
-    predictions, scores = folder / "predictions", folder / "scores"
-    checkpoints = [f"coarse={last_checkpoint(coarse)}", f"fine={last_checkpoint(fine)}"]
-    run_steps(
-        [
-            *train_steps(coarse, "experiment=demo_coarse", *data),
-            *train_steps(fine, "experiment=demo_fine", *data),
-            ["predict", f"input={table}", "split=test", f"output={predictions}", *checkpoints],
-            ["evaluate", f"pred={predictions}", f"ref={table}", "split=test", f"output={scores}"],
-        ]
-    )
-    minutes = (time.perf_counter() - start_s) / 60
-    print(
-        f"\nDone in {minutes:.1f} minutes. To look at:"
-        f"\n  {scores}/scores.png, {scores}/overlays/*.png   predictions over the held-out scans"
-        f"\n  {scores}/metrics.csv, {scores}/summary.csv     Dice, NSD, HD95, volumes"
-        f"\n  {coarse}/history.csv, {fine}/history.csv       "
-        "losses and validation; pictures/ beside them"
-    )
-    summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    for statistic in summary["statistics"]:
-        is_of_all_scores = statistic["metric"] == "dice" and statistic["trust"] == "all"
-        if is_of_all_scores and statistic["region"] != "all":
-            print(f"Mean Dice of {statistic['region']}: {statistic['mean']:.4f}")
-    return 0
-
-
-def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
-    """Map each key that names experiments to what it names: stages and trainings on phantoms."""
-    keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
-    return {key: getattr(config, key) for key in keys}
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:

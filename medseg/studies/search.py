@@ -50,7 +50,7 @@ from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import decisive, flat, plain, signature
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
-from medseg.studies.recipes import arguments_for_train, key_of
+from medseg.studies.train_arguments import arguments_for_train, key_of
 from medseg.targets import targets_first
 from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig

@@ -19,7 +19,7 @@ from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_ru
 from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
 from medseg.runs.status import Status, status_of
-from medseg.studies.recipes import (
+from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
     compose_train,

@@ -13,7 +13,6 @@ FILES = {
 }
 """Module to the only name with the word that it may hold."""
 WHOLE_FILES = {
-    "studies/recipes.py",  # recipe of the included weights
     "studies/baselines.py",  # a package of others has the word in its name
     "data/importers/folders.py",  # so has the folder of a public data set
 }

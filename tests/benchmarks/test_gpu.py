@@ -18,7 +18,7 @@ from benchmarks.gpu import kernels, memory, parts, prediction, speed, tests, tra
 from benchmarks.gpu.parts import Ending, Session, session_of
 from benchmarks.gpu.report import Check, Report, check_table, read_report
 from medseg.conf_folder import conf_dir
-from medseg.studies.recipes import compose_train
+from medseg.studies.train_arguments import compose_train
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,7 +27,7 @@ from medseg.io.tables import markdown_table, write_csv
 from medseg.prediction.segmenter import Segmenter
 from medseg.runs.folder import load_config, open_run
 from medseg.runs.train_run import train_run
-from medseg.studies.recipes import merge_arguments
+from medseg.studies.train_arguments import merge_arguments
 from medseg.targets import targets_first
 from medseg.training.check import check_objects
 from medseg.training.options import TrainConfig

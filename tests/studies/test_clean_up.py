@@ -25,10 +25,10 @@ from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.prediction.load_models import load_model_folders
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import Choice, choose_clean_up, least_patients, write_choice
+from medseg.studies.command_steps import last_checkpoint
 from medseg.studies.fold_model import _bound_rows, write_model
 from medseg.studies.folds import Folds
 from medseg.studies.held_out import HeldOut
-from medseg.studies.recipes import last_checkpoint
 from medseg.studies.reference_volumes import (
     ReferenceVolume,
     measure_references,

@@ -19,9 +19,9 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.tables import write_csv
 from medseg.report.spacings import Strategy
+from medseg.studies import command_steps
 from medseg.studies import compare_spacing as app
-from medseg.studies import recipes
-from medseg.studies.recipes import run_and_get_failure
+from medseg.studies.command_steps import run_and_get_failure
 
 
 def compose(*overrides: str) -> CompareSpacingConfig:
@@ -284,6 +284,6 @@ def test_the_last_message_of_a_command_is_its_failure(
         f"exit {code}\n"
     )
     program.chmod(0o755)
-    monkeypatch.setattr(recipes, "MEDSEG", (str(program),))
+    monkeypatch.setattr(command_steps, "MEDSEG", (str(program),))
     assert run_and_get_failure([command, "input=x"]) == failure
     assert capfd.readouterr().err == "medseg: first\nmedseg: coarse=x does not exist\n", "passed on"

@@ -19,13 +19,12 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
+from medseg.studies import command_steps
 from medseg.studies import cross_validate as study
-from medseg.studies import recipes
-from medseg.studies.fold_bound import write_bound
+from medseg.studies.fold_bound import BOUND, write_bound
 from medseg.studies.fold_tables import share_in_crop, write_rows
 from medseg.studies.folds import check_folds
 from medseg.studies.make_weights import read_bound
-from medseg.studies.recipes import BOUND
 
 # Stored from the patient's left to right and from back to front.
 GRID = VoxelGrid(
@@ -189,10 +188,10 @@ def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
 
 def without_runs(
     monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], rows: list[dict[str, Any]]
-) -> list[recipes.Step]:
+) -> list[command_steps.Step]:
     """Let a study plan its commands without running them; they are collected in the list."""
     cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(4)]
-    commands: list[recipes.Step] = []
+    commands: list[command_steps.Step] = []
     (folder / "scores").mkdir(parents=True)
     (folder / "scores" / "metrics.csv").write_text("case,dice\n")
     (folder / "model").mkdir()
@@ -241,7 +240,7 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
     assert sorted(held_out) == ["c0", "c1", "c2"]
     assert "coarse" not in json.dumps([*map(list, commands)])
     # Finished runs of other arguments would be taken for those of these.
-    checkpoint = recipes.last_checkpoint(tmp_path / "fold_0" / "single")
+    checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     given[1] = "steps=8"

@@ -13,7 +13,7 @@ from medseg.cascade.bound import OFFSET
 from medseg.config.schema import MakeWeightsConfig
 from medseg.errors import UserError
 from medseg.studies import make_weights as study
-from medseg.studies.recipes import Step, last_checkpoint
+from medseg.studies.command_steps import Step, last_checkpoint
 from medseg.weights.files import METADATA_FORMAT, NETWORK_PREFIX, checksum, read_weights
 
 PATIENTS = 9

@@ -15,10 +15,10 @@ from medseg.conf_folder import conf_dir
 from medseg.config.schema import MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
-from medseg.studies import recipes
+from medseg.studies import command_steps, recipes, train_arguments
 
 
-def cascade_steps(config: MakeWeightsConfig, *place: Any) -> list[recipes.Step]:
+def cascade_steps(config: MakeWeightsConfig, *place: Any) -> list[command_steps.Step]:
     """The commands of both stages."""
     coarse, fine = (recipes.stage_steps(config, stage, *place) for stage in ("coarse", "fine"))
     return [*coarse, *fine]
@@ -35,7 +35,7 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
         pretrain_fine=None,
     )
 
-    def steps(folder: str) -> list[recipes.Step]:
+    def steps(folder: str) -> list[command_steps.Step]:
         return cascade_steps(config, tmp_path / folder, ["data.cases=t.csv"], tmp_path)
 
     pretrain, coarse, fine = steps("fold_0")
@@ -75,7 +75,7 @@ def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) 
     begins = [[argument for argument in step if argument.startswith("init_from")] for step in steps]
     assert begins == [
         [],
-        *([f"init_from={recipes.last_checkpoint(folder)}"] for folder in folders[:2]),
+        *([f"init_from={command_steps.last_checkpoint(folder)}"] for folder in folders[:2]),
         [],
     ]
 
@@ -117,7 +117,7 @@ def test_an_experiment_that_sees_the_coarse_stage_gets_those_of_all_folds(
     more = recipes.coarse_arguments(config, folds)
     first, second = recipes.stage_steps(config, "fine", folds[0], [], tmp_path, more)
     (argument,) = [argument for argument in second if argument.startswith("stage.coarse_folds=")]
-    assert all(str(recipes.last_checkpoint(fold / "coarse")) in argument for fold in folds)
+    assert all(str(command_steps.last_checkpoint(fold / "coarse")) in argument for fold in folds)
     assert not any(argument.startswith("stage.coarse") for argument in first)
 
 
@@ -140,7 +140,7 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
 
     note("c")
     note("a")  # `c` was refused before its first checkpoint
-    checkpoint = recipes.last_checkpoint(tmp_path / "fold_0" / "coarse")
+    checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "coarse")
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
     note("a", names=("q", "p"))
@@ -158,7 +158,7 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
 def test_folders_of_configuration_files_reach_the_commands_of_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert recipes.search_paths() == [], "outside of Hydra"
+    assert command_steps.search_paths() == [], "outside of Hydra"
     sources = [
         SimpleNamespace(provider="main", path="conf"),
         SimpleNamespace(provider="command-line", path="/mine"),
@@ -168,8 +168,9 @@ def test_folders_of_configuration_files_reach_the_commands_of_a_study(
         overrides=SimpleNamespace(hydra=["hydra.searchpath=[pkg://p.conf]", "hydra.job.x=1"]),
     )
     fake = SimpleNamespace(initialized=lambda: True, get=lambda: hydra_config)
-    monkeypatch.setattr(recipes, "HydraConfig", fake)
-    ((command, *arguments),) = recipes.train_steps(tmp_path / "run", "steps=5")
+    monkeypatch.setattr(command_steps, "HydraConfig", fake)
+    monkeypatch.setattr(train_arguments, "HydraConfig", fake)
+    ((command, *arguments),) = command_steps.train_steps(tmp_path / "run", "steps=5")
     assert command == "train"
     assert arguments[:4] == ["--config-dir", "/mine", "hydra.searchpath=[pkg://p.conf]", "steps=5"]
 
@@ -187,9 +188,9 @@ def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
         run.append(command[3])
         return type("Result", (), {"returncode": codes[len(run) - 1]})
 
-    monkeypatch.setattr(recipes.subprocess, "run", fake)
+    monkeypatch.setattr(command_steps.subprocess, "run", fake)
     with pytest.raises(SystemExit) if expected else nullcontext() as end:
-        recipes.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]])
+        command_steps.run_steps([["train", "a"], ["predict", "b"], ["evaluate", "c"]])
     assert (end.value.code if end else 0) == expected
     assert run == ["train", "predict", "evaluate"][:num_run]
 
@@ -209,7 +210,7 @@ def test_published_metadata_names_no_folder() -> None:
 
 
 def test_the_label_values_that_a_study_hands_on_fit_any_task() -> None:
-    argument = recipes.label_values_argument({"liver": 7, "left_kidney": [1, 2]})
+    argument = train_arguments.label_values_argument({"liver": 7, "left_kidney": [1, 2]})
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for command in ("train", "evaluate"):
             composed = hydra.compose(command, ["task=abdomen", argument])

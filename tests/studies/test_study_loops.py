@@ -21,7 +21,7 @@ from medseg.errors import EXIT_RESUME, UserError
 from medseg.io.tables import read_csv
 from medseg.memory.options import Precision
 from medseg.report.spacings import Strategy
-from medseg.studies import baselines, compare_spacing, ladder, recipes, time_to_dice
+from medseg.studies import baselines, compare_spacing, demo, ladder, time_to_dice
 from medseg.worker_process import WorkerDiedError
 
 Compose = Callable[..., Any]
@@ -364,10 +364,10 @@ def test_the_demo_is_commands_that_a_user_would_type(
 ) -> None:
     done: list[Any] = []
     monkeypatch.setattr(
-        recipes, "train_steps", lambda folder, *arguments: [["train", folder.name, *arguments]]
+        demo, "train_steps", lambda folder, *arguments: [["train", folder.name, *arguments]]
     )
-    monkeypatch.setattr(recipes, "last_checkpoint", lambda folder: f"{folder.name}.ckpt")
-    monkeypatch.setattr(recipes, "run_steps", done.extend)
+    monkeypatch.setattr(demo, "last_checkpoint", lambda folder: f"{folder.name}.ckpt")
+    monkeypatch.setattr(demo, "run_steps", done.extend)
     statistics = [
         {"metric": "dice", "trust": "all", "region": "left_lung", "mean": 0.91},
         {"metric": "dice", "trust": "all", "region": "all", "mean": 0.5},
@@ -376,7 +376,7 @@ def test_the_demo_is_commands_that_a_user_would_type(
     ]
     (tmp_path / "scores").mkdir()
     (tmp_path / "scores" / "summary.json").write_text(json.dumps({"statistics": statistics}))
-    assert recipes.demo(DemoConfig(str(tmp_path))) == 0
+    assert demo.demo(DemoConfig(str(tmp_path))) == 0
     data = [f"data.phantoms.folder={tmp_path / 'phantoms'}", f"data.cache={tmp_path / 'cache'}"]
     table = tmp_path / "phantoms" / "table.csv"
     assert done == [

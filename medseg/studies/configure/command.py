@@ -20,6 +20,7 @@ from medseg.io.tables import markdown_table
 from medseg.memory.device import pick_device_type
 from medseg.memory.precision import has_fast_bf16
 from medseg.runs.signature import plain
+from medseg.studies.command_steps import search_paths
 from medseg.studies.configure.choose import (
     Prediction,
     Wishes,
@@ -41,7 +42,7 @@ from medseg.studies.configure.setting import (
 )
 from medseg.studies.configure.times import Costs, Schedule
 from medseg.studies.cross_validate import check_folds
-from medseg.studies.recipes import arguments_for_train, search_paths
+from medseg.studies.train_arguments import arguments_for_train
 from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.wording import shell_line

@@ -18,17 +18,17 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv
 from medseg.runs.folder import read_summary
-from medseg.studies.configure.fingerprint import Fingerprint
-from medseg.studies.configure.setting import Setting, experiment_text
-from medseg.studies.configure.times import Costs
-from medseg.studies.recipes import (
+from medseg.studies.command_steps import (
     Step,
     evaluate_step,
     last_checkpoint,
-    merge_arguments,
     run_and_get_failure,
     search_paths,
 )
+from medseg.studies.configure.fingerprint import Fingerprint
+from medseg.studies.configure.setting import Setting, experiment_text
+from medseg.studies.configure.times import Costs
+from medseg.studies.train_arguments import merge_arguments
 from medseg.task import LabelValues, Task
 
 GIB = 2**30
