@@ -27,9 +27,14 @@ from medseg.planning.choose import (
     with_switches,
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
-from medseg.planning.step import count_memory, evaluated_shape, num_shares, samples_per_rank
+from medseg.planning.step import (
+    count_memory,
+    evaluated_shape,
+    keep_numbers,
+    num_shares,
+    samples_per_rank,
+)
 from medseg.report.plots import draw_front
-from medseg.runs.plans import write_plan
 from medseg.training.network import find_divisor
 
 MIB = 2**20
@@ -160,7 +165,7 @@ def keep_plan(chosen: Candidate, option: Option) -> None:
         "peak_resident_mib": round(option.peak / MIB, 2),
         "seconds_per_step": round(option.seconds, 4),
     }
-    write_plan(with_switches(chosen.config, option), numbers)
+    keep_numbers(with_switches(chosen.config, option), numbers)
 
 
 def verified(

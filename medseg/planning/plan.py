@@ -22,11 +22,12 @@ from medseg.planning.step import (
     evaluated_shape,
     evaluation_bytes,
     input_shape,
+    keep_numbers,
     largest_batch,
     num_shares,
     samples_per_rank,
 )
-from medseg.runs.plans import past_errors, write_plan
+from medseg.runs.plans import past_errors
 from medseg.training.optimisation import propose_lr
 
 MIB = 2**20
@@ -78,7 +79,7 @@ def plan(config: PlanConfig) -> int:
         print("\n".join(describe_estimate(config, run_estimate)), flush=True)
         predicted = {key: facts[key] for key in ("peak_resident_mib", "seconds_per_step")}
         # The run that follows is compared with these numbers.
-        write_plan(config, predicted)
+        keep_numbers(config, predicted)
         for sentence in past_errors():
             say(sentence)
     budget_gib = config.memory.budget_gib

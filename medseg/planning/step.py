@@ -16,6 +16,7 @@ from medseg.memory.options import Precision
 from medseg.memory.switches import switch_on
 from medseg.memory.tracker import Timeline
 from medseg.preprocess.options import SpacingStrategy
+from medseg.runs.plans import Numbers, write_plan
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
@@ -65,6 +66,13 @@ def input_shape(config: PlanConfig) -> Shape:
         or config.spacing.size
         or _whole_shape(config, config.stage.max_voxels)
     )
+
+
+def keep_numbers(config: PlanConfig, numbers: Numbers) -> None:
+    """Keep the predicted numbers for the runs of a configuration, unless those see another size."""
+    run_shape = config.stage.patch_size or config.spacing.size
+    if config.shape is None or run_shape in (None, config.shape):
+        write_plan(config, numbers)
 
 
 def evaluated_shape(config: PlanConfig) -> Shape:

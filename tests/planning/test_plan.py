@@ -301,6 +301,25 @@ def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(
     assert step.input_shape(compose(*overrides)) == shape
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_kept"),
+    [
+        (["stage.patch_size=[96,128,160]"], True),
+        (["stage.patch_size=[96,128,160]", "shape=[96,128,160]"], True),
+        (["shape=[64,64,64]"], True),  # what the run sees depends on its data
+        (["stage.patch_size=[96,128,160]", "shape=[64,64,64]"], False),
+        (["spacing=fixed_size", "shape=[64,64,64]"], False),
+    ],
+)
+def test_numbers_of_a_size_that_the_run_does_not_see_are_not_kept_for_it(
+    overrides: list[str], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[PlanConfig] = []
+    monkeypatch.setattr(step, "write_plan", lambda config, _: kept.append(config))
+    step.keep_numbers(compose("stage=fine", *overrides), {"seconds_per_step": 1.0})
+    assert bool(kept) == is_kept
+
+
 def test_a_shape_that_the_network_does_not_take_is_refused() -> None:
     with pytest.raises(UserError, match=r"multiple of \(8, 8, 8\)"):
         plan_app.plan(compose(*SMALL, "shape=[16,24,30]"))
