@@ -23,6 +23,8 @@ from medseg.preprocess.intensity import AIR
 PROBS_DTYPE = torch.float16
 # Voxels whose logits become float32 probabilities at a time, within the cache of the processor.
 SLAB_VOXELS = 2**18
+# Standard deviation of the weights of a tile, as part of its length.
+SIGMA_SHARE = 1 / 8
 
 
 def predict_probs(
@@ -363,9 +365,7 @@ def tile_boxes(
     return boxes
 
 
-def axis_weights(
-    size: int, tile: int, overlap: float, sigma_scale: float = 1 / 8
-) -> dict[int, np.ndarray]:
+def axis_weights(size: int, tile: int, overlap: float) -> dict[int, np.ndarray]:
     """Weigh the tiles of `tile_boxes` along one axis.
 
     The middle of a tile weighs most, and the weights at each voxel sum to one. The tiles stand in
@@ -375,7 +375,6 @@ def axis_weights(
         size: Voxels of the volume along the axis.
         tile: Voxels of a tile.
         overlap: As for `tile_boxes`.
-        sigma_scale: Standard deviation of the Gaussian as part of the tile's length, > 0.
 
     Returns:
         Weights of a tile's voxels, float32, by the tile's start.
@@ -384,7 +383,7 @@ def axis_weights(
     windows.
     """
     length = min(size, tile)
-    distance = (np.arange(length) - (length - 1) / 2) / (sigma_scale * length)
+    distance = (np.arange(length) - (length - 1) / 2) / (SIGMA_SHARE * length)
     profile = np.exp(-0.5 * distance**2)
     starts = _starts(size, length, overlap)
     # At each voxel the weights of all tiles over it are divided by their sum.

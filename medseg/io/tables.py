@@ -147,13 +147,11 @@ def markdown_table(
     return "".join([first, "|---" * len(headings) + "|\n", *rest])
 
 
-def latex_table(
-    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
-) -> str:
+def latex_table(rows: Rows, columns: Columns = None) -> str:
     r"""Format rows as a LaTeX `tabular` with the rules of the package booktabs.
 
     Example:
-        >>> print(latex_table([{"case": "a_1", "dice": 0.5}], formats={"dice": ".2f"}), end="")
+        >>> print(latex_table([{"case": "a_1", "dice": "0.50"}]), end="")
         \begin{tabular}{ll}
         \toprule
         case & dice \\
@@ -163,7 +161,7 @@ def latex_table(
         \end{tabular}
     """
     headings = _headings(rows, columns)
-    lines = [_latex_line(cells) for cells in _cells(rows, headings, formats, missing)]
+    lines = [_latex_line(cells) for cells in _cells(rows, headings, None)]
     return "\n".join(
         [
             rf"\begin{{tabular}}{{{'l' * len(headings)}}}",
@@ -221,11 +219,9 @@ def table_lines(
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
-def print_table(
-    rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
-) -> None:
+def print_table(rows: Rows, columns: Columns = None, formats: Formats = None) -> None:
     """Print rows in aligned columns, as `table_lines` lays them out."""
-    print("\n".join(table_lines(rows, columns, formats, missing)), flush=True)
+    print("\n".join(table_lines(rows, columns, formats)), flush=True)
 
 
 def _headings(rows: Rows, columns: Columns) -> dict[str, str]:

@@ -95,19 +95,18 @@ def _narrowed(labels: np.ndarray) -> np.ndarray:
     raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
 
 
-def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid, like: Any = None) -> None:
+def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid) -> None:
     """Write a scan whole or not at all; missing folders are made.
 
     Args:
         path: As for `write_labels`.
         image_hu: HU (D, H, W), int16 or float32.
         grid: Position of the voxels.
-        like: As for `write_labels`.
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.
-        ValueError: If the type is another, or the arguments contradict each other.
+        ValueError: If the type is another, or the shape is not that of the grid.
     """
     if image_hu.dtype not in (np.int16, np.float32):
         raise ValueError(f"an image must be int16 or float32, got {image_hu.dtype}")
-    _write(path, Volume(image_hu, grid, like))
+    _write(path, Volume(image_hu, grid, None))

@@ -105,13 +105,12 @@ def open_fold(path: Path, key: str) -> ModelFolder:
     return replace(folder, checkpoints={name: file})
 
 
-def previous_folder(folder: ModelFolder, folds: Sequence[str] | None, key: str) -> ModelFolder:
+def previous_folder(folder: ModelFolder, folds: Sequence[str] | None) -> ModelFolder:
     """Open the folder of the first stage of a cascade, which lies beside that of the second.
 
     Args:
         folder: The second stage.
         folds: As for `open_model_folder`.
-        key: The key that gave the path, for messages.
 
     Raises:
         UserError: As `open_model_folder`, or if there is no such folder.
@@ -121,10 +120,10 @@ def previous_folder(folder: ModelFolder, folds: Sequence[str] | None, key: str) 
     path = folder.path.with_name(f"{trainer_and_plans}__{name}")
     if not path.is_dir():
         raise UserError(
-            f"{key}={folder.path}: {folder.plan.configuration} goes on from the labels of {name}, "
-            f"but {path.name} is not beside it; copy it there"
+            f"weights={folder.path}: {folder.plan.configuration} goes on from the labels of "
+            f"{name}, but {path.name} is not beside it; copy it there"
         )
-    return replace(open_model_folder(path, folds, key), unpacked=folder.unpacked)
+    return replace(open_model_folder(path, folds, "weights"), unpacked=folder.unpacked)
 
 
 def is_start(path: Path) -> bool:

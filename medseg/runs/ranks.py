@@ -42,12 +42,8 @@ def num_restarts() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if is_under_torchrun() else 0
 
 
-def join_ranks(timeout: timedelta = RANK_TIMEOUT) -> None:
-    """Join torch's process group; nothing happens with one rank or in a group that exists.
-
-    Args:
-        timeout: How long a rank may wait for another one.
-    """
+def join_ranks() -> None:
+    """Join torch's process group; nothing happens with one rank or in a group that exists."""
     import torch
     import torch.distributed as dist
 
@@ -59,14 +55,14 @@ def join_ranks(timeout: timedelta = RANK_TIMEOUT) -> None:
         # use the first GPU.
         torch.cuda.set_device(local_rank)
     # A rank beyond the GPUs has none to set: without any, the ranks run on the CPU.
-    store, own_rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store, own_rank, world_size = next(dist.rendezvous("env://", timeout=RANK_TIMEOUT))
     # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones
     # (torch 2.13): on one machine each start gets keys of its own. On several, whose numbers of
     # restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
     is_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)
-    dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=RANK_TIMEOUT)
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
     # an exit code of failure.
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())

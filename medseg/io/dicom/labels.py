@@ -27,6 +27,8 @@ from medseg.io.volume import Volume, shown
 
 LABEL_MAP_STORAGE = "1.2.840.10008.5.1.4.1.1.66.7"
 KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetStorage: "RTSTRUCT"}
+# Least share or probability of a pixel of a FRACTIONAL segment that belongs to it.
+LEAST_SHARE = 0.5
 
 # Contours that enclose an area; points and open lines do not.
 CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
@@ -170,9 +172,7 @@ def _enclosing_numbers(dataset: Dataset) -> set[int]:
     return numbers
 
 
-def read_label_file(
-    file: LabelFile, slices: SourceSlices, values: dict[int, int], threshold: float = 0.5
-) -> Volume:
+def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int]) -> Volume:
     """Read segments or regions of interest onto the grid of a series.
 
     Args:
@@ -180,7 +180,6 @@ def read_label_file(
         slices: The series.
         values: Number of a segment or region of interest to its label value, each > 0; several may
             share a value. Where they overlap, the last one is kept.
-        threshold: Least share or probability, (0, 1], of a pixel of a FRACTIONAL segment.
 
     Returns:
         Label values (D, H, W) on `slices.grid`, with warnings of what was left out.
@@ -198,7 +197,7 @@ def read_label_file(
         shape = (len(slices.frames), *slices.frames[0].pixels.shape)
         on_slices = np.zeros(shape, _label_dtype(values))
         if file.kind == "SEG":
-            sentences = _read_segments(file, slices, values, threshold, on_slices)
+            sentences = _read_segments(file, slices, values, on_slices)
         else:
             sentences = _read_contours(file, slices, values, on_slices)
     labels = labels_on_grid(on_slices, slices)
@@ -254,7 +253,6 @@ def _read_segments(
     file: LabelFile,
     slices: SourceSlices,
     values: dict[int, int],
-    threshold: float,
     on_slices: np.ndarray,
 ) -> list[str]:
     """Label the pixels of slices by the frames of a SEG; return warnings.
@@ -278,7 +276,7 @@ def _read_segments(
     planes = np.empty(len(order), int)
     planes[order] = np.cumsum(starts) - 1
     firsts = order[starts]
-    labels, num_overlaps = _label_planes(dataset, places, planes, values, threshold)
+    labels, num_overlaps = _label_planes(dataset, places, planes, values)
     step_mm = slices.grid.spacing_mm[0]
     declared_mm = read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,)
     # Where segments leave out planes, the declared distance is smaller than those between them.
@@ -338,7 +336,6 @@ def _label_planes(
     places: list[tuple[Dataset, ...]],
     planes: np.ndarray,
     values: dict[int, int],
-    threshold: float,
 ) -> tuple[np.ndarray, int]:
     """Decode the frames of a SEG.
 
@@ -347,7 +344,6 @@ def _label_planes(
         places: Groups of each frame.
         planes: Plane of each frame.
         values: As for `read_label_file`.
-        threshold: As for `read_label_file`.
 
     Returns:
         Label values (planes, rows, columns), and how many pixels lay in several segments.
@@ -362,7 +358,7 @@ def _label_planes(
         raise ValueError("a frame names no segment")
     least = 1
     if dataset.SegmentationType == "FRACTIONAL":
-        least = threshold * dataset.MaximumFractionalValue
+        least = LEAST_SHARE * dataset.MaximumFractionalValue
     num_overlaps = 0
     for number, value in values.items():
         for index in np.flatnonzero(numbers == number).tolist():
