@@ -158,7 +158,7 @@ def _to_dataclass(values: dict[str, Any], schema: type[T]) -> T:
             arguments[name] = _convert_group(hints[name], name, value)
         else:
             others[name] = value
-    merged = typing.cast(DictConfig, OmegaConf.merge(OmegaConf.structured(schema), others))
+    merged = typing.cast(DictConfig, OmegaConf.merge(_keys_of(schema), others))
     for name in hints:
         if name in arguments:
             continue
@@ -167,6 +167,12 @@ def _to_dataclass(values: dict[str, Any], schema: type[T]) -> T:
             value = OmegaConf.to_object(value)
         arguments[name] = value
     return schema(**arguments)
+
+
+@functools.cache
+def _keys_of(schema: type) -> DictConfig:
+    """Describe a schema for OmegaConf; `OmegaConf.merge` changes a copy."""
+    return typing.cast(DictConfig, OmegaConf.structured(schema))
 
 
 def _convert_group(schema: type[T], key: str, values: dict[str, Any]) -> T:
