@@ -144,7 +144,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     return typing.cast(T, config)
 
 
-def _to_dataclass(values: dict[str, Any], schema: type[T]) -> T:
+def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
     """Convert plain values to a schema: each group by itself, then the keys beside them.
 
     Raises:
@@ -175,7 +175,7 @@ def _keys_of(schema: type) -> DictConfig:
     return typing.cast(DictConfig, OmegaConf.structured(schema))
 
 
-def _convert_group(schema: type[T], key: str, values: dict[str, Any]) -> T:
+def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
     """Convert plain values to the schema of a group; `key` is for messages.
 
     Raises:
@@ -187,11 +187,11 @@ def _convert_group(schema: type[T], key: str, values: dict[str, Any]) -> T:
 # OmegaConf takes 50 ms for all groups of `train`. The runs of a search or a study, and the tests,
 # differ in few of them.
 @functools.lru_cache(maxsize=1024)
-def _convert_pickled(schema: type[T], key: str, pickled: bytes) -> T:
+def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a group, pickled because a cache needs keys that can be hashed."""
     # Below its key, so that an error names the whole key.
     merged = OmegaConf.merge({key: OmegaConf.structured(schema)}, {key: pickle.loads(pickled)})
-    return typing.cast(T, OmegaConf.to_object(merged)[key])  # type: ignore[call-overload,index]
+    return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
 def _split_devices(values: dict[str, Any]) -> None:
