@@ -189,8 +189,10 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a group, pickled because a cache needs keys that can be hashed."""
-    # Below its key, so that an error names the whole key.
-    merged = OmegaConf.merge({key: OmegaConf.structured(schema)}, {key: pickle.loads(pickled)})
+    values = pickle.loads(pickled)
+    # Below its key, so that an error names the whole key. Unsafe for its arguments, which it may
+    # change: they are made here.
+    merged = OmegaConf.unsafe_merge({key: OmegaConf.structured(schema)}, {key: values})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
