@@ -37,6 +37,21 @@ def test_tuples_keep_their_length_and_type() -> None:
     assert config.spacing.target_spacing_mm == (1.0, 1.0, 1.0)
 
 
+def test_equal_groups_are_checked_once_and_not_shared() -> None:
+    first = to_config(compose("stage=fine"), TrainConfig)
+    second = to_config(compose("stage=fine"), TrainConfig)
+    assert first == second
+    first.task.labels["added"] = 9
+    first.model["added"] = 9
+    first.stage.name = "changed"
+    assert to_config(compose("stage=fine"), TrainConfig) == second
+    # Values that are equal for Python, but not for the check.
+    assert to_config(compose("data.num_workers=1"), TrainConfig).data.num_workers == 1
+    for value in ("true", "1.0"):
+        with pytest.raises(UserError, match=r"data\.num_workers"):
+            to_config(compose(f"data.num_workers={value}"), TrainConfig)
+
+
 def numeric_arguments(point: str, prefix: str) -> list[tuple[str, str]]:
     """Pairs of class and numeric argument, of a module's classes that fit an extension point."""
     module = importlib.import_module(prefix)
