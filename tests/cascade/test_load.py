@@ -30,7 +30,7 @@ from medseg.training.assemble import make_metadata
 from medseg.training.network import load_initial_weights, make_network
 from medseg.training.options import TrainConfig
 from medseg.weights.checks import check_ranges
-from medseg.weights.files import read_weights, shipped_weights, write_weights
+from medseg.weights.files import checksum, read_weights, shipped_weights, write_weights
 
 CPU = torch.device("cpu")
 
@@ -215,7 +215,9 @@ def test_a_checkpoint_brings_its_coarse_channel_and_older_ones_have_none(tmp_pat
         load_stages([path, older], "fine", CPU)
 
 
-def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_path: Path) -> None:
+def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for path, overrides in zip(
         paths, ([], ["model.width=8"], ["spacing=isotropic_2mm"]), strict=True
@@ -228,11 +230,21 @@ def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_pat
     assert (
         both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
     )
+    assert both.checkpoints == {str(path): checksum(path) for path in paths[:2]}
     with pytest.raises(
         UserError,
         match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0",
     ):
         load_stages([paths[0], paths[2]], "fine", CPU)
+    # All networks stay loaded; one of an older version is enough to expect additions.
+    loaded = {
+        paths[0]: replace(one, backend_bytes=7),
+        paths[1]: replace(wide, backend_bytes=9, expects_additions=True),
+    }
+    monkeypatch.setattr(stages, "load_stage", lambda path, *_: loaded[path])
+    both = load_stages(paths[:2], "fine", CPU)
+    assert (both.backend_bytes, both.expects_additions) == (16, True)
+    assert not load_stages(paths[:1], "fine", CPU).expects_additions
 
 
 @pytest.mark.parametrize(

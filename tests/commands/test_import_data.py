@@ -61,6 +61,18 @@ def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
     assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
 
 
+def test_a_structure_that_a_case_lacks_is_refused_or_stated_absent(tmp_path: Path) -> None:
+    folder, output = make_totalsegmentator(tmp_path / "data"), tmp_path / "out"
+    (folder / "s0001" / "segmentations" / "liver.nii.gz").unlink()
+    given = f"input='{folder}'", f"output='{output}'", "labels=[liver]"
+    with pytest.raises(UserError, match="liver"):
+        run(*given)
+    assert not output.exists(), "nothing is written"
+    assert run(*given, "missing=absent") == 0
+    absent = {case.name for case in read_case_table(output) if case.trust}
+    assert absent == {"s0001"}
+
+
 def test_the_same_import_may_be_repeated_from_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

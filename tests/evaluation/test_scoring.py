@@ -720,6 +720,8 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
     distances = {region: one for region, metric, one in compared if metric == "hd95_mm"}
     assert list(distances) == ["right", ALL]
     assert {one.difference for one in distances.values()} == {-1.0}
+    one_region = compare_rows(rows(1.0, 2.0)[:1], rows(5.0, 3.0), {})
+    assert {region for region, _, _ in one_region} == {"left"}, "no mean over one region"
 
 
 def test_a_region_may_have_the_name_of_the_mean_over_all() -> None:
