@@ -448,6 +448,22 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen
 
 
+@pytest.mark.parametrize(("overlap", "num_tiles"), [(0.0, 8), (0.5, 27)])
+def test_tiles_go_through_the_network_in_the_batches_of_the_plan(
+    overlap: float, num_tiles: int
+) -> None:
+    for batch_size in (1, 3, 4):
+        network = Sloped()
+        trained = stage(network, "fine")
+        plan = TilingPlan((32, 32, 32), batch_size=batch_size)
+        cube = image()[:, :64, :64, :64]
+        probs, _ = trained._run(cube, plan, InferenceOptions(overlap=overlap))
+        sizes = [shape[0] for shape in network.shapes]
+        assert sum(sizes) == num_tiles
+        assert max(sizes) == batch_size
+        torch.testing.assert_close(probs[1].float(), torch.sigmoid(cube[0]), atol=2e-3, rtol=0)
+
+
 def test_tile_workers_are_asked_for_the_network_of_the_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
