@@ -228,6 +228,8 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
         "steps=33",
         "stage.batch_size=4",
         "lr_scaling=sqrt",
+        "schedule=cosine",
+        "warmup_steps=5",
     ]
     config = compose("find_lr", FindLrConfig, *settings, "seed=9", "run_dir=none")
     fitted: list[Any] = []
@@ -266,6 +268,7 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
     assert fitted == [(("network", {}), "data")]
     used = built["config"]
     assert (used.schedule, used.warmup_steps, used.logger) == (find_lr.CONSTANT, 0, {})
+    assert used.run_dir == str(tmp_path / "out")
     assert built["initial"] == "network"
     rows = read_csv(tmp_path / "out" / "find_lr.csv")
     assert [float(row["loss"]) for row in rows] == Climb.losses
