@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -70,6 +71,33 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     image = torch.randn(1, 1, 32, 32, 32)
     logits = stage.network(image)
     torch.testing.assert_close(logits, network(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("has_openvino", "room_bytes", "backend", "num_measured"),
+    [
+        (True, 101.0, Backend.openvino, 1),
+        (True, 100.0, Backend.openvino, 1),
+        (True, 99.0, Backend.torch, 0),
+        (False, 101.0, Backend.torch, 0),
+    ],
+)
+def test_backends_are_measured_where_openvino_is_installed_and_fits(
+    has_openvino: bool,
+    room_bytes: float,
+    backend: Backend,
+    num_measured: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(stages, "has_openvino", lambda: has_openvino)
+    monkeypatch.setattr(stages, "openvino_bytes", lambda network: 100.0)
+    monkeypatch.setattr(
+        stages, "quickest_backend", lambda network: measured.append(network) or "openvino"
+    )
+    trained: Any = SimpleNamespace(network="network")
+    assert stages._quickest_backend(trained, room_bytes) is backend
+    assert measured == ["network"] * num_measured
 
 
 def test_one_stage_segments_the_labels_of_a_task_with_regions(tmp_path: Path) -> None:

@@ -133,6 +133,19 @@ def test_mistakes(cases: list[Case], arguments: dict, part: str) -> None:
     assert part in str(error.value)
 
 
+def test_an_unknown_patient_is_told_with_similar_names_or_the_first_ones() -> None:
+    with pytest.raises(UserError) as error:
+        split_cases(CASES, test_patients=["p1xxxx"])
+    assert str(error.value).endswith("not in the case table; did you mean p1 or p10?")
+    with pytest.raises(UserError) as error:
+        split_cases(CASES, val_patients=["somebody else"])
+    assert str(error.value).endswith("not in the case table; the table has p0, p1, p10, p2, p3, …")
+    with pytest.raises(
+        UserError, match=r"'p2' is in data\.val_patients and in data\.test_patients"
+    ):
+        split_cases(CASES, val_patients=["p1", "p2"], test_patients=["p2", "p4"])
+
+
 def test_few_patients_make_fewer_folds_unless_folds_are_asked_for() -> None:
     three = split_cases(CASES[:3], num_folds=5)
     assert len({case.patient for case in three.val}) == 1
