@@ -464,6 +464,24 @@ def test_tiles_go_through_the_network_in_the_batches_of_the_plan(
         torch.testing.assert_close(probs[1].float(), torch.sigmoid(cube[0]), atol=2e-3, rtol=0)
 
 
+def test_a_tile_worker_runs_a_tile_in_slabs_as_in_one_pass() -> None:
+    trained = unet_stage()
+    tile = torch.rand((1, 1, 24, 16, 16), generator=torch.Generator().manual_seed(1))
+    in_slabs: list[int] = []
+    run = trained._run_in_slabs
+
+    def counted(images: Tensor, take: Any, *given: Any) -> None:
+        run(images, lambda slab: in_slabs.append(slab.shape[2]) or take(slab), *given)
+
+    with torch.inference_mode():
+        expected = trained.serve(0, tile)
+        trained._run_in_slabs = counted  # type: ignore[method-assign]
+        logits = trained.serve(0, tile, trained._least_slab_bytes((24, 16, 16)))
+    assert len(in_slabs) > 1
+    assert sum(in_slabs) == 24
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_tile_workers_are_asked_for_the_network_of_the_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
