@@ -103,7 +103,7 @@ def unknown_command(command: str) -> str:
     names = [*COMMANDS, *FOREIGN_COMMANDS]
     typed = command.lower().replace("-", "_")
     guess = ""
-    matches = difflib.get_close_matches(typed, names, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(typed, names, n=1)
     if matches:
         name = FOREIGN_COMMANDS.get(matches[0], matches[0])
         guess = f"did you mean {name}? "

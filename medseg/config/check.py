@@ -325,7 +325,7 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
     if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
         siblings = sorted(name for name in keys if name.startswith(f"{parent}."))
         sentence = f"{key}: it has no such name yet; +{key}=… adds it"
-        for sibling in difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
+        for sibling in difflib.get_close_matches(key, siblings, n=1):
             sentence += f"; did you mean {sibling}?"
         return sentence
     near = _near_keys(key, sorted(keys))
@@ -348,7 +348,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
             near += [name for name in our_keys.split() if name in keys]
     if not near:
         near = [name for name in keys if name.rpartition(".")[2] == last]
-    return near or difflib.get_close_matches(key, keys, n=2, cutoff=0.6)
+    return near or difflib.get_close_matches(key, keys, n=2)
 
 
 def _keys(node: Any, prefix: str = "") -> Iterator[str]:

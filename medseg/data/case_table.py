@@ -653,7 +653,7 @@ def _check_patients(
             if name in patients:
                 continue
             hint = f"the table has {', '.join(patients[:5])}, …"
-            close = difflib.get_close_matches(name, patients, n=3, cutoff=0.4)
+            close = difflib.get_close_matches(name, patients, cutoff=0.4)
             if close:
                 hint = f"did you mean {' or '.join(close)}?"
             raise UserError(

@@ -10,6 +10,7 @@ import torch
 from scipy import ndimage
 from torch import Tensor
 
+from medseg.anatomy import disease
 from medseg.anatomy.disease import (
     DENSE_HU,
     FAT_HU,
@@ -20,8 +21,11 @@ from medseg.anatomy.disease import (
     WALL_MM,
     Disease,
     Fluid,
+    Lesion,
     Missing,
     Place,
+    _depth_below_wall,
+    _paint_lesion,
     _pool,
     paint_disease,
     paint_fluid,
@@ -187,6 +191,45 @@ def test_airways_and_vessels_go_on_inside_some_dense_lesions() -> None:
     assert 0 < num_vessels < 20
 
 
+def test_a_lesion_hides_the_lung_but_for_airways_and_vessels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = (4, 6, 8)
+    vessel, airway = torch.zeros(shape), torch.zeros(shape)
+    vessel[:, :2], airway[:, 4:] = 1.0, 1.0
+    branches = [vessel, airway]
+    monkeypatch.setattr(disease, "BRANCHED_SHARE", 1.0)
+    monkeypatch.setattr(disease, "_branches", lambda *_: branches.pop(0))
+    monkeypatch.setattr(disease, "_texture", lambda _: torch.zeros(shape))
+    inside = torch.ones(shape)
+    inside[..., :2] = 0.0
+    nowhere: Any = (None, None, None)
+    place = Place(nowhere, inside > 0, inside, torch.zeros(shape), sample_rng(1, 1))
+    depth_mm = torch.full(shape, 9.0)
+    depth_mm[..., 2:4] = -9.0
+    image_hu = torch.full(shape, -850.0)
+    image_hu[..., -1] = 500.0
+    _paint_lesion(image_hu, Lesion(depth_mm, 50.0, 4.0, True), place, SPACING_MM)
+    assert branches == []
+    dense = image_hu[..., 4:-1]
+    assert bool((dense[:, 2:4] == 50.0).all())
+    assert bool((dense[:, 4:] == -850.0).all()), "air stays in an airway"
+    assert 60.0 <= float(dense[:, :2].min()) <= float(dense[:, :2].max()) <= 200.0
+    assert bool((image_hu[..., :4] == -850.0).all()), "beyond the reach, or outside the lesion"
+    assert bool((image_hu[..., -1] == 500.0).all()), "denser than the lesion"
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_depth_below_a_flat_wall_is_the_distance_from_it(axis: int) -> None:
+    organ = torch.zeros((60, 60, 60), dtype=torch.bool)
+    organ.movedim(axis, 0)[30:] = True
+    depth_mm = _depth_below_wall(organ, SPACING_MM).movedim(axis, 0)
+    assert float((depth_mm - depth_mm[:, :1, :1]).abs().max()) < 1e-3, "the edge is no wall"
+    away_mm = (torch.arange(60) - 29.5) * SPACING_MM[axis]
+    expected_mm = away_mm.clamp(0.0, WALL_MM)
+    assert float((depth_mm[:, 0, 0] - expected_mm).abs().max()) < SPACING_MM[axis]
+
+
 def with_fluid(n: int) -> tuple[Tensor, Tensor]:
     image, labels = chest()
     paint_fluid(image, labels, 1, sample_rng(4, n), SPACING_MM)
@@ -310,9 +353,19 @@ def test_fluid_leaves_what_is_no_lung() -> None:
     assert torch.equal(after, labels)
 
 
-def test_fluid_needs_hu() -> None:
-    with pytest.raises(ValueError, match=r"fluid_probability=0\.5 needs HU"):
-        Fluid(0.5, None, ORGANS)
+@pytest.mark.parametrize(
+    ("effect", "key"),
+    [
+        (lambda share, window: Fluid(share, window, ORGANS), "fluid"),
+        (lambda share, window: Missing(share, window, ORGANS), "missing"),
+        (lambda share, window: Disease(share, list(KINDS), window, ORGANS), "disease"),
+    ],
+)
+def test_an_effect_in_hu_needs_them(effect: Any, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{key}_probability=0\.5 needs HU"):
+        effect(0.5, None)
+    assert effect(0.0, None).window_hu is None
+    assert effect(0.5, WINDOW_HU).window_hu == WINDOW_HU
 
 
 def test_a_missing_lung_is_background_of_one_density_and_the_other_stays() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -30,7 +31,7 @@ from medseg.training.assemble import make_metadata
 from medseg.training.network import load_initial_weights, make_network
 from medseg.training.options import TrainConfig
 from medseg.weights.checks import check_ranges
-from medseg.weights.files import read_weights, shipped_weights, write_weights
+from medseg.weights.files import checksum, read_weights, shipped_weights, write_weights
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,33 @@ def test_half_precision_is_run_channels_last(precision: str, is_last: bool, tmp_
     image = torch.randn(1, 1, 32, 32, 32)
     logits = stage.network(image)
     torch.testing.assert_close(logits, network(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("has_openvino", "room_bytes", "backend", "num_measured"),
+    [
+        (True, 101.0, Backend.openvino, 1),
+        (True, 100.0, Backend.openvino, 1),
+        (True, 99.0, Backend.torch, 0),
+        (False, 101.0, Backend.torch, 0),
+    ],
+)
+def test_backends_are_measured_where_openvino_is_installed_and_fits(
+    has_openvino: bool,
+    room_bytes: float,
+    backend: Backend,
+    num_measured: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(stages, "has_openvino", lambda: has_openvino)
+    monkeypatch.setattr(stages, "openvino_bytes", lambda network: 100.0)
+    monkeypatch.setattr(
+        stages, "quickest_backend", lambda network: measured.append(network) or "openvino"
+    )
+    trained: Any = SimpleNamespace(network="network")
+    assert stages._quickest_backend(trained, room_bytes) is backend
+    assert measured == ["network"] * num_measured
 
 
 def test_one_stage_segments_the_labels_of_a_task_with_regions(tmp_path: Path) -> None:
@@ -215,7 +243,9 @@ def test_a_checkpoint_brings_its_coarse_channel_and_older_ones_have_none(tmp_pat
         load_stages([path, older], "fine", CPU)
 
 
-def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_path: Path) -> None:
+def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
     for path, overrides in zip(
         paths, ([], ["model.width=8"], ["spacing=isotropic_2mm"]), strict=True
@@ -228,11 +258,21 @@ def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(tmp_pat
     assert (
         both.bytes_per_voxel == max(one.bytes_per_voxel, wide.bytes_per_voxel) > one.bytes_per_voxel
     )
+    assert both.checkpoints == {str(path): checksum(path) for path in paths[:2]}
     with pytest.raises(
         UserError,
         match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0",
     ):
         load_stages([paths[0], paths[2]], "fine", CPU)
+    # All networks stay loaded; one of an older version is enough to expect additions.
+    loaded = {
+        paths[0]: replace(one, backend_bytes=7),
+        paths[1]: replace(wide, backend_bytes=9, expects_additions=True),
+    }
+    monkeypatch.setattr(stages, "load_stage", lambda path, *_: loaded[path])
+    both = load_stages(paths[:2], "fine", CPU)
+    assert (both.backend_bytes, both.expects_additions) == (16, True)
+    assert not load_stages(paths[:1], "fine", CPU).expects_additions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,11 @@ import pytest
 from oracle import GRID, OBLIQUE, TASK, CoarseOracle, FineOracle, scan, stage
 
 from medseg.anatomy.plausibility import (
+    FoundRegion,
     airless_warnings,
+    border_warnings,
+    measure_region,
+    pair_warnings,
     position_warnings,
     side_warnings,
     volume_warnings,
@@ -195,3 +199,59 @@ def test_a_side_without_air_is_told_beside_one_that_is_full_of_it(
     if told is not None:
         assert warnings[0].startswith(told)
     assert airless_warnings(labels * (labels == 1), image_hu, TASK) == []
+
+
+def found(side: int, volume_ml: float, centre_x_mm: float, reach_mm: float) -> FoundRegion:
+    box = VoxelBox((1, 1, 1), (3, 3, 3))
+    ends_mm = centre_x_mm - reach_mm, centre_x_mm + reach_mm
+    return FoundRegion(TASK.regions[side], box, volume_ml, centre_x_mm, ends_mm)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "told"),
+    [
+        # Volume in ml, centre along world x and reach to both sides of it, in mm.
+        ((900, 50, 40), (1000, -50, 40), []),
+        ((900, -50, 40), (1000, 50, 40), ["lie on the wrong sides"]),
+        ((900, 50, 0), (1000, 50, 0), ["lie on the wrong sides"]),
+        ((900, 50, 100), (1000, -50, 40), []),
+        ((900, 50, 101), (1000, -50, 40), ["beyond the centre"]),
+        ((900, 50, 40), (1000, -50, 100), []),
+        ((900, 50, 40), (1000, -50, 101), ["beyond the centre"]),
+        ((125, 50, 40), (1000, -50, 40), []),
+        ((1000, 50, 40), (125, -50, 40), []),
+        ((124, 50, 40), (1000, -50, 40), ["124 ml and 1000 ml"]),
+        ((1000, 50, 40), (124, -50, 40), ["1000 ml and 124 ml"]),
+        ((124, -50, 40), (1000, 50, 40), ["lie on the wrong sides", "differ much in volume"]),
+    ],
+)
+def test_two_sides_are_told_that_are_exchanged_mixed_up_or_of_very_different_volumes(
+    left: tuple[float, float, float], right: tuple[float, float, float], told: list[str]
+) -> None:
+    warnings = pair_warnings(found(0, *left), found(1, *right))
+    assert len(warnings) == len(told)
+    for warning, words in zip(warnings, told, strict=True):
+        assert words in warning
+        assert "left_lung and right_lung" in warning
+
+
+def test_a_region_is_measured_in_the_world_and_each_face_that_cuts_it_is_named() -> None:
+    grid = VoxelGrid((6, 8, 10), (4.0, 2.0, 3.0), (3.0, -7.0, 1.0))
+    mask = np.zeros(grid.shape, dtype=bool)
+    mask[1:5, 2:7, 3:8] = True
+    measured = measure_region(TASK.regions[0], mask, grid)
+    assert measured.box == VoxelBox((1, 2, 3), (5, 7, 8))
+    assert measured.volume_ml == pytest.approx(4 * 5 * 5 * 0.024)
+    assert measured.centre_x_mm == pytest.approx(3.0 + 5 * 3.0)
+    assert measured.x_range_mm == pytest.approx((3.0 + 3 * 3.0, 3.0 + 7 * 3.0))
+    assert border_warnings(measured, grid) == []
+    faces = ("lower", "upper"), ("front", "back"), ("right", "left")
+    for axis, names in enumerate(faces):
+        for end, name in zip((0, -1), names, strict=True):
+            cut = mask.copy()
+            np.moveaxis(cut, axis, 0)[end] = np.moveaxis(mask, axis, 0)[3]
+            (warning,) = border_warnings(measure_region(TASK.regions[0], cut, grid), grid)
+            assert warning.startswith(f"left_lung touches the {name} border of the scan")
+    whole = measure_region(TASK.regions[0], np.ones(grid.shape, dtype=bool), grid)
+    (warning,) = border_warnings(whole, grid)
+    assert "the lower and upper and front and back and right and left border" in warning

@@ -448,6 +448,40 @@ def test_tiles_of_the_lowest_value_are_air_in_a_ct_alone(channel: Channel, is_se
     assert (probs[1, ..., 16:] > 0.9).all() == is_seen
 
 
+@pytest.mark.parametrize(("overlap", "num_tiles"), [(0.0, 8), (0.5, 27)])
+def test_tiles_go_through_the_network_in_the_batches_of_the_plan(
+    overlap: float, num_tiles: int
+) -> None:
+    for batch_size in (1, 3, 4):
+        network = Sloped()
+        trained = stage(network, "fine")
+        plan = TilingPlan((32, 32, 32), batch_size=batch_size)
+        cube = image()[:, :64, :64, :64]
+        probs, _ = trained._run(cube, plan, InferenceOptions(overlap=overlap))
+        sizes = [shape[0] for shape in network.shapes]
+        assert sum(sizes) == num_tiles
+        assert max(sizes) == batch_size
+        torch.testing.assert_close(probs[1].float(), torch.sigmoid(cube[0]), atol=2e-3, rtol=0)
+
+
+def test_a_tile_worker_runs_a_tile_in_slabs_as_in_one_pass() -> None:
+    trained = unet_stage()
+    tile = torch.rand((1, 1, 24, 16, 16), generator=torch.Generator().manual_seed(1))
+    in_slabs: list[int] = []
+    run = trained._run_in_slabs
+
+    def counted(images: Tensor, take: Any, *given: Any) -> None:
+        run(images, lambda slab: in_slabs.append(slab.shape[2]) or take(slab), *given)
+
+    with torch.inference_mode():
+        expected = trained.serve(0, tile)
+        trained._run_in_slabs = counted  # type: ignore[method-assign]
+        logits = trained.serve(0, tile, trained._least_slab_bytes((24, 16, 16)))
+    assert len(in_slabs) > 1
+    assert sum(in_slabs) == 24
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_tile_workers_are_asked_for_the_network_of_the_stage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

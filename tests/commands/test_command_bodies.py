@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +17,23 @@ import numpy as np
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from rich.console import Console
+from rich.progress import Progress
 
 from medseg import __version__
 from medseg.commands import cli, entry, evaluate, export, find_lr, predict, train
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig, ExportConfig, FindLrConfig
-from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
+from medseg.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_RESUME,
+    EXIT_UNREAD,
+    EXIT_USER_ERROR,
+    UserError,
+)
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.io.tables import read_csv
@@ -216,6 +228,8 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
         "steps=33",
         "stage.batch_size=4",
         "lr_scaling=sqrt",
+        "schedule=cosine",
+        "warmup_steps=5",
     ]
     config = compose("find_lr", FindLrConfig, *settings, "seed=9", "run_dir=none")
     fitted: list[Any] = []
@@ -254,6 +268,7 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
     assert fitted == [(("network", {}), "data")]
     used = built["config"]
     assert (used.schedule, used.warmup_steps, used.logger) == (find_lr.CONSTANT, 0, {})
+    assert used.run_dir == str(tmp_path / "out")
     assert built["initial"] == "network"
     rows = read_csv(tmp_path / "out" / "find_lr.csv")
     assert [float(row["loss"]) for row in rows] == Climb.losses
@@ -392,6 +407,167 @@ def test_the_command_named_like_a_word_of_python_calls_its_function(
         entry.run_command(name)
     assert {name: job(None) for name, job in jobs.items()} == {"import": 3, "plan": 4}
     assert mains == [1]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "sweep_codes", "code", "said"),
+    [
+        (0, None, 0, ""),
+        (7, None, 7, ""),
+        (UserError("x=1: wrong"), None, EXIT_USER_ERROR, "medseg: x=1: wrong\n"),
+        # Jobs of a multirun that ran in other processes, and none that has left a status.
+        (0, [7], 7, ""),
+        (0, [0, 7, 0], EXIT_FAILED, "medseg: 1 of 3 jobs failed\n"),
+        (7, [], 7, ""),
+    ],
+)
+def test_a_job_ends_with_its_code_and_a_mistake_is_told_to_who_started_it(
+    outcome: int | UserError,
+    sweep_codes: list[int] | None,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def job(config: Any) -> int:
+        assert config == "read composed"
+        if isinstance(outcome, UserError):
+            raise outcome
+        return outcome
+
+    (tmp_path / "run").mkdir()
+    hydra_config = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path / "run")))
+    monkeypatch.setattr(HydraConfig, "get", lambda: hydra_config)
+    monkeypatch.setattr(entry, "_prepare_process", lambda schema: None)
+    monkeypatch.setattr(entry, "_run_command_line", lambda command, run_job: run_job("composed"))
+    refusals: list[str] = []
+    jobs = None if sweep_codes is None else lambda: sweep_codes
+    for refused in (refusals.append, None):
+        with pytest.raises(SystemExit) as end:
+            entry.run("train", job, refused, jobs, lambda composed: f"read {composed}")
+        assert end.value.code == code
+        assert capsys.readouterr().err == said
+    is_refused = isinstance(outcome, UserError)
+    assert refusals == ["x=1: wrong"] * is_refused
+    assert (tmp_path / "run").is_dir() != is_refused, "an empty folder of a refused run is removed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("nothing to do"), EXIT_USER_ERROR, "medseg: nothing to do\n"),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, "medseg: interrupted\n"),
+    ],
+)
+def test_what_ends_the_command_line_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "_prepare_process", lambda schema: None)
+    monkeypatch.setattr(entry, "_run_command_line", fail)
+    with pytest.raises(SystemExit) as end:
+        entry.run("plan", lambda config: 0)
+    assert end.value.code == code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("is_unread", [True, False])
+def test_a_broken_pipe_is_a_defect_unless_nobody_reads_the_output(
+    is_unread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(entry, "_prepare_process", lambda schema: None)
+    monkeypatch.setattr(entry, "_run_command_line", fail)
+    monkeypatch.setattr(entry, "_is_unread", lambda stream: is_unread)
+    with pytest.raises(SystemExit if is_unread else BrokenPipeError) as end:
+        entry.run("plan", lambda config: 0)
+    assert getattr(end.value, "code", EXIT_UNREAD) == EXIT_UNREAD
+
+
+@pytest.mark.parametrize(("own_rank", "is_checked"), [(0, True), (1, False)])
+def test_a_training_chooses_its_gpus_and_the_first_rank_checks_the_objects(
+    own_rank: int, is_checked: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    command.config.trainer.gpus = [2, 3]
+    monkeypatch.setattr(entry, "read_resumed", lambda *given: calls.append(given) or command.config)
+    monkeypatch.setattr(train, "rank", lambda: own_rank)
+    monkeypatch.setattr(train, "choose_gpus", calls.append)
+    monkeypatch.setattr(train, "_check_objects_and_tell", lambda config: calls.append("checked"))
+    composed: Any = "composed"
+    assert train.read(composed) is command.config
+    # The GPUs come first: the check loads torch.
+    assert calls == [("train", TrainConfig, "composed"), [2, 3], *["checked"] * is_checked]
+
+
+class Bars:
+    """Bars of a prediction without a terminal, and what they show."""
+
+    def __init__(self) -> None:
+        console = Console(file=io.StringIO(), force_terminal=True)
+        self.progress = Progress(console=console, auto_refresh=False)
+        self.display = predict.Display(self.progress)
+
+    def shown(self) -> list[tuple[str, float, float | None]]:
+        return [
+            (bar.description, bar.completed, bar.total)
+            for bar in self.progress.tasks
+            if bar.visible
+        ]
+
+
+def test_bars_show_the_case_of_a_batch_its_step_and_a_slow_reading_of_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(predict, "_print_outcome", lambda case: None)
+    ended: Any = SimpleNamespace(scan=SimpleNamespace(name="a"))
+    bars = Bars()
+    display = bars.display
+    display.header_read()
+    assert bars.shown() == [], "headers that are read at once"
+    monkeypatch.setattr(predict, "SLOW_S", 0.0)
+    display.header_read()
+    assert bars.shown() == [("2 headers of DICOM files read", 2, None)]
+    display.case_begins("a", 3)
+    assert bars.shown() == [("a", 0, 3)]
+    display.step_begins("a", "refine_left_lung", 2, 6)
+    assert bars.shown() == [("a", 0, 3), ("a: refine left lung", 2, 6)]
+    display.case_ends(ended)
+    assert bars.shown() == [("a", 1, 3), ("a: refine left lung", 6, 6)]
+    # The next case is in the bar of the steps already when the one before ends.
+    display.case_begins("b", 3)
+    display.step_begins("b", "read", 1, 6)
+    display.case_ends(ended)
+    assert bars.shown() == [("b", 2, 3), ("b: read", 1, 6)]
+    alone = Bars()
+    alone.display.case_begins("a", 1)
+    assert alone.shown() == [], "one case needs no bar of the batch"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_forecast_is_said_in_a_terminal_alone(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=is_terminal)
+    predict.Display(Progress(console=console)).forecast("takes a minute")
+    assert ("takes a minute" in capsys.readouterr().err) is is_terminal
+
+
+def test_sigterm_exits_inside_and_the_handler_before_is_restored() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as end, predict.sigterm_exits():
+        signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -36,7 +37,9 @@ def test_the_table_and_the_task_say_what_the_data_set_holds(
     content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
     assert content == import_dataset(folder).task()
     printed = capsys.readouterr()
-    assert "nnunet: 3 cases to train and validate, 1 cases test" in printed.out
+    use = "nnunet: 3 cases to train and validate, 1 cases test"
+    assert f"{use}; channels: ct (-1000.0, 1000.0)\n" in printed.out
+    assert "labels: left_lung, right_lung\n" in printed.out
     assert f"next: medseg train stage=coarse data.cases={tmp_path / 'out'}" in printed.out
     lines = [line.split() for line in printed.out.splitlines()]
     assert ["what", "number", "became", "why", "names"] in lines
@@ -59,6 +62,37 @@ def test_labels_are_chosen_and_the_format_is_stated(tmp_path: Path) -> None:
     run(*given[::2], f"output='{tmp_path / 'lungs'}'", "labels={lungs: [left_lung, right_lung]}")
     content = yaml.safe_load((tmp_path / "lungs" / "task.yaml").read_text(encoding="utf-8"))
     assert (content["task"]["labels"], content["task"]["regions"]) == ({"lungs": 1}, None)
+
+
+def test_the_summary_says_the_use_of_each_case_the_normalisation_and_many_labels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["background", *(f"part_{number:02d}" for number in range(1, 32))]
+    labels = {name: value for value, name in enumerate(names)}
+    folder = make_nnunet(tmp_path / "data", channels=("CT", "PET"), labels=labels)
+    folds = [{"train": ["chest_001"], "val": ["chest_000"]}]
+    (folder / "splits_final.json").write_text(json.dumps(folds), encoding="utf-8")
+    given = f"input='{folder}'", f"output='{tmp_path / 'out'}'"
+    run(*given)
+    said = capsys.readouterr()
+    uses = "2 cases to train and validate, 1 cases in no fold, 1 cases test"
+    assert f"nnunet: {uses}; channels: ct (-1000.0, 1000.0), other zscore\n" in said.out
+    advice = "the task has 31 labels; labels=[a,b,…] keeps some of them"
+    assert advice in said.err
+    run(given[0], f"output='{tmp_path / 'fewer'}'", f"labels=[{','.join(names[1:-1])}]")
+    assert "labels=[a,b,…]" not in capsys.readouterr().err, "thirty are not many"
+
+
+def test_a_structure_that_a_case_lacks_is_refused_or_stated_absent(tmp_path: Path) -> None:
+    folder, output = make_totalsegmentator(tmp_path / "data"), tmp_path / "out"
+    (folder / "s0001" / "segmentations" / "liver.nii.gz").unlink()
+    given = f"input='{folder}'", f"output='{output}'", "labels=[liver]"
+    with pytest.raises(UserError, match="liver"):
+        run(*given)
+    assert not output.exists(), "nothing is written"
+    assert run(*given, "missing=absent") == 0
+    absent = {case.name for case in read_case_table(output) if case.trust}
+    assert absent == {"s0001"}
 
 
 def test_the_same_import_may_be_repeated_from_its_folder(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hydra
 import numpy as np
 import pytest
 
+from medseg.commands import prepare as command
 from medseg.commands.prepare import prepare
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PrepareConfig
 from medseg.data import cache
+from medseg.data.audit.finding import CaseAudit
+from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
+from medseg.findings import Finding, Severity
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
+from medseg.report.audit_pictures import CaseView
+from medseg.task import Channel, Task
 from medseg.training.assemble import make_data_module
 from medseg.training.options import TrainConfig
 
@@ -163,3 +171,73 @@ def test_a_test_case_without_labels_is_no_mistake(
         "case,image,labels,split\na,c0.nii.gz,l0.nii.gz,train\nunlabelled,c1.nii.gz,,train\n"
     )
     assert run(table, tmp_path / "cache") == 1
+
+
+def audited(name: str, *severities: Severity, failure: str = "", ignored: str = "") -> AuditedCase:
+    """A case with one finding of each severity, whose code is the severity's first letter."""
+    findings = tuple(Finding(word.value[0], word, f"some {word.value}") for word in severities)
+    case = Case(name, Path("x"), None, name, ignore_findings=frozenset(ignored))
+    audit = None
+    if not failure:
+        audit = CaseAudit(VoxelGrid((5, 6, 7), (3.0, 1.5, 2.25)), {}, "", {"liver": 7.4}, findings)
+    return AuditedCase(case, audit, failure)
+
+
+AUDITED = [
+    audited("plain"),
+    audited("informed", Severity.information),
+    audited("doubtful", Severity.information, Severity.warning),
+    audited("refused", Severity.warning, Severity.error),
+    audited("ignored", Severity.warning, Severity.error, ignored="we"),
+    audited("failed", failure="it is damaged"),
+    audited("twice", Severity.warning),
+]
+
+
+def test_pictures_begin_with_errors_and_have_the_names_and_the_window_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        command, "audit_pictures", lambda *given, **keys: drawn.append((given, keys)) or [tmp_path]
+    )
+    window_hu = (-160.0, 240.0)
+    task = Task("organs", {"liver": 1, "spleen": 3}, (), (Channel(window_hu=window_hu), Channel()))
+    slices: list[Any] = [[f"slice of {case.case.name}"] for case in AUDITED]
+    assert command.draw(AUDITED, slices, tmp_path / "audit.png", task) == [tmp_path]
+    (((views, path, title), keys),) = drawn
+    assert (path, title) == (tmp_path / "audit.png", "7 cases")
+    assert keys == {"label_names": {1: "liver", 3: "spleen"}, "window_hu": window_hu}
+    names = [view.title for view in views]
+    assert names == ["refused", "failed", "doubtful", "twice", "plain", "informed", "ignored"]
+    assert all(view.slices == [f"slice of {view.title}"] for view in views)
+    by_name: dict[str, CaseView] = {view.title: view for view in views}
+    assert by_name["plain"].subtitle == "5×6×7 at 3×1.5×2.25 mm, liver 7 ml"
+    assert by_name["failed"].subtitle == ""
+    assert by_name["failed"].findings == [("error", "it is damaged")]
+    expected = [("error", "e: some error"), ("warning", "w: some warning")]
+    assert by_name["refused"].findings == expected
+
+
+def test_the_last_line_counts_the_cases_and_the_warnings(tmp_path: Path) -> None:
+    files = [Path("audit.csv"), Path("audit.png")]
+    assert command.summary(AUDITED, files) == (
+        "7 cases: 5 ready, 1 refused, 1 failed; 3 warnings (w 3); see audit.csv, audit.png"
+    )
+    assert command.summary(AUDITED[:1], files[:1]) == "1 case: 1 ready; 0 warnings; see audit.csv"
+
+
+def test_a_case_is_printed_by_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+    for case in AUDITED:
+        command.print_case(case)
+    said = capsys.readouterr()
+    printed = [line.partition(":")[0] for line in said.out.splitlines()]
+    assert printed == ["plain", "informed", "doubtful", "ignored", "twice"]
+    told = [
+        "doubtful: warning (w): some warning",
+        "refused: refused (e): some error",
+        "refused: warning (w): some warning",
+        "failed: it is damaged",
+        "twice: warning (w): some warning",
+    ]
+    assert said.err.splitlines() == [f"medseg: {line}" for line in told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,3 +123,37 @@ def test_the_folder_may_be_given_without_its_key(run_dir: Path) -> None:
     done = forked.run(command, cwd=run_dir)
     assert done.returncode == 0, done.stderr
     assert "step 20 of 50" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("history", "steps", "said"),
+    [
+        ([], 50, "step 0 of 50"),
+        ([{"step": 20.0}], 50, "step 20 of 50"),
+        ([{"step": 20.0}], None, "step 20"),
+        ([{"step": 20.0, "seconds_per_step": 4.0}], "many", "step 20"),
+        ([{"step": 20.0, "seconds_per_step": 4.0}], 50, "step 20 of 50, about 2 minutes left"),
+        # The last rate counts; a later line may have no step time, and an earlier one more steps.
+        (
+            [{"step": 30.0, "seconds_per_step": 9.0}, {"step": 20.0, "seconds_per_step": 6.0}, {}],
+            50,
+            "step 30 of 50, about 2 minutes left",
+        ),
+        ([{"step": 50.0, "seconds_per_step": 4.0}], 50, "step 50 of 50"),
+    ],
+)
+def test_the_rest_is_forecast_while_steps_are_left(
+    history: list[dict[str, float]], steps: object, said: str
+) -> None:
+    assert app._progress(history, steps) == said
+
+
+def test_of_several_runs_the_newest_is_found(run_dir: Path) -> None:
+    other = run_dir.parent / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("steps: 50\n", encoding="utf-8")
+    for newest, older in ((run_dir, other), (other, run_dir)):
+        os.utime(older, (1e9, 1e9))
+        os.utime(newest, (2e9, 2e9))
+        assert app._find_run(str(run_dir.parent)) == newest
+    assert app._find_run(str(run_dir)) == run_dir

@@ -11,7 +11,7 @@ import typing
 import hydra
 import pytest
 import torch
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from medseg.conf_folder import conf_dir
@@ -459,6 +459,31 @@ def test_what_may_surprise_is_noted_and_the_default_is_silent() -> None:
     searching = ["stage=fine", "memory.cudnn_benchmark=true"]
     assert "shape" in notes(to_config(compose(*searching), TrainConfig))[0]
     assert notes(to_config(compose(*searching, "stage.patch_size=[96,96,96]"), TrainConfig)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "is_class"),
+    [
+        ("model=enormous", True),
+        ("loss=enormous", True),
+        ("optimizer=enormous", True),
+        ("schedule=enormous", True),
+        ("stage=enormous", False),
+        ("spacing=enormous", False),
+    ],
+)
+def test_an_unknown_choice_names_the_others_and_a_class_where_one_may_stand(
+    override: str, is_class: bool
+) -> None:
+    group = override.partition("=")[0]
+    with pytest.raises(MissingConfigException) as caught:
+        compose(override)
+    said = explain(caught.value)
+    files = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    expected = f"In 'train': Could not find '{group}/enormous'; there are: {', '.join(files)}"
+    if is_class:
+        expected += f"; or name a class: {group}._target_=package.Class"
+    assert said == expected
 
 
 def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:

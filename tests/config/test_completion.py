@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,8 +13,10 @@ from omegaconf import OmegaConf
 
 from medseg.commands.entry import COMMANDS, compose
 from medseg.config.check import to_typed
-from medseg.config.completion import complete, line_words
+from medseg.config.completion import _key_values, complete, line_words
 from medseg.config.help import Key, list_keys
+from medseg.inference.options import Backend
+from medseg.knob import Knob
 from medseg.training.options import TrainConfig
 
 
@@ -125,3 +128,29 @@ def test_a_key_that_may_be_null_offers_its_choices_and_null() -> None:
         f"data.pin_memory={value}" for value in ("false", "null", "true")
     ]
     assert completions("train", "stage.patience=") == ["stage.patience=null"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "offered"),
+    [
+        ("steps", 100, int, ["100"]),
+        ("lr", 0.5, float | None, ["0.5"]),
+        ("lr", None, float | None, []),
+        ("input", "???", str, []),
+        ("name", "run-1", str, ["run-1"]),
+        # What the shell or Hydra's grammar would read as something else.
+        ("name", "my run", str, []),
+        ("name", "a=b", str, []),
+        ("name", "", str, []),
+        ("overwrite", False, bool, ["true", "false"]),
+        ("overwrite", None, bool | None, ["true", "false"]),
+        ("backend", "torch", Backend | None, list(Backend)),
+        ("tile_size", [8, 16, 16], tuple[int, int, int], ["[8,16,16]"]),
+        ("model._target_", "medseg.models.unet.UNet", str, []),
+        ("label_values", {"liver": 1}, dict, []),
+    ],
+)
+def test_a_key_offers_its_choices_or_its_value_if_it_can_be_typed_plainly(
+    name: str, value: object, kind: Any, offered: list[str]
+) -> None:
+    assert _key_values(Key(name, value, kind, Knob("")), "") == offered

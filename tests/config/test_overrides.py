@@ -97,3 +97,19 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
         "seed=[1, 2]",
         "plain",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "quoted"),
+    [
+        ("input=''", "input=''"),
+        ('input=""', 'input=""'),
+        ("input='a b'", "input='a b'"),
+        ("input='", "input='\\''"),
+        ("input='a\"", "input='\\'a\"'"),
+        ("input=", "input="),
+        ("+input=a", "+input='a'"),
+    ],
+)
+def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(given: str, quoted: str) -> None:
+    assert quote_paths([given]) == [quoted]

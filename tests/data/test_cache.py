@@ -485,7 +485,9 @@ def test_an_error_that_is_ignored_stops_nobody_else(
         open_case(swapped, tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(CaseRefusedError, match="swapped"):
         prepare_case(swapped, tmp_path, SPACING_MM, task, NAMES)
-    assert open_case(accepted, tmp_path, SPACING_MM, task, NAMES).labels.any()
+    opened = open_case(accepted, tmp_path, SPACING_MM, task, NAMES)
+    assert opened.labels.any()
+    assert opened.ignore_findings == {"swapped_sides"}
 
 
 def test_another_scale_or_trust_has_an_entry_of_its_own(

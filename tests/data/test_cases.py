@@ -129,6 +129,7 @@ def test_extra_phantoms_have_labels_and_a_share_of_their_own(
         f"data.phantoms.folder='{tmp_path}'",
         "data.hu_slope=2",
         "data.hu_offset=-3",
+        "data.ignore_findings=[spacing_outlier]",
         *settings,
     )
     own, extra = cases.find_sources(chosen.data, chosen.task)
@@ -144,6 +145,8 @@ def test_extra_phantoms_have_labels_and_a_share_of_their_own(
     )
     assert {(case.hu.slope, case.hu.offset) for case in own.split.train} == {(2.0, -3.0)}
     assert (phantom.hu.slope, phantom.hu.offset) == (1.0, 0.0)
+    for case in (*own.split.train, phantom):
+        assert case.ignore_findings == {"spacing_outlier"}
     made.table.write_text("case,image,labels,organs\ncase 0,ct.nii.gz,lungs.nii.gz,organs.nii.gz\n")
     with pytest.raises(
         UserError, match=r"the case name case 0 is that of a phantom; rename the case"
@@ -158,10 +161,15 @@ def test_without_a_table_the_scans_are_synthetic_with_held_out_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = MadePhantoms(tmp_path, monkeypatch)
-    chosen = compose(f"data.phantoms.folder='{tmp_path}'", "data.phantoms.num_train=4")
+    chosen = compose(
+        f"data.phantoms.folder='{tmp_path}'",
+        "data.phantoms.num_train=4",
+        "data.ignore_findings=[near_copy]",
+    )
     (found, values), extra = cases.find_cases(chosen.data, chosen.task)
     assert made.calls == [("lungs", tmp_path, 4, True)]
     assert [case.name for case in found] == ["phantom_0"]
+    assert found[0].ignore_findings == {"near_copy"}
     assert values == {1: "left_lung", 2: "right_lung"}
     assert extra == ([], {})
 
@@ -229,3 +237,4 @@ def test_organs_of_a_task_are_painted_with_its_sides_and_channels(
     assert scene.sides == {"left_lung": "left", "right_lung": "right"}
     assert (scene.seed, scene.modalities, scene.has_own_grids) == (5, ("ct",), True)
     assert scene.ignore_label == 3
+    assert scene.parts == ("left_lung", "right_lung")

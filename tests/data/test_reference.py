@@ -8,12 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import LEFT, RIGHT, blocks, make_dicom, make_totalsegmentator, save, write_layers
+from dicom_files import save_grid
+from layouts import (
+    LEFT,
+    RIGHT,
+    SPACING_MM,
+    blocks,
+    make_dicom,
+    make_totalsegmentator,
+    save,
+    write_layers,
+)
 from pydicom import dcmread
 
 from medseg.data.reference import read_reference
-from medseg.data.source_files import fingerprint, is_same_source
+from medseg.data.source_files import files_of, fingerprint, is_same_source
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.io import volume
 from medseg.io.read import read_layer
 from medseg.task import LabelValues
@@ -150,6 +161,41 @@ def test_layers_are_read_whatever_the_chunks_of_the_file(
     )
     for number, layer in enumerate(layers):
         assert np.array_equal(read_layer(tmp_path / "a.seg.nrrd", number).array, layer)
+
+
+def test_values_of_a_file_of_3d_slicer_need_names_only_where_it_has_layers(
+    tmp_path: Path,
+) -> None:
+    """In one layer a value is one segment; in several, it may stand for two."""
+    labels = blocks()[1]
+    values: LabelValues = {LEFT: "left_lung", RIGHT: "right_lung"}
+    segments = [("left_lung", LEFT, 0), ("right_lung", RIGHT, 0)]
+    flat = save(tmp_path / "flat.seg.nrrd", labels)
+    volume, names = read_reference(flat, values)
+    assert (names, np.array_equal(volume.array, labels)) == (
+        {1: "left_lung", 2: "right_lung"},
+        True,
+    )
+    # The second layer holds one segment more, of a value of the first.
+    tumour = np.zeros_like(labels)
+    tumour[6:9, 8:12, 6:9] = 1
+    path = tmp_path / "layers.seg.nrrd"
+    write_layers(path, [labels, tumour], [*segments, ("tumour", 1, 1)])
+    volume, names = read_reference(path, values)
+    assert names == {1: "left_lung", 2: "right_lung"}
+    assert np.array_equal(volume.array, labels)
+
+
+def test_the_files_of_a_dicom_series_are_those_of_its_folder_alone(tmp_path: Path) -> None:
+    series = tmp_path / "series"
+    save_grid(series, np.zeros((4, 6, 8), np.int16), VoxelGrid((4, 6, 8), SPACING_MM))
+    slices = sorted(series.iterdir())
+    older = series / "older"
+    older.mkdir()
+    (older / "copy.dcm").write_bytes(slices[0].read_bytes())
+    assert sorted(files_of(slices[3])) == slices
+    # A folder stands for all that it holds.
+    assert sorted(files_of(series)) == sorted([*slices, older / "copy.dcm"])
 
 
 def add_tumour(folder: Path) -> Path:

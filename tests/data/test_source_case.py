@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
+from dicom_files import save_grid
 from layouts import LEFT, RIGHT, blocks, save
 
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
+from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.task import Channel, LabelValues, Region, Task
 
 LUNGS = Task(
@@ -40,3 +44,15 @@ def test_a_structure_that_the_task_lacks_takes_no_voxel_of_its_labels(tmp_path: 
     assert [np.count_nonzero(found == value) for value in (LEFT, RIGHT)] == [
         np.count_nonzero(labels == value) for value in (LEFT, RIGHT)
     ]
+
+
+def test_the_series_that_the_table_names_is_read_of_a_folder_with_several(tmp_path: Path) -> None:
+    image, _ = blocks()
+    for number, depth in ((1, 10), (2, 12)):
+        grid = VoxelGrid((depth, *image.shape[1:]), (6.0, 4.0, 4.5))
+        save_grid(tmp_path / f"s{number}", image[:depth], grid, uid=f"1.2.3.{number}")
+    for number, depth in ((1, 10), (2, 12)):
+        case = Case("a", tmp_path, None, "a", series=f"1.2.3.{number}")
+        assert read(case).grid.shape == (depth, *image.shape[1:])
+    with pytest.raises(UserError, match="series"):
+        read(Case("a", tmp_path, None, "a"))

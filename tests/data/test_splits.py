@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from medseg.data.case_table import Case, Split, split_cases
+from medseg.data.case_table import Case, Split, count_folds, split_cases
 from medseg.errors import UserError
 
 
@@ -133,6 +133,19 @@ def test_mistakes(cases: list[Case], arguments: dict, part: str) -> None:
     assert part in str(error.value)
 
 
+def test_an_unknown_patient_is_told_with_similar_names_or_the_first_ones() -> None:
+    with pytest.raises(UserError) as error:
+        split_cases(CASES, test_patients=["p1xxxx"])
+    assert str(error.value).endswith("not in the case table; did you mean p1 or p10?")
+    with pytest.raises(UserError) as error:
+        split_cases(CASES, val_patients=["somebody else"])
+    assert str(error.value).endswith("not in the case table; the table has p0, p1, p10, p2, p3, …")
+    with pytest.raises(
+        UserError, match=r"'p2' is in data\.val_patients and in data\.test_patients"
+    ):
+        split_cases(CASES, val_patients=["p1", "p2"], test_patients=["p2", "p4"])
+
+
 def test_few_patients_make_fewer_folds_unless_folds_are_asked_for() -> None:
     three = split_cases(CASES[:3], num_folds=5)
     assert len({case.patient for case in three.val}) == 1
@@ -194,6 +207,17 @@ def test_columns_that_name_both_sides_of_each_fold_are_obeyed() -> None:
         split_cases(cases[1:2] + cases[3:])
     with pytest.raises(UserError, match="'b' is marked train and val in the column fold_0"):
         split_cases([*cases, listed("b2", "train", None, patient="b")])
+
+
+def test_a_case_without_the_columns_of_the_folds_is_in_none_of_them() -> None:
+    cases = [listed("a", "train", "val"), listed("b", "val", "train"), case("c", "c")]
+    for order in (cases, cases[::-1]):
+        assert count_folds(order) == 2
+        assert names(split_cases(order, fold=0)) == [{"a"}, {"b"}, set()]
+        assert names(split_cases(order, fold=1)) == [{"b"}, {"a"}, set()]
+    assert count_folds([]) is None
+    assert count_folds([case("c", "c")]) is None
+    assert count_folds([case("c", "c", fold=2), case("d", "d", fold=0), case("e", "e")]) == 3
 
 
 def test_a_fold_that_validates_all_cases_names_its_column() -> None:

@@ -19,6 +19,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
 from medseg.errors import UserError
+from medseg.evaluation import report_page
 from medseg.evaluation.report_page import ALL, compare_rows
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
@@ -537,7 +538,17 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     )
 
 
-def test_differences_to_a_baseline_are_those_of_scipy(world: World) -> None:
+def test_differences_to_a_baseline_are_those_of_scipy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[dict[str, Any]] = []
+    render = report_page.render_cases
+
+    def noted(*given: Any, **keys: Any) -> str:
+        shown.append(keys)
+        return render(*given, **keys)
+
+    monkeypatch.setattr(report_page, "render_cases", noted)
     for number, (shift, name) in enumerate(((0, "a"), (2, "b"), (5, "c"))):
         world.add(name, _labels(shift), _labels())
         write_labels(world.folder / "older" / f"{name}.nii.gz", _labels(number + 1), GRID)
@@ -568,6 +579,8 @@ def test_differences_to_a_baseline_are_those_of_scipy(world: World) -> None:
         (row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")
     }
     after = {case: float(row["dice"]) for case, row in world.metrics().items()}
+    assert shown[-1]["baseline"] == str(older)
+    assert shown[-1]["baseline_dices"] == pytest.approx(before, abs=1e-6)
     for region in ("left_lung", "right_lung"):
         new, old = (
             [scores[case, region] for case in ("a", "b", "c")] for scores in (after, before)
@@ -720,6 +733,8 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
     distances = {region: one for region, metric, one in compared if metric == "hd95_mm"}
     assert list(distances) == ["right", ALL]
     assert {one.difference for one in distances.values()} == {-1.0}
+    one_region = compare_rows(rows(1.0, 2.0)[:1], rows(5.0, 3.0), {})
+    assert {region for region, _, _ in one_region} == {"left"}, "no mean over one region"
 
 
 def test_a_region_may_have_the_name_of_the_mean_over_all() -> None:

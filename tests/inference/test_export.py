@@ -135,3 +135,90 @@ def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) 
             torch.testing.assert_close(
                 torch.from_numpy(run(image.numpy())), network(image), rtol=1e-3, atol=1e-4
             )
+
+
+class OneValue(Logits):
+    """Logits that are the image times 2, without a network."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.network = nn.Identity()
+
+    def forward(self, image: Tensor) -> Tensor:
+        return 2 * image
+
+
+def export_one_value(
+    run: Any, fixed_size: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[export.Exported, list[Any]]:
+    """Export with a format that only notes what it is asked for."""
+    calls: list[Any] = []
+
+    def converted(network: Logits, example: Tensor, is_dynamic: bool) -> bool:
+        calls.append((tuple(example.shape), is_dynamic))
+        return is_dynamic
+
+    form = export.Format(
+        "Plain", "plain", ("json",), converted, lambda is_dynamic: run(is_dynamic, calls),
+        lambda is_dynamic: f"plain {is_dynamic}", lambda _, text: {".plain": text.encode()},
+    )  # fmt: skip
+    monkeypatch.setitem(FORMATS, ".plain", form)
+    given = OneValue(), 3, (2, 4, 8), (4, 8, 16), fixed_size, ".plain", lambda size: {"size": size}
+    return export_network(*given), calls
+
+
+def right(is_dynamic: bool, calls: list[Any]) -> Any:
+    return lambda image: calls.append(tuple(image.shape)) or 2 * image
+
+
+def right_at_one_size(is_dynamic: bool, calls: list[Any]) -> Any:
+    def run(image: Tensor) -> Tensor:
+        is_seen = tuple(image.shape[2:]) == (4, 8, 16)
+        return 2 * image if is_seen or not is_dynamic else 2.1 * image
+
+    return run
+
+
+def test_a_conversion_is_compared_at_a_size_that_it_has_not_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for fixed_size in (None, (8, 8, 8)):
+        exported, calls = export_one_value(right, fixed_size, monkeypatch)
+        assert calls == [((1, 3, 4, 8, 16), True), (1, 3, 4, 8, 16), (1, 3, 4, 12, 32)]
+        assert (exported.fixed_size, exported.difference) == (None, 0.0)
+        assert exported.files == {".plain": b'{"size": null}'}
+    exported, calls = export_one_value(right, (4, 8, 16), monkeypatch)
+    assert calls == [((1, 3, 4, 8, 16), False), (1, 3, 4, 8, 16)], "no smaller size exists"
+    assert exported.fixed_size == (4, 8, 16)
+
+
+def test_a_conversion_that_is_wrong_elsewhere_is_limited_to_the_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exported, calls = export_one_value(right_at_one_size, (8, 8, 8), monkeypatch)
+    assert [is_dynamic for _, is_dynamic in calls] == [True, False]
+    assert (exported.fixed_size, exported.form) == ((8, 8, 8), "plain False")
+    assert exported.files == {".plain": b'{"size": [8, 8, 8]}'}
+    with pytest.raises(UserError, match=r"differ from those of torch by 0\.05 of the largest"):
+        export_one_value(right_at_one_size, None, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda logits: logits[:, :1],
+        lambda logits: torch.full_like(logits, torch.nan),
+        lambda logits: torch.cat(
+            [logits[..., :-1], torch.full_like(logits[..., :1], torch.inf)], -1
+        ),
+        lambda logits: logits + 0.01 * logits.abs().max(),
+    ],
+)
+def test_logits_of_another_shape_or_without_a_value_are_refused(
+    spoil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(is_dynamic: bool, calls: list[Any]) -> Any:
+        return lambda image: spoil(2 * image)
+
+    with pytest.raises(UserError, match="Identity cannot be converted to Plain"):
+        export_one_value(run, (8, 8, 8), monkeypatch)

@@ -188,3 +188,18 @@ def test_a_voxel_that_is_as_wrong_as_can_be_has_a_finite_gradient() -> None:
 def test_a_negative_weight_of_hard_voxels_is_refused() -> None:
     with pytest.raises(ValueError, match="hard_weight must be >= 0"):
         DiceCrossEntropyLoss(hard_weight=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("slab_voxels", "step"), [(1, 1), (14, 1), (15, 1), (29, 1), (30, 2), (45, 3), (100, 4)]
+)
+def test_slabs_hold_as_many_slices_as_fit_one_at_least_and_each_slice_once(
+    slab_voxels: int, step: int
+) -> None:
+    logits = torch.zeros(2, 3, 4, 3, 5)
+    slabs = list(dice_ce._slabs(logits, slab_voxels))
+    slices = [(sample, z) for sample, part in slabs for z in range(part.start, part.stop)]
+    assert slices == list(itertools.product(range(2), range(4)))
+    sizes = [part.stop - part.start for _, part in slabs]
+    assert len(slabs) == 2 * -(-4 // step)
+    assert max(sizes) == step

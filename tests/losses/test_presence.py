@@ -36,5 +36,6 @@ def test_an_absent_class_is_pushed_down_where_it_is_most_probable() -> None:
 def test_an_image_smaller_than_the_pool_counts_whole() -> None:
     logits, target = torch.randn(SHAPE), torch.ones(2, 6, 7, 8, dtype=torch.int64)
     assert torch.equal(PresenceLoss(10**6)(logits, target), PresenceLoss(6 * 7 * 8)(logits, target))
+    assert torch.isfinite(PresenceLoss(1)(logits, target)), "one voxel may decide"
     with pytest.raises(ValueError, match="at least 1"):
         PresenceLoss(0)

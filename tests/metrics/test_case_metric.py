@@ -57,7 +57,13 @@ def test_a_class_that_both_lack_has_no_share_in_the_mean() -> None:
     per_class = torchmetrics.segmentation.MeanIoU(
         num_classes=4, per_class=True, input_format="index"
     )
-    assert CaseMetric(per_class, 4)(target, target, SPACING_MM) == pytest.approx(1.0)
+    adapted = CaseMetric(per_class, 4)
+    assert adapted(target, target, SPACING_MM) == pytest.approx(1.0)
+    # A class that one of the two has counts with 0.
+    missed = target * (target != 2)
+    is_background = target == 0
+    background = float(is_background.sum() / (missed == 0).sum())
+    assert adapted(missed, target, SPACING_MM) == pytest.approx((background + 1.0 + 0.0) / 3)
 
 
 def test_distances_are_in_mm_and_a_missing_class_has_no_score() -> None:

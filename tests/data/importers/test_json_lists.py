@@ -294,6 +294,15 @@ def test_a_datalist_of_monai(tmp_path: Path) -> None:
         ("chest_002", "val"),
         ("chest_003", "test"),
     ]
+    path = write_json(
+        tmp_path / "partly.json",
+        {
+            "training": [{**pair[0], "fold": 0}, {**pair[1], "fold": 1}, pair[2]],
+            "testing": ["data/imagesTs/chest_003_0000.nii.gz"],
+        },
+    )
+    named = [item.name for item in import_dataset(path).account.items if "every fold" in item.why]
+    assert named == ["fold of chest_002"], "neither a case of a fold nor a test case"
     many = {"image": [pair[0]["image"]] * 2, "label": pair[0]["label"]}
     path = write_json(
         tmp_path / "channels.json",
