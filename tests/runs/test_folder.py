@@ -183,6 +183,15 @@ def test_more_steps_are_allowed_where_they_do_not_change_the_schedule(
             resume(run_dir, "steps=2000")
 
 
+def test_a_finished_run_counts_as_unfinished_once_more_steps_are_asked_for(run_dir: Path) -> None:
+    steps = load_config(run_dir).steps
+    (run_dir / SUMMARY_FILE).write_text("{}", encoding="utf-8")
+    resume(run_dir, f"steps={steps}")
+    assert (run_dir / SUMMARY_FILE).exists()
+    resume(run_dir, f"steps={steps + 1}")
+    assert not (run_dir / SUMMARY_FILE).exists()
+
+
 def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         runs = {
