@@ -16,6 +16,7 @@ from typing import Any
 
 import forked
 import hydra
+import psutil
 import pytest
 
 from medseg import __version__
@@ -270,6 +271,16 @@ def test_a_lock_of_another_user_is_seen_and_one_that_cannot_be_held_is_told(
         locked(path, 0),
     ):
         pass
+
+
+def test_the_question_for_a_lock_leaves_no_file_open(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    before = psutil.Process().num_fds()
+    with locked(path):
+        for _ in range(3):
+            assert is_locked(path)
+    assert not is_locked(path)
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_secret_of_the_logger_is_kept_as_a_reference(
