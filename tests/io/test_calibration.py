@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -73,3 +74,12 @@ def test_a_child_that_has_ended_is_no_load() -> None:
     _, busy_s, own_s = calibration._readings_s()
     assert own_s - before_s > 0.15
     assert busy_s > 0
+
+
+def test_the_own_time_is_all_of_this_process_and_of_its_ended_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = os.times_result((1.0, 2.0, 4.0, 8.0, 1000.0))
+    monkeypatch.setattr(calibration.os, "times", lambda: times)
+    _, _, own_s = calibration._readings_s()
+    assert own_s == 1 + 2 + 4 + 8

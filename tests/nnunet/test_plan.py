@@ -139,6 +139,7 @@ CONFIGURATION = ("plans", "configurations", "3d_fullres")
         ((*CONFIGURATION, "inherits_from"), "3d_fullres", "inherits from itself"),
         ((*CONFIGURATION, "spacing"), [0.0, 1.0, 1.0], "spacing: expected a number from"),
         ((*CONFIGURATION, "spacing"), [1.0, float("nan"), 1.0], "spacing: expected a number from"),
+        ((*CONFIGURATION, "spacing"), [True, 1.0, 1.0], "spacing: expected a number from"),
         ((*CONFIGURATION, "patch_size"), [16, 30, 32], "no multiple of the product"),
         ((*CONFIGURATION, "patch_size"), [16, 32, 10**6], "patch_size: expected a number from"),
         ((*CONFIGURATION, "normalization_schemes"), ["RGBTo01Normalization"], "RGBTo01"),

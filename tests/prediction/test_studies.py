@@ -23,6 +23,7 @@ from medseg.config.check import to_config
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, NoSlice, read_frames
+from medseg.io.dicom.studies import find_studies
 from medseg.io.read import read_image
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import divide_studies, find_scans
@@ -347,6 +348,22 @@ def test_a_broken_file_in_the_folder_of_one_study_is_refused_with_it(tmp_path: P
     (cohort / "anna" / "99.dcm").write_bytes(b"")
     assert predict(cohort, out) == 1
     assert written(out) == ["bert.nii.gz"]
+
+
+def test_an_unreadable_file_is_one_of_the_study_whose_volume_alone_lies_beside_it(
+    tmp_path: Path,
+) -> None:
+    for patient in ("anna", "bert"):
+        series(tmp_path / patient, patient, 3)
+    broken = tmp_path / "bert" / "99.dcm"
+    broken.write_bytes(b"")
+    (studies,) = find_studies([tmp_path], "ct", on_loose=lambda file: pytest.fail(str(file)))
+    files = {study.patient: set(study.files) for study in studies}
+    assert files == {
+        "anna": set((tmp_path / "anna").iterdir()),
+        "bert": set((tmp_path / "bert").iterdir()),
+    }
+    assert broken in files["bert"]
 
 
 def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(

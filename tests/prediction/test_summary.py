@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from medseg.errors import UserError
 from medseg.io.identity import Identity
 from medseg.io.tables import read_csv
 from medseg.metrics.hu_statistics import HU_FIGURES
@@ -204,6 +205,20 @@ def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str,
 
 
 @pytest.mark.slow
+def test_a_table_that_cannot_be_written_hides_no_failed_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the error of the case comes first."""
+
+    def full(*_: object) -> None:
+        raise UserError("no space is left")
+
+    monkeypatch.setattr(summary_module, "write_csv", full)
+    write_summary(tmp_path, [case_of(tmp_path, "a"), failed_case(tmp_path)], LUNGS)
+    with pytest.raises(UserError, match="no space is left"):
+        write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+
+
 def test_libreoffice_reads_numbers_as_numbers_and_dates_as_dates(tmp_path: Path) -> None:
     program = shutil.which("soffice")
     if program is None:

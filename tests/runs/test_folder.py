@@ -16,6 +16,7 @@ from typing import Any
 
 import forked
 import hydra
+import psutil
 import pytest
 
 from medseg import __version__
@@ -183,6 +184,15 @@ def test_more_steps_are_allowed_where_they_do_not_change_the_schedule(
             resume(run_dir, "steps=2000")
 
 
+def test_a_finished_run_counts_as_unfinished_once_more_steps_are_asked_for(run_dir: Path) -> None:
+    steps = load_config(run_dir).steps
+    (run_dir / SUMMARY_FILE).write_text("{}", encoding="utf-8")
+    resume(run_dir, f"steps={steps}")
+    assert (run_dir / SUMMARY_FILE).exists()
+    resume(run_dir, f"steps={steps + 1}")
+    assert not (run_dir / SUMMARY_FILE).exists()
+
+
 def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         runs = {
@@ -261,6 +271,16 @@ def test_a_lock_of_another_user_is_seen_and_one_that_cannot_be_held_is_told(
         locked(path, 0),
     ):
         pass
+
+
+def test_the_question_for_a_lock_leaves_no_file_open(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    before = psutil.Process().num_fds()
+    with locked(path):
+        for _ in range(3):
+            assert is_locked(path)
+    assert not is_locked(path)
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_secret_of_the_logger_is_kept_as_a_reference(
