@@ -269,7 +269,12 @@ def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None
     network = cast(StageNetwork, trained.network)
     # The converted network is kept on this machine under it.
     (checksum_of_file,) = trained.checkpoints.values()
-    use_openvino(network, trained.precision, checksum_of_file)
+    use_openvino(
+        network,
+        trained.precision,
+        checksum_of_file,
+        is_required=options.backend is Backend.openvino,
+    )
     trained.backend_bytes = openvino_bytes(network)
 
 
