@@ -34,8 +34,8 @@ from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target
 from medseg.task import CleanUp, Task
 from medseg.task_options import code_texts
-from medseg.weights.checks import check_ranges
-from medseg.weights.files import NATIVE, checksum, read_weights
+from medseg.weights.checks import NATIVE, check_ranges
+from medseg.weights.files import checksum, read_weights
 
 # What checkpoints must have in common for a mean of their results.
 SAME_SETTINGS = (
