@@ -97,9 +97,11 @@ def draw_lr_range(
     if suggested is not None:
         label = f"suggested: {suggested:.2g}"
         axes.axvline(suggested, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
-    # A last step that exploded would flatten all others.
-    highest = min(max(losses), 2.0 * losses[0])
-    ylim = (0.9 * min(losses), 1.1 * highest)
+    # A last step that exploded would flatten all others. Losses may be negative.
+    lowest = min(losses)
+    highest = min(max(losses), losses[0] + abs(losses[0]))
+    margin = max(0.1 * (highest - lowest), 1e-3)
+    ylim = (lowest - margin, highest + margin)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
     axes.legend(frameon=False, fontsize=9)
     write_png(figure, path)
