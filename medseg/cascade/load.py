@@ -34,8 +34,8 @@ from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target
 from medseg.task import CleanUp, Task
 from medseg.task_options import code_texts
-from medseg.weights.checks import check_ranges
-from medseg.weights.files import NATIVE, checksum, read_weights
+from medseg.weights.checks import NATIVE, check_ranges
+from medseg.weights.files import checksum, read_weights
 
 # What checkpoints must have in common for a mean of their results.
 SAME_SETTINGS = (
@@ -267,7 +267,12 @@ def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None
     network = cast(StageNetwork, trained.network)
     # The converted network is kept on this machine under it.
     (checksum_of_file,) = trained.checkpoints.values()
-    use_openvino(network, trained.precision, checksum_of_file)
+    use_openvino(
+        network,
+        trained.precision,
+        checksum_of_file,
+        is_required=options.backend is Backend.openvino,
+    )
     trained.backend_bytes = openvino_bytes(network)
 
 

@@ -117,8 +117,7 @@ def export_network(
             difference = max(
                 _difference(network, run, in_channels, shape) for shape in compared_sizes
             )
-        # Converters and runtimes raise errors of many classes.
-        except Exception as error:
+        except Exception as error:  # converters and runtimes raise errors of many classes
             if is_out_of_memory(error):
                 raise
             reasons.append(first_line(error) or type(error).__name__)
@@ -208,7 +207,7 @@ def _write_onnx(model: Any, metadata: str) -> dict[str, bytes]:
 
 
 def _describe_onnx(model: Any) -> str:
-    # Either is the name of ONNX's own operators.
+    # ONNX's own operators have either of these names.
     version = next(opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
     return f"ONNX, opset {version}"
 

@@ -3,8 +3,8 @@
 It needs the extra `medseg[openvino]`.
 
 On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels
-where torch takes 4.2 s, both in fp32; the whole prediction takes about 9 s with either, and 1.07
-instead of 0.97 GB.
+where torch takes 4.2 s, both in fp32. The whole prediction takes about 9 s with either; its memory
+is 1.07 GB with OpenVINO and 0.97 GB with torch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 # model and in the layout of its kernels.
 KERNELS_BYTES = 25 * 2**20
 WEIGHT_COPIES = 2
-# Part of the longer of two durations by which they may differ, and how often they are measured.
+# Two measurements agree if they differ by at most this part of the longer one.
 SECONDS_BOUND = 0.2
+# After so many measurements the last two count, whether they agree or not.
 MOST_MEASUREMENTS = 5
 
 
@@ -59,8 +60,8 @@ def has_openvino() -> bool:
 def openvino_bytes(network: nn.Module) -> int:
     """Estimate what OpenVINO holds for a network from its first pass on.
 
-    The feature maps of a pass are not counted. This decides whether OpenVINO may be chosen, and is
-    kept free for it where it is.
+    The feature maps of a pass are not counted. Where less memory is left, OpenVINO is not chosen;
+    where it is chosen, these bytes are reserved.
     """
     weights = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weights
@@ -79,7 +80,9 @@ def core() -> Any:
     return openvino.Core()
 
 
-def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> None:
+def use_openvino(
+    network: StageNetwork, precision: str, checksum: str = "", *, is_required: bool = True
+) -> None:
     """Let the forward passes of a network run in OpenVINO, in place.
 
     Its weights, their names and its slabs stay those of torch.
@@ -89,6 +92,8 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
         precision: `fp32` or `bf16`.
         checksum: SHA-256 of its checkpoint, under which the converted network is kept on this
             machine; empty = it is not kept.
+        is_required: Whether a network that cannot be converted is refused at its first pass; else
+            it runs in torch.
 
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
@@ -103,7 +108,12 @@ def use_openvino(network: StageNetwork, precision: str, checksum: str = "") -> N
     cached_path = _cache_path(network.network, checksum) if checksum else None
     hint = "bf16" if precision == "bf16" else "f32"
     network.network.forward = _Compiled(
-        network.network, network.in_channels, network.traits.small_size, hint, cached_path
+        network.network,
+        network.in_channels,
+        network.traits.small_size,
+        hint,
+        cached_path,
+        is_required=is_required,
     )
 
 
@@ -134,17 +144,17 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     import openvino
 
     with (
-        # The first pass converts, in inference mode, in which a head predicts a number of parts
-        # that would be a constant of the trace.
+        # The first pass of a prediction converts. It is in inference mode, in which the head of our
+        # UNet cuts the image into parts; their number would become a constant of the trace.
         torch.inference_mode(False),
         torch.no_grad(),
-        # It would write conversions into the trace that OpenVINO does not know.
+        # Autocast would write conversions into the trace that OpenVINO does not know.
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):
         # Checks of the input size and choices of the layout become constants; they change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        # Of `torch.jit.trace`, which OpenVINO calls.
+        # OpenVINO calls `torch.jit.trace`, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         return openvino.convert_model(network, example_input=torch.zeros(1, in_channels, *size))
 
@@ -183,10 +193,11 @@ def _cache_path(network: nn.Module, checksum: str) -> Path | None:
 def _read_cached(path: Path) -> Any:
     """Read a converted network; None where there is none, or its file is damaged."""
     try:
-        # Which compares the checksums of its parts.
+        # The archive compares the checksums of its parts as it reads them.
         with zipfile.ZipFile(path) as archive:
             return core().read_model(archive.read("model.xml"), archive.read("model.bin"))
-    except (OSError, KeyError, zipfile.BadZipFile, RuntimeError):
+    # Whatever zipfile and OpenVINO raise for damaged bytes.
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, RuntimeError):
         return None
 
 
@@ -213,34 +224,58 @@ class _Compiled:
         size: Shape,
         precision: str,
         cached_path: Path | None = None,
+        *,
+        is_required: bool = True,
     ) -> None:
         self._network = network
         self._in_channels = in_channels
         self._size = size
         self._precision = precision
         self._cached_path = cached_path
+        self._is_required = is_required
         self._model: Any = None
         self._compiled: Any = None
         self._shape: tuple[int, ...] = ()
 
     def __call__(self, image: Tensor) -> Tensor:
+        if self._model is None:
+            try:
+                self._model = self._load()
+            except UserError:
+                if self._is_required:
+                    raise
+                # The choice was measured with another network, see `quickest_backend`.
+                del self._network.forward
+                return self._network.forward(image)
+        self._compile(tuple(image.shape))
+        return self._run(image)
+
+    def _compile(self, shape: tuple[int, ...]) -> None:
+        """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
         import openvino
 
-        if self._model is None:
-            self._model = self._load()
-        if self._shape != tuple(image.shape):
-            # Its memory is freed before that of the next size is taken.
-            self._compiled = None
-            self._model.reshape(openvino.PartialShape(list(image.shape)))
-            options = {
-                "INFERENCE_PRECISION_HINT": self._precision,
-                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-            }
-            self._compiled = core().compile_model(self._model, "CPU", options)
-            self._shape = tuple(image.shape)
+        if self._shape == shape:
+            return
+        # Its memory is freed before that of the next size is taken. If there is not enough, the
+        # next pass compiles again.
+        self._compiled = None
+        self._shape = ()
+        self._model.reshape(openvino.PartialShape(list(shape)))
+        options = {
+            "INFERENCE_PRECISION_HINT": self._precision,
+            "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        }
+        self._compiled = core().compile_model(self._model, "CPU", options)
+        self._shape = shape
+
+    def _run(self, image: Tensor) -> Tensor:
+        """Make one forward pass of the compiled network."""
+        import openvino
+
         request = self._compiled.create_infer_request()
         logits = np.empty(list(self._compiled.output(0).shape), np.float32)
-        request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))  # saves a copy
+        # OpenVINO writes into this array: no copy of the logits is made.
+        request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))
         request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
         # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage
         # and the rest of the prediction.
@@ -287,13 +322,15 @@ def quickest_backend(network: StageNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
-    # All that the durations depend on, but the network.
-    capability, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    # What decides which backend is quicker; the network hardly does, so one measurement serves all.
+    capability = torch.backends.cpu.get_cpu_capability()
+    num_threads = torch.get_num_threads()
     machine = (
         f"{platform.node()}, {capability}, {num_threads} threads, torch {torch.__version__}, "
         f"openvino {importlib.metadata.version('openvino')}"
     )
-    path = machine_folder() / "backends" / f"{machine}.json".replace("/", "_")
+    file_name = f"{machine}.json".replace("/", "_")
+    path = machine_folder() / "backends" / file_name
     numbers = read_calibration(path, len(PassSeconds._fields))
     if numbers is None:
         try:
@@ -319,7 +356,7 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     image = torch.zeros(1, channels, depth, height, width)
     in_openvino = _Compiled(in_torch, channels, network.traits.small_size, "f32")
     previous, latest, circumstances = measure_until(
-        lambda: PassSeconds(_seconds(in_torch, image), _seconds(in_openvino, image)),
+        lambda: PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image)),
         _agree,
         MOST_MEASUREMENTS,
     )
@@ -337,7 +374,7 @@ def _agree(first: PassSeconds, second: PassSeconds) -> bool:
 
 
 def _seconds(call: Any, image: Tensor) -> float:
-    """Time of the second and third pass, the shorter one: the first one compiles."""
+    """Return the shorter time of the second and third pass; the first one compiles."""
     durations = []
     with torch.inference_mode():
         for _ in range(3):

@@ -102,7 +102,9 @@ class DiceCrossEntropyLoss(nn.Module):
         slab_voxels = self.slab_voxels or _slab_voxels(logits)
         moments = _Moments.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
         overlaps, predicted, entropy = moments  # (N, K), (N, K), (N,)
-        counts = torch.stack([(target == k).sum((1, 2, 3)) for k in range(num_classes)], dim=1)
+        class_counts = [(target == k).sum((1, 2, 3)) for k in range(num_classes)]
+        counts = torch.stack(class_counts, dim=1)  # (N, K)
+        # Ignored voxels have no class; a batch may hold no others.
         num_voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
         if self.batch_dice:
             overlaps = overlaps.sum(0, keepdim=True)
@@ -116,10 +118,10 @@ class DiceCrossEntropyLoss(nn.Module):
 
 
 class _Moments(torch.autograd.Function):
-    """Sums of each sample in fp64.
+    """Sums of each sample over its voxels, in fp64.
 
-    They are sum(p t) and sum(p) of each class, (N, K), and the weighted -log p of the
-    reference, (N,).
+    They are sum(p t) and sum(p) of each class, (N, K) both, and the sum of -log p of the reference
+    class, weighted by `hard_weight`, (N,).
     """
 
     @staticmethod
@@ -139,6 +141,7 @@ class _Moments(torch.autograd.Function):
             log_probs = _log_softmax(logits[sample, :, slab])
             labels = target[sample, slab]
             indices = labels.unsqueeze(0).long()
+            # Log-probability of the reference class, (d, H, W).
             if ignore_value is None:
                 reference = log_probs.gather(0, indices).squeeze(0)
                 probs = log_probs.exp_()
@@ -168,21 +171,27 @@ class _Moments(torch.autograd.Function):
         for sample, slab in _slabs(logits, ctx.slab_voxels):
             probs = _log_softmax(logits[sample, :, slab]).exp_()
             labels = target[sample, slab]
-            by_overlap, by_predicted, by_entropy = (grad[sample].to(probs.dtype) for grad in grads)
-            # With a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and c = dL/d(entropy), per voxel:
-            # dL/dp_k = a_k + b_k t_k; through the softmax dL/dlogit_k = p_k (dL/dp_k - sum_j p_j
-            # dL/dp_j) + c (p_k - t_k). t_k p_k b_k, summed over k: for each voxel one class is not
-            # zero. With hard voxels c differs from voxel to voxel.
+            by_overlap, by_predicted, by_entropy = (
+                by_sum[sample].to(probs.dtype) for by_sum in grads
+            )
+            # Three derivatives come in: a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and
+            # c = dL/d(entropy). For each voxel dL/dp_k = a_k + b_k t_k, and through the softmax
+            #   dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
+            # With r = sum_j p_j t_j b_j, of which the reference class is the only term, this is
+            #   dL/dlogit_k = p_k (c - sum_j p_j a_j - r + a_k) + t_k (r - c).
+            # With hard voxels c differs from voxel to voxel.
             if ctx.hard_weight:
                 by_entropy = by_entropy * _hard_factor(probs, labels, ctx.hard_weight)
-            reference = torch.zeros_like(probs[0])
-            common = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
+            of_reference = torch.zeros_like(probs[0])  # r
+            for_all = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):
-                reference.addcmul_(probs[k] * (labels == k), by_overlap[k])
-            common -= reference
-            reference -= by_entropy
+                of_reference.addcmul_(probs[k] * (labels == k), by_overlap[k])
+            for_all -= of_reference
+            of_reference -= by_entropy
             for k in range(len(probs)):
-                grad = torch.addcmul((labels == k) * reference, probs[k], common + by_predicted[k])
+                grad = torch.addcmul(
+                    (labels == k) * of_reference, probs[k], for_all + by_predicted[k]
+                )
                 if ctx.ignore_value is not None:
                     grad = grad * (labels != ctx.ignore_value)
                 grad_logits[sample, k, slab] = grad

@@ -65,7 +65,9 @@ def inference_precision(trained: str, device_type: str) -> str:
     """
     if device_type != "cpu":
         return supported_precision(trained, device_type)
-    return "bf16" if trained == "bf16" and has_fast_bf16("cpu") else "fp32"
+    if trained == "bf16" and has_fast_bf16("cpu"):
+        return "bf16"
+    return "fp32"
 
 
 def supported_precision(precision: str, device_type: str) -> str:
@@ -85,7 +87,7 @@ def has_fast_bf16(device_type: str) -> bool:
     for the one that a run is planned for. On a CPU torch itself decides by the same call.
     """
     if device_type == "cuda":
-        # No GPU: True, as of the one to plan for.
+        # True without a GPU, since `all` of none is.
         numbers = range(torch.cuda.device_count())
         capabilities = map(torch.cuda.get_device_capability, numbers)
         return all(capability >= BF16_CAPABILITY for capability in capabilities)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from medseg.errors import UserError
@@ -60,11 +61,10 @@ def apply_switches(
     """
     has_checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile:
-        has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
         _check_compilation(
             offload=offload,
             synchronise=synchronise,
-            pauses_statistics=has_checkpoints and has_batch_norm,
+            pauses_statistics=has_checkpoints and len(_running_norms(network)) > 0,
         )
     if channels_last:
         use_channels_last(network)
@@ -102,7 +102,8 @@ def _check_compilation(*, offload: bool, synchronise: bool, pauses_statistics: b
     if pauses_statistics:
         raise ValueError(
             "compile, checkpointing and batch norm cannot be combined, because compiled code "
-            "cannot pause running statistics: use norm=instance or turn one off"
+            "cannot pause running statistics: use a norm without them (norm=instance) or turn one "
+            "off"
         )
 
 
@@ -149,7 +150,10 @@ def use_channels_last(network: nn.Module) -> None:
     prefer. Names and values stay. The image stays as it is: a copy of it would be in memory for the
     whole pass.
     """
-    network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    for weight in network.parameters():
+        # A network of volumes may have 2D convolutions too, whose weights have no such layout.
+        if weight.ndim == 5:
+            weight.data = weight.data.to(memory_format=torch.channels_last_3d)
 
 
 POLICIES = ("none", "sqrt", "all")
@@ -205,7 +209,7 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
     """Recompute the chosen blocks in the backward pass, each on its own.
 
     Parameters and their names stay. Without a gradient (evaluation, inference mode) a block runs
-    once, as before. The recomputation draws the same random numbers, and a batch norm updates its
+    once, as before. The recomputation draws the same random numbers, and a norm updates its running
     statistics once per batch although it runs twice.
 
     Args:
@@ -225,7 +229,7 @@ def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[st
 def _recomputed(block: nn.Module) -> Callable[..., Any]:
     """Make the forward function of a block that is recomputed in the backward pass."""
     forward = block.forward
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    norms = _running_norms(block)
     # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block
     # may draw random numbers.
     keeps_state = any(map(_may_draw, block.modules()))
@@ -246,6 +250,12 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
     return run
 
 
+def _running_norms(network: nn.Module) -> list[_NormBase]:
+    """List the norms with running statistics: batch norms, and instance norms where asked for."""
+    norms = [module for module in network.modules() if isinstance(module, _NormBase)]
+    return [norm for norm in norms if norm.track_running_stats]
+
+
 def _may_draw(module: nn.Module) -> bool:
     """Whether a module may draw random numbers.
 
@@ -253,16 +263,19 @@ def _may_draw(module: nn.Module) -> bool:
     """
     if isinstance(module, (nn.RReLU, nn.FractionalMaxPool3d)):
         return True
-    if isinstance(module, nn.MultiheadAttention):
-        return module.dropout != 0
-    if "drop" in type(module).__name__.lower():
-        return getattr(module, "p", getattr(module, "drop_prob", 1.0)) != 0
+    if isinstance(module, _DropoutNd):
+        return module.p != 0
+    # Others pass their rate to a function, e.g. as `dropout` (attention of torch), `drop_prob` or
+    # `drop_connect_rate` (MONAI).
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, (int, float)) and value != 0:
+            return True
     return type(module).__module__.partition(".")[0] not in ("torch", "monai", "medseg")
 
 
 @contextlib.contextmanager
-def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Let the batch norms update copies of their statistics, which are then dropped.
+def _paused_statistics(norms: list[_NormBase]) -> Iterator[None]:
+    """Let norms update copies of their running statistics, which are then dropped.
 
     Buffers must be present: the kernel saves them for the backward pass, and both runs must save
     the same number of tensors.
@@ -280,8 +293,8 @@ def _paused_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
 
 
 _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
-# Bytes of a block of pinned memory. Torch rounds each up to a power of two: tensors of their own
-# would take up to twice their bytes, which no other program can have.
+# Bytes of a block of pinned memory. Torch rounds each allocation up to a power of two, so one per
+# tensor could take twice the bytes, which the machine has no more for other programs.
 HOST_BLOCK_BYTES = 2**24
 
 
@@ -296,8 +309,7 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
         device_type: `cuda`, or another device that is not the host.
 
     Raises:
-        ValueError: If the network runs on the CPU, whose memory offloading would move activations
-            to.
+        ValueError: If the network runs on the CPU, whose activations are in host memory anyway.
     """
     if device_type == "cpu":
         raise ValueError(
@@ -371,7 +383,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._num_used = 0
+        self._num_used_bytes = 0
 
     def to_host(self, tensor: Tensor) -> Tensor | HostCopy:
         """Copy a tensor to the host; parameters stay, the optimiser holds them there anyway."""
@@ -387,24 +399,25 @@ class HostCopies:
         if not _is_dense(tensor):
             tensor = tensor.contiguous()
         values = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        values = values.view(torch.uint8)
+        values = values.view(torch.uint8)  # bytes, which may be cut between any two
         pieces = []
         start = 0
         while start < len(values):
-            room = self._room(tensor.is_cuda)[: len(values) - start]
+            room = self._free_part(tensor.is_cuda)
+            room = room[: len(values) - start]
             # From pinned memory a GPU copies while it computes.
             room.copy_(values[start : start + len(room)], non_blocking=tensor.is_cuda)
             pieces.append(room)
-            self._num_used += len(room)
+            self._num_used_bytes += len(room)
             start += len(room)
         return HostCopy(pieces, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
-    def _room(self, is_pinned: bool) -> Tensor:
-        """Rest of the block, or a new block where there is none."""
-        if self._num_used == len(self._block):
+    def _free_part(self, is_pinned: bool) -> Tensor:
+        """Return the unused end of the block, or a new block where it is full."""
+        if self._num_used_bytes == len(self._block):
             self._block = torch.empty(HOST_BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
-            self._num_used = 0
-        return self._block[self._num_used :]
+            self._num_used_bytes = 0
+        return self._block[self._num_used_bytes :]
 
     def from_host(self, saved: Tensor | HostCopy) -> Tensor:
         """Copy a tensor back to its device."""

@@ -20,10 +20,10 @@ EMPHYSEMA_HU = -950
 Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
 """
 
-# HU outside count as the nearest of them: no percentile but one of metal lies there. The mean is
-# that of the voxels as they are.
+# Range of the histograms. Values outside, such as those of metal, count as the nearest bound in
+# percentiles; the mean is that of the values as they are.
 LOW_HU, HIGH_HU = -2048, 4095
-# Voxels of one slab, within the cache of the processor; each needs about 20 bytes at a time.
+# Voxels of one slab: about 20 bytes each stay within the cache of the processor.
 SLAB_VOXELS = 2**18
 
 
@@ -54,9 +54,9 @@ def scan_statistics(
     Returns:
         The figures of each label and of all together.
     """
-    # Of each label a histogram in whole HU, and the sum of its values.
+    # One row per label: voxels of each whole HU, and the sum of their values.
     histograms = np.zeros((len(values), HIGH_HU - LOW_HU + 1), dtype=np.int64)
-    sums = np.zeros(len(values))
+    sums_hu = np.zeros(len(values))
     num_planes = max(1, SLAB_VOXELS // max(1, labels[0].size))
     for start in range(0, len(labels), num_planes):
         planes = slice(start, start + num_planes)
@@ -71,15 +71,16 @@ def scan_statistics(
                 histograms[number, 0] += np.count_nonzero(is_value)
             elif is_value.any():
                 label_hu = slab_hu[is_value]
-                sums[number] += label_hu.sum(dtype=np.float64)
+                sums_hu[number] += label_hu.sum(dtype=np.float64)
                 histograms[number] += _count_values(label_hu)
     is_hu = image_hu is not None
     ml = voxel_ml(grid)
     by_label = {
-        name: _figures(histogram, total, ml, is_hu)
-        for name, histogram, total in zip(values, histograms, sums, strict=True)
+        name: _figures(histogram, sum_hu, ml, is_hu)
+        for name, histogram, sum_hu in zip(values, histograms, sums_hu, strict=True)
     }
-    return ScanStatistics(by_label, _figures(histograms.sum(axis=0), sums.sum(), ml, is_hu))
+    total = _figures(histograms.sum(axis=0), sums_hu.sum(), ml, is_hu)
+    return ScanStatistics(by_label, total)
 
 
 def _count_values(values_hu: np.ndarray) -> np.ndarray:
@@ -92,17 +93,17 @@ def _count_values(values_hu: np.ndarray) -> np.ndarray:
 
 
 def _figures(
-    histogram: np.ndarray, total: float, ml: float, is_hu: bool
+    histogram: np.ndarray, sum_hu: float, ml_per_voxel: float, is_hu: bool
 ) -> dict[str, float | None]:
     """Figures of some voxels, from their histogram, the sum of their values and a voxel's size."""
     num_voxels = int(histogram.sum())
-    volume: dict[str, float | None] = {"ml": round(ml * num_voxels, 2)}
+    volume: dict[str, float | None] = {"ml": round(ml_per_voxel * num_voxels, 2)}
     if not is_hu or num_voxels == 0:
         return volume | dict.fromkeys(HU_FIGURES)
     # A percentile is the smallest value with so many voxels at or below it.
     ranks = [math.ceil(percent / 100 * num_voxels) for percent in PERCENTILES]
     percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
-    mean = round(float(total) / num_voxels, 2)
+    mean = round(float(sum_hu) / num_voxels, 2)
     share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / num_voxels
     figures = [mean, *percentiles, round(share, 4)]
     return volume | dict(zip(HU_FIGURES, figures, strict=True))

@@ -215,7 +215,7 @@ class NnunetModel:
         depth, height, width = (
             max(size, tile) for size, tile in zip(target, plan.patch_size, strict=True)
         )
-        itemsize = self._dtype.itemsize
+        itemsize = self._dtype.itemsize  # bytes of a summed logit
         num_heads = plan.labels.num_heads
         # The previous stage adds one channel of labels, which become several in the network alone.
         num_channels = len(plan.channels) + (self.previous is not None)
@@ -402,7 +402,7 @@ class NnunetModel:
             return
 
         def take_floats(planes: Tensor) -> None:
-            # Sums and weights of tiles do not know bf16.
+            # The arrays that sum the tiles have no bf16.
             take(planes.float())
 
         with autocast(self.precision, "cpu"):

@@ -63,7 +63,9 @@ def write_phantoms(
     splits = splits or {"": num_cases}
     if sum(splits.values()) != num_cases:
         raise ValueError(f"splits {dict(splits)} must add up to num_cases={num_cases}")
-    split_column = np.repeat(list(splits), list(splits.values())).tolist()
+    split_column = []
+    for split, num_split_cases in splits.items():
+        split_column += [split] * num_split_cases
     specs: list[Spec] = []
     for index in range(num_cases):
         if scene is None:
@@ -99,7 +101,8 @@ def _write_cases(
     for _ in range(num_workers):
         idle.put(stack.enter_context(Worker()))
     threads = ThreadPoolExecutor(num_workers)
-    # Left before the workers: a thread that waits for one would wait for ever.
+    # The stack shuts the threads down before it ends the workers: a thread that waits for a worker
+    # that has ended would wait for ever.
     stack.callback(threads.shutdown, cancel_futures=True)
     return threads.map(partial(_call_idle, idle), folders, specs)
 
@@ -144,9 +147,10 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     recipe = json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
     fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
     if all(file.is_file() for file in files):
-        with suppress(FileNotFoundError, json.JSONDecodeError):
+        # A mark that is damaged is no mark.
+        with suppress(FileNotFoundError, ValueError):
             earlier = json.loads(finished_mark.read_text(encoding="utf-8"))
-            if earlier.get("hash") == fingerprint:
+            if isinstance(earlier, dict) and earlier.get("hash") == fingerprint:
                 return dict(earlier["present"])
     folder.mkdir(parents=True, exist_ok=True)
     # Removed first and written last: a case that was interrupted does not look finished.
@@ -154,19 +158,21 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
         images = [(phantom.image_hu, phantom.grid)]
-        maps = [phantom.labels, phantom.organs]
+        label_maps = [phantom.labels, phantom.organs]
         presence = {
             "left_lung": bool(np.any(phantom.labels == 1)),
             "right_lung": bool(np.any(phantom.labels == 2)),
         }
     else:
-        images, labels = make_scene(spec)
-        maps = [labels]
+        images, scene_labels = make_scene(spec)
+        label_maps = [scene_labels]
         presence = dict.fromkeys(spec.parts, True)
-    for file, (image, grid) in zip(files, images, strict=False):
+    # The files of the images come first, those of the label maps after them.
+    for file, (image, grid) in zip(files[: len(images)], images, strict=True):
         write_image(file, image, grid)
-    for file, labels in zip(files[len(images) :], maps, strict=True):
-        write_labels(file, labels, images[0][1], None)
+    _, grid = images[0]
+    for file, labels in zip(files[len(images) :], label_maps, strict=True):
+        write_labels(file, labels, grid, None)
     contents = {"hash": fingerprint, "present": presence, "spec": asdict(spec)}
     replace_text(finished_mark, json.dumps(contents, indent=1))
     return presence

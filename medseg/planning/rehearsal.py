@@ -67,7 +67,8 @@ class RehearsalWatch(pl.Callback):
         if self.step_start_s is not None:
             self.steps_s.append(now_s - self.step_start_s - self.computed_s)
         self._read_memory(trainer)
-        self.computed_s, self.step_start_s = 0.0, time.process_time()
+        self.computed_s = 0.0
+        self.step_start_s = time.process_time()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the memory; the next step has no known start."""

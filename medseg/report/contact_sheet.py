@@ -12,7 +12,7 @@ from urllib.parse import quote
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 
-# Status to its place in the order and its words; the first are the worst.
+# Status to its words, the worst status first: scans are sorted in this order.
 STATUS_WORDS = {
     "failed": "failed",
     "not_hu": "values are not HU",

@@ -12,9 +12,10 @@ _OURS = "#0369a1"
 _OTHERS = "#94a3b8"
 _LIMIT = "#b91c1c"
 _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
-_MAX_NAME = 28
+_MAX_NAME_LETTERS = 28
 _BOX = {"color": "#9ca3af"}
-_SURE = ("", "reference")
+# Values of `trust` of scores that are drawn as filled points.
+_SURE_TRUST = ("", "reference")
 
 
 def new_figure(
@@ -67,7 +68,7 @@ def shortened(text: str, length: int) -> str:
 def rank_offsets(number: int) -> np.ndarray:
     """Offsets in [0, 1) of points in the order of their scores, so that equal ones do not overlap.
 
-    Neighbours in rank are moved apart by the golden ratio, without chance.
+    The offsets are not random: a plot of the same scores looks the same.
     """
     # Multiples of the golden ratio fill the range evenly, whatever their number.
     return (np.arange(number) * 0.618) % 1
@@ -88,7 +89,7 @@ def draw_lr_range(
         losses: Loss of the step made at each.
         curve: The same, smoothed.
         suggested: Rate to mark; None = none.
-        title: Of what run.
+        title: Title of the plot, which names the run.
         path: PNG file to write.
     """
     figure, (axes,) = new_figure(7, 4, title)
@@ -97,9 +98,11 @@ def draw_lr_range(
     if suggested is not None:
         label = f"suggested: {suggested:.2g}"
         axes.axvline(suggested, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
-    # A last step that exploded would flatten all others.
-    highest = min(max(losses), 2.0 * losses[0])
-    ylim = (0.9 * min(losses), 1.1 * highest)
+    # A last step that exploded would flatten all others. Losses may be negative.
+    lowest = min(losses)
+    highest = min(max(losses), losses[0] + abs(losses[0]))
+    margin = max(0.1 * (highest - lowest), 1e-3)
+    ylim = (lowest - margin, highest + margin)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
     axes.legend(frameon=False, fontsize=9)
     write_png(figure, path)
@@ -169,7 +172,8 @@ def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
     if panel.has_bars:
         axes.barh(places, numbers, color=colours, height=0.72)
         # Room at the right for the texts; 1 where all bars are 0.
-        axes.set(xlim=(0, 1.25 * max(numbers) or 1))
+        right_end = 1.25 * max(numbers)
+        axes.set(xlim=(0, right_end or 1))
     else:
         axes.scatter(numbers, places, color=colours, s=30)
         low, high = min(numbers), max(numbers)
@@ -199,7 +203,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     regions = list(dict.fromkeys(row["region"] for row in rows))
     num_cases = len({row["case"] for row in rows})
     title = f"{num_cases} case" if num_cases == 1 else f"{num_cases} cases"
-    if any(row["trust"] not in _SURE for row in rows):
+    if any(row["trust"] not in _SURE_TRUST for row in rows):
         title += " · hollow: reference approximate or absent"
     figure, (axes,) = new_figure(2.2 + 2.4 * len(regions), 4.8, title, loc="left")
     for number, region in enumerate(regions):
@@ -220,7 +224,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the scores of a region, from the lowest to the highest, at the place `number`."""
     values = np.array([row["dice"] for row in rows])
-    is_sure = np.array([row["trust"] in _SURE for row in rows])
+    is_sure = np.array([row["trust"] in _SURE_TRUST for row in rows])
     colour = _COLOURS[number % len(_COLOURS)]
     if len(rows) > 3:
         axes.boxplot(
@@ -239,7 +243,7 @@ def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> N
     hollow: dict[str, Any] = {"facecolors": "white", "edgecolors": colour}
     for is_drawn, look in ((is_sure, filled), (~is_sure, hollow)):
         axes.scatter(number + offsets[is_drawn], values[is_drawn], s=26, zorder=3, **look)
-    worst_name = shortened(rows[0]["case"], _MAX_NAME)
+    worst_name = shortened(rows[0]["case"], _MAX_NAME_LETTERS)
     axes.annotate(
         f"{worst_name} {values[0]:.3f}",
         (number + offsets[0], values[0]),

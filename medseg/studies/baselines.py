@@ -1,6 +1,6 @@
-"""Baseline networks: the default 3D networks of nnU-Net and MONAI, in a folder of their own.
+"""Baseline networks: the default 3D networks of nnU-Net and MONAI.
 
-pip installs them there.
+pip installs their packages into a folder of their own.
 """
 
 import subprocess
@@ -63,6 +63,8 @@ def install_baselines(folder: Path) -> Path:
         "-m",
         "pip",
         "install",
+        # Its notice would be the last line of an error.
+        "--disable-pip-version-check",
         "--quiet",
         "--no-deps",
         "--upgrade",
@@ -72,7 +74,8 @@ def install_baselines(folder: Path) -> Path:
     ]
     result = subprocess.run(install, capture_output=True, encoding="utf-8", check=False)
     if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1]
+        error_lines = result.stderr.strip().splitlines() or ["pip failed"]
+        reason = error_lines[-1]
         raise UserError(
             f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
             "peers=false"

@@ -43,7 +43,8 @@ from medseg.training.network import (
 from medseg.training.optimisation import find_lr_factor, make_optimizer, make_schedule
 from medseg.training.options import Profiler, Strategy, TrainConfig
 from medseg.training.versions import collect_versions
-from medseg.weights.files import METADATA_FORMAT, NATIVE, trained_cases
+from medseg.weights.checks import NATIVE
+from medseg.weights.files import METADATA_FORMAT, trained_cases
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -222,11 +222,15 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
     """Check the average of the weights and the scaling of the rates."""
     steps = config.steps
     decay = config.ema_decay
-    # After fewer steps the weights of the first one would be a third of the average, or more.
-    if decay is not None and steps * (1 - decay) < 1:
+    # After fewer steps the weights of the first one would be a third of the average, or more. The
+    # bound is a little lower, for the rounding of 1 - 0.9.
+    if decay is not None and steps * (1 - decay) < 1 - 1e-6:
+        # Rounded down to a decay that is accepted, with two digits more than the number of steps.
+        scale = 100 * 10 ** len(str(steps))
+        largest = (steps - 1) * scale // steps  # in parts of the scale
         yield (
             f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; "
-            f"choose {1 - 1 / steps:.4g} or less, or more steps"
+            f"choose {largest / scale} or less, or more steps"
         )
     if config.lr_scaling is not LrScaling.none and "lr" not in config.optimizer:
         yield (

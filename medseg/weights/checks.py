@@ -25,7 +25,7 @@ DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
-# Number in the metadata to its least and largest value.
+# Key of numbers in the metadata to the least and the largest of them.
 RANGES = {
     "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
@@ -36,14 +36,18 @@ RANGES = {
     "range_mm": (MIN_SPACING_MM, 100.0),
     "window_hu": (-1e6, 1e6),
 }
+# `spacing_mm` of a stage that does not resample; a missing value must not mean it.
+NATIVE = "native"
+# Keys of an interval: a smaller and a larger number.
+INTERVALS = ("range_mm", "window_hu")
 # Largest number among the arguments of a network, such as a count of channels.
 MAX_ARGUMENT = 65536
-# Names of one weight: MONAI's DynUNet lists its blocks a second time by their place in the network.
+# Names under which a file may list one weight: MONAI's DynUNet lists its blocks twice.
 MAX_NAMES = 2
-# Arguments of networks that count blocks: each block holds a tensor of weights at least.
-COUNTS = ("block", "depth", "layer", "unit")
-# Words in the name of such an argument where it gives the size of a block, as `block_channels`.
-SIZES = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
+# Words in the names of arguments that count blocks. Each block has a tensor of weights at least.
+COUNT_WORDS = ("block", "depth", "layer", "unit")
+# Words by which such a name means the size of a block instead, as `block_channels`.
+SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
 def check_plain(source: str, metadata: object) -> None:
@@ -63,10 +67,9 @@ def check_plain(source: str, metadata: object) -> None:
     while waiting:
         value, depth = waiting.pop()
         num_values += 1
-        is_number = isinstance(value, (int, float))
+        is_too_much = num_values > MAX_VALUES or depth > MAX_DEPTH
         is_large_integer = isinstance(value, int) and abs(value) > MAX_INTEGER
         is_long_text = isinstance(value, str) and len(value) > MAX_TEXT
-        is_too_much = num_values > MAX_VALUES or depth > MAX_DEPTH
         if is_too_much or is_large_integer or is_long_text:
             raise UserError(
                 f"{source}: its metadata are larger than those of any run; take another copy"
@@ -77,7 +80,7 @@ def check_plain(source: str, metadata: object) -> None:
             parts = chain.from_iterable(value.items())
         elif isinstance(value, (list, tuple)):
             parts = value
-        elif value is not None and not is_number and not isinstance(value, str):
+        elif value is not None and not isinstance(value, (int, float, str)):
             raise UserError(
                 f"{source}: its metadata hold a {type(value).__name__}, which is no plain value; "
                 "take another copy"
@@ -111,13 +114,14 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
             )
         is_dense = _is_dense(value)
         if is_dense:
+            # An expanded tensor counts as if it were written out.
             total_bytes += value.numel() * value.element_size()
         if not is_dense or total_bytes > MAX_NAMES * num_bytes:
             raise UserError(
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
             )
-        # Only now: an expanded tensor would be written out in full.
+        # After the size, because this writes an expanded tensor out.
         if not torch.isfinite(value).all():
             raise UserError(
                 f"{source}: its weights {printed_name} hold NaN or infinity, so its training went "
@@ -127,9 +131,10 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a tensor is one that a network may have as its weights."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_nested
-    is_here = is_plain and tensor.device.type == "cpu"
-    return is_here and tensor.dtype in DTYPES and tensor.ndim <= MAX_AXES
+    # Tensors of other layouts have no dtype, device or size that may be asked for.
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and tensor.ndim <= MAX_AXES
 
 
 def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
@@ -147,28 +152,28 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     # The configuration of the run is not read again, and the network has limits of its own.
     numbers = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(numbers):
-        if value is not None:
+        if value is not None and (key, value) != ("spacing_mm", NATIVE):
             _check_range(key, value)
     rule = metadata.get("grid_rule", {})  # older checkpoints have no rule
-    for key, length in (("size", 3), ("range_mm", 2)):
-        value = rule.get(key)
-        if value is not None and not (isinstance(value, (list, tuple)) and len(value) == length):
-            raise ValueError(f"{key}={value}, expected {length} numbers")
+    size = rule.get("size")
+    if size is not None and not (isinstance(size, (list, tuple)) and len(size) == 3):
+        raise ValueError(f"size={size}, expected 3 numbers")
     _check_labels(metadata["task"])
     check_arguments(metadata["model"])
     _check_counts(metadata["model"], num_tensors)
 
 
 def _check_range(key: str, value: Any) -> None:
-    """Refuse numbers outside the range of their key, and an interval that is empty."""
-    if key in RANGES and not isinstance(value, str):
-        low, high = RANGES[key]
-        numbers = value if isinstance(value, (list, tuple)) else [value]
-        for number in numbers:
-            is_number = isinstance(number, (int, float)) and math.isfinite(number)
-            if not is_number or not low <= number <= high:
-                raise ValueError(f"{key}={value}, expected numbers from {low:g} to {high:g}")
-    if key in ("window_hu", "range_mm") and not value[0] < value[1]:
+    """Refuse what is no number in the range of its key, and an interval that is empty."""
+    if key not in RANGES:
+        return
+    low, high = RANGES[key]
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    for number in numbers:
+        is_number = isinstance(number, (int, float)) and math.isfinite(number)
+        if not is_number or not low <= number <= high:
+            raise ValueError(f"{key}={value}, expected numbers from {low:g} to {high:g}")
+    if key in INTERVALS and (len(numbers) != 2 or numbers[0] >= numbers[1]):
         raise ValueError(f"{key}={value}, expected two increasing numbers")
 
 
@@ -188,8 +193,11 @@ def _check_labels(task: Mapping[str, Any]) -> None:
 def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
     """Refuse a network with more blocks than the file has tensors of weights."""
     for key, value in _pairs({"model": model}):
-        is_count = any(word in key for word in COUNTS) and not any(word in key for word in SIZES)
-        if is_count and sum(map(abs, _numbers(value))) > num_tensors:
+        has_count_word = any(word in key for word in COUNT_WORDS)
+        has_size_word = any(word in key for word in SIZE_WORDS)
+        if not has_count_word or has_size_word:
+            continue
+        if sum(map(abs, _numbers(value))) > num_tensors:
             raise ValueError(
                 f"{key}={value}: a network of that many parts has more tensors than the "
                 f"{num_tensors} in the file"
@@ -223,7 +231,10 @@ def _numbers(value: object) -> list[float]:
 
 
 def _pairs(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value inside nested dictionaries and lists with the key above it."""
+    """Yield every value of nested dictionaries, with its key.
+
+    Of a list, nested lists and dictionaries follow under the key of the list.
+    """
     yield key, value
     if isinstance(value, dict):
         for name, part in value.items():

@@ -34,8 +34,6 @@ REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
 STAGES = (*WHOLE_STAGES, "fine")
-# Spacing of a stage that does not resample; a missing value must not mean it.
-NATIVE = "native"
 SUFFIX = ".safetensors"
 NETWORK_PREFIX = "network."
 # Where Lightning keeps the state of the data module in a checkpoint: the name of its class. The

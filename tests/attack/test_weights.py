@@ -117,6 +117,13 @@ HOSTILE: dict[str, Change] = {
     "spacing that is no list": put("spacing_mm", value=1.0),
     "window reversed": put("task", "window_hu", value=[400.0, -1000.0]),
     "window empty": put("task", "window_hu", value=[100.0, 100.0]),
+    "window of letters": put("task", "window_hu", value="ab"),
+    "window of three numbers": put("task", "window_hu", value=[-1000.0, 400.0, 500.0]),
+    "window that is a number": put("task", "window_hu", value=400.0),
+    "margin of letters": put("region_margin_mm", value="wide"),
+    "tile of letters": put("tile_size", value="abc"),
+    "spacing of letters": put("spacing_mm", value="abc"),
+    "least volume of letters": put("min_ml", value="much"),
     "window not a number": put("task", "window_hu", value=[math.nan, 100.0]),
     "window infinite": put("task", "window_hu", value=[-1000.0, math.inf]),
     **{

@@ -137,7 +137,13 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     write(path, compose("memory.precision=bf16"))
     monkeypatch.setattr(stages, "has_openvino", lambda: True)
     monkeypatch.setattr(stages, "quickest_backend", lambda _: "openvino")
-    monkeypatch.setattr(stages, "use_openvino", lambda _, precision, __: used.append(precision))
+    required: list[bool] = []
+
+    def use_openvino(_: object, precision: str, __: str, *, is_required: bool) -> None:
+        used.append(precision)
+        required.append(is_required)
+
+    monkeypatch.setattr(stages, "use_openvino", use_openvino)
     monkeypatch.setattr(stages, "stage_precision", lambda _, asked, *__: asked or "bf16")
     load_stage(path, "fine", CPU)
     monkeypatch.setattr(stages, "stage_precision", lambda _, asked, *__: asked or "fp32")
@@ -147,6 +153,7 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
     load_stage(path, "fine", CPU)
     load_stage(path, "fine", CPU, "bf16", options=InferenceOptions(backend=Backend.openvino))
     assert used == ["fp32", "bf16"]
+    assert required == [False, True], "a network that cannot be converted stops who asked for it"
     need_bytes = openvino_bytes(
         load_stage(path, "fine", CPU, options=InferenceOptions(backend=Backend.torch)).network
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,15 +184,22 @@ def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(
     use_openvino(make(), "fp32")
 
 
-@needs_openvino
-def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
-    class Odd(UNet):
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return super().forward(torch.special.bessel_j0(image))
+class Odd(UNet):
+    """OpenVINO cannot convert it."""
 
-    network = StageNetwork(
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.special.bessel_j0(image))
+
+
+def make_odd() -> StageNetwork:
+    return StageNetwork(
         lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)
     ).eval()
+
+
+@needs_openvino
+def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
+    network = make_odd()
     use_openvino(network, "fp32")
     with pytest.raises(
         UserError,
@@ -200,6 +209,55 @@ def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
         ),
     ):
         network(torch.zeros(1, 1, 16, 16, 16))
+
+
+@needs_openvino
+def test_a_network_that_cannot_be_converted_runs_in_torch_where_nobody_asked() -> None:
+    network = make_odd()
+    image = torch.randn(1, 1, 16, 16, 16)
+    with torch.inference_mode():
+        expected = network(image)
+        use_openvino(network, "fp32", is_required=False)
+        for _ in range(2):
+            assert torch.equal(network(image), expected)
+
+
+@needs_openvino
+def test_a_size_that_cannot_be_compiled_does_not_affect_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = make()
+    image = torch.randn(1, 1, 16, 16, 16)
+    use_openvino(network, "fp32")
+
+    class Full:
+        def compile_model(self, *_: Any) -> None:
+            raise RuntimeError("bad allocation")
+
+    with torch.inference_mode():
+        before = network(image)
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "core", Full)
+            with pytest.raises(RuntimeError, match="bad allocation"):
+                network(torch.randn(1, 1, 32, 32, 32))
+        assert torch.equal(network(image), before)
+
+
+def test_a_damaged_file_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "core", lambda: SimpleNamespace(read_model=lambda *_: "model"))
+    path = tmp_path / "model.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model.xml", b"<net/>")
+        archive.writestr("model.bin", bytes(100))
+    content = path.read_bytes()
+    assert backend._read_cached(path) == "model"
+    random = np.random.default_rng(0)
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= int(random.integers(1, 256))
+        path.write_bytes(damaged)
+        # Some bytes mean nothing, such as those of the date.
+        assert backend._read_cached(path) in (None, "model")
 
 
 def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

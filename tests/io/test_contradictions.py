@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from dicom_files import header, place, save, save_packed, save_slice, save_stack
 from io_volumes import make_grid, make_hu, save_itk, told
+from pydicom import uid
 from pydicom.uid import DeflatedExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless
 
 from medseg.errors import UserError
+from medseg.io.dicom.frames import NoSlice, read_frames
 from medseg.io.read import read_image
 from medseg.io.write import write_image
 
@@ -80,6 +82,31 @@ def test_a_rescale_that_no_scanner_has(tmp_path: Path, field: str, value: str, w
         f"expected a rescale slope and intercept to HU, but the slices have {what}; choose or "
         "export a series in HU."
     )
+
+
+def test_a_rescale_of_mr_is_not_measured_by_hu(tmp_path: Path) -> None:
+    path = scan(tmp_path, Modality="MR", RescaleSlope="-1")
+    (refusal,) = read_frames(path / "2", "MR")
+    assert isinstance(refusal, NoSlice)
+    assert refusal.reason == (
+        "expected a positive rescale slope and an intercept, but the slices have a slope of -1; "
+        "choose another series, or export it again."
+    )
+
+
+@pytest.mark.parametrize(
+    ("sop_class", "kind"),
+    [
+        (uid.SecondaryCaptureImageStorage, "secondary capture"),
+        (uid.MultiFrameGrayscaleByteSecondaryCaptureImageStorage, "secondary capture"),
+        # Its UID begins with the same digits, up to the middle of a number.
+        (uid.OphthalmicTomographyImageStorage, None),
+    ],
+)
+def test_what_is_no_secondary_capture(tmp_path: Path, sop_class: str, kind: str | None) -> None:
+    path = scan(tmp_path, Modality="OPT", SOPClassUID=sop_class)
+    (image,) = read_frames(path / "2", "")
+    assert getattr(image, "reason", None) == kind
 
 
 def test_numbers_that_only_python_reads(tmp_path: Path) -> None:

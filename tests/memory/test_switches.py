@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from monai.networks.nets.efficientnet import MBConvBlock
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
@@ -144,6 +145,20 @@ def test_checkpointing_repeats_the_dropout_of_attention() -> None:
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
+def test_checkpointing_repeats_the_dropped_samples_of_efficientnet() -> None:
+    """Its blocks pass their rate to a function."""
+    plain = MBConvBlock(3, 4, 4, 3, 1, [4, 4, 4], 1, 0.25, drop_connect_rate=0.5)
+    lean = copy.deepcopy(plain)
+    checkpoint_blocks({"block": lean}, "all")
+    inputs = torch.randn(16, 4, 4, 4, 4)
+    grads = []
+    for block in (plain, lean):
+        torch.manual_seed(3)
+        block(inputs).square().sum().backward()
+        grads.append({name: weight.grad for name, weight in block.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
 @pytest.mark.parametrize(
     ("random", "may_draw"),
     [(nn.Identity(), False), (nn.Dropout(0.0), False), (nn.Dropout(0.5), True), (nn.RReLU(), True)],
@@ -180,6 +195,25 @@ def test_running_statistics_go_on_after_an_evaluation() -> None:
     assert network.state_dict()["stem.unit.1.num_batches_tracked"] == 2
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm3d, nn.InstanceNorm3d])
+def test_a_recomputed_norm_updates_its_statistics_once(norm: type[nn.Module]) -> None:
+    running_norm = norm(4, track_running_stats=True)
+    plain = nn.Sequential(nn.Conv3d(1, 4, 1), running_norm, nn.Conv3d(4, 1, 1))
+    lean = copy.deepcopy(plain)
+    checkpoint_blocks({"block": lean}, "all")
+    for block in (plain, lean):
+        step(block)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, lean.get_buffer(name)), name
+
+
+def test_compiled_blocks_with_running_statistics_are_not_recomputed() -> None:
+    network = make()
+    network.head = nn.InstanceNorm3d(2, track_running_stats=True)
+    with pytest.raises(ValueError, match="compiled code cannot pause running statistics"):
+        apply_switches(network, checkpointing="all", compile=True)
+
+
 def test_policies_choose_by_count_and_by_name() -> None:
     blocks = make().blocks()
     assert select_blocks(blocks, "none") == []
@@ -209,6 +243,16 @@ def test_channels_last_reaches_every_convolution() -> None:
         last(torch.randn(1, 1, 32, 32, 32))
     assert layouts
     assert all(layouts) or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_channels_last_leaves_weights_of_2d_convolutions() -> None:
+    network = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv2d(2, 4, 3))
+    network.register_buffer("mean", torch.zeros(1, 2, 1, 1))
+    before = copy.deepcopy(network.state_dict())
+    apply_switches(network, channels_last=True)
+    assert network[0].weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert network[1].weight.is_contiguous()
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
 
 
 def test_bf16_halves_what_is_saved_and_fp32_changes_nothing() -> None:

@@ -79,11 +79,12 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
     table = write_phantoms(tmp_path, 2, 3)
     before = table.read_bytes()
     files = [tmp_path / f"phantom_00{i}" / "ct.nii.gz" for i in range(2)]
-    times = [file.stat().st_mtime_ns for file in files]
-    (tmp_path / "phantom_001" / "phantom.json").write_text("{ half", encoding="utf-8")
-    write_phantoms(tmp_path, 2, 3)
-    assert files[0].stat().st_mtime_ns == times[0]
-    assert files[1].stat().st_mtime_ns > times[1]
+    for damaged in (b"{ half", b"\xff\xfe\0", b"[]"):
+        times = [file.stat().st_mtime_ns for file in files]
+        (tmp_path / "phantom_001" / "phantom.json").write_bytes(damaged)
+        write_phantoms(tmp_path, 2, 3)
+        assert files[0].stat().st_mtime_ns == times[0]
+        assert files[1].stat().st_mtime_ns > times[1]
     assert table.read_bytes() == before
     write_phantoms(tmp_path, 2, 3, detail="full")
     assert files[0].stat().st_mtime_ns > times[0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from medseg.report.plots import score_plot
+from medseg.report import plots
+from medseg.report.plots import draw_lr_range, score_plot
 
 
 def score(case: str, region: str, trust: str, dice: float) -> dict[str, str | float]:
@@ -32,6 +34,29 @@ def test_each_region_gets_its_colour_and_a_low_score_lies_low(tmp_path: Path) ->
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:
     score_plot([score("a", "heart", "absent", 1.0)], tmp_path / "a.png")
     assert np.ptp(np.asarray(Image.open(tmp_path / "a.png").convert("L"))) > 100
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_last_shown"),
+    [
+        ([1.0, 0.6, 0.4], True),
+        ([-0.2, -0.5, -0.8], True),
+        ([0.0, 0.0, 0.0], True),
+        ([1.0, 1.2, 1.4], True),
+        ([1.0, 0.5, 90.0], False),
+        ([-0.2, -0.4, 90.0], False),
+    ],
+)
+def test_only_a_loss_that_exploded_lies_beyond_the_plot(
+    losses: list[float], is_last_shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "write_png", lambda figure, _: figures.append(figure))
+    draw_lr_range([1e-3, 1e-2, 1e-1], losses, losses, 1e-2, "test", tmp_path / "a.png")
+    low, high = figures[0].axes[0].get_ylim()
+    assert all(low < loss < high for loss in losses[:-1])
+    assert bool(low < losses[-1] < high) is is_last_shown
+    assert high - low < 5
 
 
 def test_no_row_is_an_error(tmp_path: Path) -> None:

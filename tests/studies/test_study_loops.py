@@ -66,6 +66,9 @@ def test_baselines_are_installed_once_in_these_versions(
     assert commands[0][commands[0].index("--target") + 1] == str(packages)
     assert commands[0][-len(baselines.PACKAGES) :] == list(baselines.PACKAGES)
     assert "--no-deps" in commands[0]
+    assert "--disable-pip-version-check" in commands[0], (
+        "a notice would hide the reason of a failure"
+    )
     baselines.install_baselines(tmp_path)
     assert len(commands) == 2, "the folder of the packages is missing"
     packages.mkdir(parents=True)

@@ -24,7 +24,7 @@ from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
 # Longer texts are cut in messages; those of the standard are shorter.
-MAX_PLAIN = 100
+MAX_PLAIN_LETTERS = 100
 
 # A header with more pixels per slice (8192 × 8192) is damaged.
 MAX_SLICE_PIXELS = 2**26
@@ -32,12 +32,13 @@ MAX_SLICE_PIXELS = 2**26
 # A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices.
 MAX_INFLATED_BYTES = 2**29
 
-# Slopes and intercepts of CT, MR and PET are far below it.
+# Largest slope and intercept; those of CT, MR and PET are far below it.
 MAX_RESCALE = 1e6
 
 # Modalities whose objects are not images of a scanner.
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
 
+# Reason of a `NoSlice`.
 NO_PIXELS = "object without an image"
 
 # Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each.
@@ -95,7 +96,7 @@ PHASES = (
     ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
 
-# Tags of all fields that are read of a header.
+# All fields that are read of a header.
 _KEYWORDS = [
     "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate",
     "SeriesInstanceUID", "SeriesNumber", "SeriesDescription", "Rows", "Columns", "NumberOfFrames",
@@ -253,7 +254,7 @@ def plain(text: str) -> str:
 
     It is quoted only where it is long or would act on a terminal.
     """
-    is_plain = text.isprintable() and len(text) <= MAX_PLAIN
+    is_plain = text.isprintable() and len(text) <= MAX_PLAIN_LETTERS
     return text if is_plain else shown(text)
 
 
@@ -347,7 +348,7 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             _check_inflated(file)
             # Forced, because `is_dicom_file` also finds files without preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-            # First of all: access to a value replaces its raw bytes.
+            # Before any value is looked at, which replaces its raw bytes.
             is_cut = _ends_within(header)
             if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
                 return []
@@ -423,7 +424,7 @@ def _read_slices(
         return [NoSlice(path, series, reason, is_image=True)]
     is_hu = modality == "CT"
     return [
-        _slice(path, index, place, series, pixels, is_hu=is_hu)
+        _make_slice(path, index, place, series, pixels, is_hu=is_hu)
         for index, place in enumerate(places)
     ]
 
@@ -434,7 +435,7 @@ def _why_unreadable(error: Exception) -> str:
     reason = reason or type(error).__name__
     if isinstance(error, UserError):
         return reason
-    # All but refusals of this module is what a damaged file makes pydicom raise.
+    # Anything else is what pydicom raises for a damaged file.
     return (
         f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
     )
@@ -449,22 +450,40 @@ def _check_inflated(file: BinaryIO) -> None:
         UserError: If it would; the message has no path.
     """
     read_preamble(file, force=True)
-    if _read_file_meta_info(file).get("TransferSyntaxUID") == uid.DeflatedExplicitVRLittleEndian:
-        decoder = zlib.decompressobj(-zlib.MAX_WBITS)
-        num_bytes = 0
-        while not decoder.eof and (packed := decoder.unconsumed_tail or file.read(PACKED_BYTES)):
-            num_bytes += len(decoder.decompress(packed, PACKED_BYTES))
-            if num_bytes > MAX_INFLATED_BYTES:
-                raise UserError(
-                    "expected a deflated DICOM file of at most "
-                    f"{MAX_INFLATED_BYTES >> 20} MiB, but it is larger; copy it again, or export "
-                    "it without compression."
-                )
+    syntax = _read_file_meta_info(file).get("TransferSyntaxUID")
+    is_deflated = syntax == uid.DeflatedExplicitVRLittleEndian
+    if is_deflated and _inflates_beyond(file, MAX_INFLATED_BYTES):
+        raise UserError(
+            f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is "
+            "larger; copy it again, or export it without compression."
+        )
     file.seek(0)
 
 
+def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
+    """Whether the deflated rest of a file becomes larger than so many bytes; none are kept."""
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS)
+    num_bytes = 0
+    while not decoder.eof:
+        # A call returns a bounded part, and leaves what it did not get to.
+        packed = decoder.unconsumed_tail or file.read(PACKED_BYTES)
+        if not packed:
+            break
+        num_bytes += len(decoder.decompress(packed, PACKED_BYTES))
+        if num_bytes > max_bytes:
+            return True
+    return False
+
+
 def _other_kind(header: FileDataset, wanted_modality: str) -> str:
-    """Name an object that holds no slice of a modality, "" for any; "" for one that does.
+    """Say what an object is that holds no slice of the wanted modality.
+
+    Args:
+        header: Header of the file.
+        wanted_modality: As DICOM names it; "" takes any.
+
+    Returns:
+        Its kind, for `NoSlice.reason`; "" for an object that holds such slices.
 
     Raises:
         UserError: If no image is there, and the object is an image of that modality or of unknown
@@ -473,13 +492,14 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     modality = _text(header.get("Modality"))
     sop_class = _text(header.get("SOPClassUID"))
     storage_class = _text(header.file_meta.get("MediaStorageSOPClassUID"))
-    # Such as "CT Image Storage".
+    # Names of classes are such as "CT Image Storage".
     class_words = uid.UID(sop_class or storage_class).name.split()
     has_pixels = bool(_whole(header, "Rows", 0) and _whole(header, "Columns", 0))
-    # The first that applies names it: each later test presumes an image.
+    # The order matters: each test presumes that those before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
-    if sop_class.startswith(uid.SecondaryCaptureImageStorage):
+    # Its variants, such as those of several frames, have its UID and a further number.
+    if f"{sop_class}.".startswith(f"{uid.SecondaryCaptureImageStorage}."):
         return "secondary capture"
     if not has_pixels:
         _refuse_lost_image(class_words, wanted_modality)
@@ -519,7 +539,7 @@ def _is_colour(header: FileDataset) -> bool:
     return _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
 
 
-def _slice(
+def _make_slice(
     path: Path,
     index: int,
     places: tuple[Dataset, ...],
@@ -528,7 +548,15 @@ def _slice(
     *,
     is_hu: bool,
 ) -> Frame | NoSlice:
-    """Make one slice from the fields of its own group, of the group of all frames and of the file.
+    """Make one slice from the header.
+
+    Args:
+        path: File.
+        index: Number of the slice within it, from 0.
+        places: Where its fields are, see `field_of`.
+        series: Its series.
+        pixels: Storage of its pixels.
+        is_hu: Whether its values must be HU.
 
     Raises:
         UserError: If it has no position, or values that are not HU; without the path.
@@ -584,7 +612,10 @@ def _read_phases(places: tuple[Dataset, ...]) -> tuple[str, ...]:
 
 
 def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
-    """Read the slice thickness in mm, which is only told: a value that makes no sense is None."""
+    """Read the slice thickness in mm; None where it is missing or no number.
+
+    It is only reported, so a file is not refused for it.
+    """
     with suppress(ValueError, TypeError):
         return _read_number(places, "SliceThickness")
     return None
@@ -634,17 +665,22 @@ def _read_rescale(places: tuple[Dataset, ...], *, is_hu: bool) -> tuple[float | 
     fault = ""
     if places[-1].get("ModalityLUTSequence"):
         fault = "a table of values"
-    # A negative slope would exchange air and bone.
+    # A negative slope would exchange dark and bright, such as air and bone.
     elif slope is not None and not 0 < slope <= MAX_RESCALE:
         fault = f"a slope of {slope:g}"
     elif intercept is not None and abs(intercept) > MAX_RESCALE:
         fault = f"an intercept of {intercept:g}"
     elif is_hu and rescale_type.upper() not in HU_TYPES:
         fault = plain(rescale_type)
-    if fault:
+    if fault and is_hu:
         raise UserError(
             f"expected a rescale slope and intercept to HU, but the slices have {fault}; "
             "choose or export a series in HU."
+        )
+    if fault:
+        raise UserError(
+            f"expected a positive rescale slope and an intercept, but the slices have {fault}; "
+            "choose another series, or export it again."
         )
     return slope, intercept
 
@@ -677,15 +713,15 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     columns = _whole(header, "Columns", 1)
     num_frames = _whole(header, "NumberOfFrames", 1)
     bits = _whole(header, "BitsAllocated", 16)
-    stored = _whole(header, "BitsStored", bits)
-    high_bit = _whole(header, "HighBit", stored - 1)
-    # A pixel fills its lowest bits: others may hold overlays, which old files have.
-    is_usual = bits in (8, 16, 32) and 1 <= stored <= bits and high_bit == stored - 1
+    bits_stored = _whole(header, "BitsStored", bits)
+    high_bit = _whole(header, "HighBit", bits_stored - 1)
+    # The value must fill the lowest bits: those above it may hold overlays, which old files have.
+    is_usual = bits in (8, 16, 32) and 1 <= bits_stored <= bits and high_bit == bits_stored - 1
     if not is_usual or rows * columns > MAX_SLICE_PIXELS:
         raise UserError(
             "expected slices of 8, 16 or 32 bits a pixel, but the header says "
-            f"{rows} x {columns} pixels of {bits} bits with {stored} used up to bit {high_bit}; "
-            "export the DICOM series again."
+            f"{rows} x {columns} pixels of {bits} bits with {bits_stored} used up to bit "
+            f"{high_bit}; export the DICOM series again."
         )
     syntax = _transfer_syntax(header)
     is_plain = syntax in PLAIN_SYNTAXES
@@ -719,7 +755,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         syntax,
         offset=file.tell() if is_plain else None,
         dtype=np.dtype(f"<{kind}{bits // 8}"),
-        bits_stored=stored,
+        bits_stored=bits_stored,
         padding=_read_padding(header, is_signed=is_signed),
     )
 
@@ -737,7 +773,7 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
-    """Read how a header says that its file is encoded; a header that does not say shows it."""
+    """Read the encoding of a file; where the header does not name it, that of the header itself."""
     is_implicit, _ = header.original_encoding
     default = uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
     return uid.UID(header.file_meta.get("TransferSyntaxUID") or default)
