@@ -195,3 +195,10 @@ def test_a_side_without_air_is_told_beside_one_that_is_full_of_it(
     if told is not None:
         assert warnings[0].startswith(told)
     assert airless_warnings(labels * (labels == 1), image_hu, TASK) == []
+
+
+def test_a_small_volume_has_its_digits() -> None:
+    task = replace(TASK, volume_ml={"left_lung": (0.5, 40.0)})
+    labels = np.zeros((5, 6, 7), np.uint8)
+    (warning,) = volume_warnings({"left_lung": 0.0234}, labels, task)
+    assert warning.startswith("left_lung has 0.023 ml, but 0.5 to 40 ml are plausible")

@@ -877,3 +877,23 @@ def test_all_is_no_trust_and_may_be_a_region(world: World) -> None:
     with pytest.raises(UserError, match="the case 'a' has the trust 'all', which stands for every"):
         evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
     assert not world.output.exists()
+
+
+def test_two_cases_whose_names_look_alike_are_refused(world: World) -> None:
+    """As one they would be scored once, against the reference of the later line."""
+    world.add("u\u0308", _labels(2), _labels())
+    world.add("\u00fc", None, _labels())
+    with pytest.raises(UserError, match=r"two cases are called \u00fc, .* rename one of them"):
+        evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert not world.output.exists()
+
+
+def test_a_label_map_whose_values_have_no_name_fails_alone(world: World) -> None:
+    """`data.label_values` names structures, which a label map does not have."""
+    world.add("a", _labels(), _labels())
+    values = {"left_lung": "left_lung", "right_lung": "right_lung"}
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, values, progress=_say_nothing, pictures=False
+    )
+    assert "holds the value 1, which data.label_values does not name" in summary.failed["a"]
+    assert "(it names no value)" in summary.failed["a"]
