@@ -3,11 +3,13 @@
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
 image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
 sets have two entries. If none of a case's source files exists here (only the cache was copied), an
-entry of that name from another machine is used if there is exactly one. An entry is written to a
-temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build
-it. Preparing imports the readers of `medseg.io`; opening does not. When a process first opens an
-entry, it compares its files with their stored checksums; the sidecar holds a digest of its own
-content. A process that uses an entry notices when another one rebuilds it.
+entry of that name from another machine is used if there is exactly one.
+
+An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
+process at a time build it. A process that uses an entry notices when another one rebuilds it.
+
+When a process first opens an entry, it compares its files with their stored checksums; the sidecar
+holds a digest of its own content. Preparing imports the readers of `medseg.io`; opening does not.
 """
 
 import functools
