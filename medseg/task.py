@@ -128,7 +128,10 @@ class Task:
         """Return the task of the results, in which helper labels are background."""
         helper_labels = self.helper_labels
         labels = {name: value for name, value in self.labels.items() if name not in helper_labels}
-        return replace(self, labels=labels)
+        # Results have no volume of a helper label that could be judged.
+        parts = {*labels, *(region.name for region in self.regions)}
+        volume_ml = {name: limits for name, limits in self.volume_ml.items() if name in parts}
+        return replace(self, labels=labels, volume_ml=volume_ml)
 
     def finds_regions_of(self, other: Task) -> bool:
         """Whether a coarse stage of this task finds the regions of another one.

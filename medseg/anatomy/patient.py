@@ -91,8 +91,9 @@ def _outline_points(patient: np.ndarray) -> np.ndarray | None:
     if right == last_x:
         ends.append([(top, last_x), (bottom, last_x)])
     if len(ends) > 1:
-        # At other edges than the two sides, the corner hides how far the patient extends.
-        if bottom == last_y or left > 0 or right < last_x:
+        is_between_sides = left == 0 and right == last_x
+        # At any other two edges, the corner hides how far the patient extends.
+        if not is_between_sides or bottom == last_y:
             return None
         # Between two cut sides, all that lies in front may belong to the patient.
         ends.append([(0, 0), (0, last_x)])

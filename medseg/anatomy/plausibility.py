@@ -152,6 +152,7 @@ def position_warnings(
         "the position of the patient contradicts the header, left and right are exchanged"
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
+    # The sign decides about labels of a network; `UPSIDE_DOWN_EXCESS` is for those of people.
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         warnings.append(
             f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and "
@@ -180,8 +181,10 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         # A missing organ has no volume to judge.
         is_small = 0 < volume_ml < low_ml and not touches_border(labels, values)
         if is_small or volume_ml > high_ml:
+            # A nodule of 0.3 ml has not 0 ml.
+            number = f"{volume_ml:.0f}" if volume_ml >= 10 else f"{volume_ml:.2g}"
             warnings.append(
-                f"{name} has {volume_ml:.0f} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
+                f"{name} has {number} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
                 "check the spacing of the scan and the result"
             )
     return warnings

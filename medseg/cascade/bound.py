@@ -82,7 +82,8 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
         The bound; None if there are too few patients for the level: 9 are needed for 0.9.
     """
     # The largest factor of each patient's regions, since all of them must reach their bounds.
-    factors = sorted(max(map(_factor, regions)) for regions in scores.values())
+    patient_factors = [max(map(_factor, regions)) for regions in scores.values()]
+    factors = sorted(patient_factors)
     # Quantile of split conformal prediction: the ceil((n + 1) * level)-th smallest of n. The small
     # number keeps a product such as 10 * 0.9 from exceeding its integer by rounding.
     rank = math.ceil((len(factors) + 1) * level - 1e-9)
@@ -117,5 +118,6 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
         if bound is None:
             return None
         for regions in scores.values():
-            num_covered += all(dice >= bound.at(agreement) for agreement, dice in regions)
+            if all(dice >= bound.at(agreement) for agreement, dice in regions):
+                num_covered += 1
     return num_covered

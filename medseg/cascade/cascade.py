@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from medseg.inference.segmentation import (
     label_volumes_ml,
 )
 from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
+from medseg.inference.tiles import TilingPlan
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
@@ -176,6 +176,7 @@ class Cascade:
         # All steps work in LPS order, whatever the storage order of the file.
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
+        # The steps fill it in; the labels come last.
         result = Segmentation(np.empty(0), findings=self._findings_of_stages())
         timed = partial(timed_step, result.durations_s, on_step)
         localisation: Localisation | None = None
@@ -190,7 +191,7 @@ class Cascade:
             apart: list[str] = []
             labels = join(parts, grid, task, first, localisation, apart)
             result.findings += warnings_of("apart", apart)
-            # Before contradictions are removed, which brings the volumes up to date.
+            # `_judge` needs them, and updates them where it removes a region.
             result.volumes_ml = label_volumes_ml(labels, grid, task)
             if localisation is not None:
                 values = {region.name: task.region_values(region) for region, _, _ in parts}
@@ -223,7 +224,7 @@ class Cascade:
     ) -> Localisation:
         """Run the coarse stage; `result` receives its tiling plan and findings."""
         with timed("localise"):
-            # As large as several volumes: the probabilities are kept for a stage that sees them.
+            # The probabilities take the memory of several volumes: only some fine stages need them.
             localisation = localise(
                 images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
             )
@@ -275,8 +276,7 @@ class Cascade:
         """Apply the clean-up of the model, in place, and say what it changed.
 
         The last step that changes labels: the clean-up was chosen on results without it. The
-        agreements of the result stay those before it, as where the bound on Dice was
-        calibrated.
+        agreements stay those of the labels before it: the bound on Dice was calibrated on such.
         """
         clean_ups = self.last.clean_up
         if not clean_ups:
@@ -400,7 +400,7 @@ def _segment_whole(
         prediction, crop, *_ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.findings += warnings_of("out_of_memory", prediction.warnings)
-    # For `join`, the task is one region with all labels. The first channel is the background.
+    # For `join`, the task is one region with all labels. Class 0, the background, is left out.
     whole = Region(stage.task.name, tuple(stage.task.labels))
     parts = [(whole, prediction.probs[1:], crop.grid)]
     if prediction.std is None:
@@ -432,8 +432,9 @@ def _refine_regions(
         The probabilities of the regions for `join`, and their standard deviations for
         `paste_percent`.
     """
+    lattice = grid.resampled(fine.spacing_mm)
     # The rule of the fine stage may scale its lattice, by the spacing of the scan.
-    lattice = grid.resampled(fine.spacing_mm).resampled(fine.rule.spacing_mm(grid.spacing_mm))
+    lattice = lattice.resampled(fine.rule.spacing_mm(grid.spacing_mm))
     intensities = fine.intensities(images)
     parts: list[RegionResult] = []
     stds: Deviations = []
@@ -471,7 +472,7 @@ def _note_crop(
     step: str,
     name: str,
     stage: TrainedStage,
-    plan: Any,
+    plan: TilingPlan | None,
     grid: VoxelGrid | None,
 ) -> None:
     """Note how a crop went through the network, and warn of the distortion of a fixed size."""
@@ -573,6 +574,7 @@ def _input_image(
     Channel by channel: in float32, no more than one is in memory. The crop is reversed along the
     axes `flipped`.
     """
+    # Of the cache, from which training cuts its crops.
     lattice = grid.resampled(stage.spacing_mm)
     intensities = intensities or stage.intensities(images)
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)

@@ -247,15 +247,17 @@ class TrainedStage:
             warnings: list[str] = []
             stage: TrainedStage = self
             shape = (image.shape[1], image.shape[2], image.shape[3])
-            plan = first_plan = self.plan(shape, options)
+            first_plan = self.plan(shape, options)
+            plan = first_plan
+            # Each turn tries one way; the next one needs less memory.
             while True:
+                can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
                 try:
                     mean, std = stage._run(image, plan, options)
                     return Prediction(mean, std, plan, warnings)
                 # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
                 # class of its own.
                 except RuntimeError as error:
-                    can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
                     is_last_way = stage.device.type == "cpu" and not can_use_slabs
                     if is_last_way or not is_out_of_memory(error):
                         raise
@@ -383,12 +385,14 @@ class TrainedStage:
         views = list(product(range(len(self.networks)), flips(self.task, options.tta)))
         if len(views) == 1:
             return self._predict_view(0, (), image, plan, options).cpu(), None
-        total = squares = None
+        total: Tensor | None = None
+        squares: Tensor | None = None
         for network_index, axes in views:
             probs = self._predict_view(network_index, axes, image, plan, options).to(torch.float32)
             # In place: each of these tensors is as large as the result in float32.
             if total is None or squares is None:
-                total, squares = probs, probs.square().sum(0)
+                total = probs
+                squares = probs.square().sum(0)
             else:
                 total.add_(probs)
                 squares.add_(probs.square_().sum(0))

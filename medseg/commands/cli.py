@@ -16,8 +16,8 @@ from medseg.errors import EXIT_USER_ERROR
 # Hydra takes the first word of COMP_LINE for the program, so the command is left out of it:
 # `medseg train stage=f` becomes `medseg stage=f`.
 #
-# `%q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`, of which the signs
-# that the shell does not read get rid of their backslashes again.
+# `%q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`. The lines after it
+# remove the backslashes before brackets and commas again.
 COMPLETION = r"""# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
 #   eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}

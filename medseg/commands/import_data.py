@@ -12,7 +12,7 @@ from medseg.config.imported import TASK_FILE
 from medseg.config.schema import ImportConfig, MissingStructure
 from medseg.console import say
 from medseg.data.case_table import TABLE_NAME, Case, read_case_table, write_case_table
-from medseg.data.importers.account import COLUMNS, closing_rows
+from medseg.data.importers.account import COLUMNS, Item, closing_rows
 from medseg.data.importers.dataset import DataSet
 from medseg.data.importers.formats import import_dataset
 from medseg.errors import UserError
@@ -22,6 +22,9 @@ from medseg.io.text import read_text
 from medseg.wording import quote_for_shell
 
 ACCOUNT_FILE = "account.csv"
+# First line of the file.
+ACCOUNT_HEADER = ",".join(Item._fields)
+CURE = "remove it, or give another output"
 # Beyond this number the labels are probably not all wanted.
 MANY_LABELS = 30
 
@@ -90,24 +93,30 @@ def _print_summary(data: DataSet) -> None:
 
 def _use_of(case: Case) -> str:
     """Say what a case is for, in the first line of the summary."""
-    is_in_fold = any(case.fold_sides or ())
-    if case.split is None and case.fold_sides and not is_in_fold:
+    if case.split is not None:
+        return case.split
+    has_folds = len(case.fold_sides) > 0
+    if has_folds and not any(case.fold_sides):
         return "in no fold"
-    return case.split or "to train and validate"
+    if case.labels is None:
+        return "without labels"
+    return "to train and validate"
 
 
 def require_unchanged(output: Path, data: DataSet, task: str) -> None:
-    """Refuse to replace a case table or a task with other content.
+    """Refuse to replace a case table or a task with other content, or a file of something else.
 
     A person may have written or edited it.
     """
+    account = output / ACCOUNT_FILE
+    if account.exists() and not read_text(account).startswith(ACCOUNT_HEADER):
+        raise UserError(f"{account} exists and is no account of an import; {CURE}")
     table = output / TABLE_NAME
     task_file = output / TASK_FILE
-    cure = "remove it, or give another output"
     if table.exists() and read_case_table(table) != list(map(_with_absolute_paths, data.cases)):
-        raise UserError(f"{table} exists and holds other cases; {cure}")
+        raise UserError(f"{table} exists and holds other cases; {CURE}")
     if task_file.exists() and read_text(task_file) != task:
-        raise UserError(f"{task_file} exists and differs from the task of this data set; {cure}")
+        raise UserError(f"{task_file} exists and differs from the task of this data set; {CURE}")
 
 
 def _with_absolute_paths(case: Case) -> Case:

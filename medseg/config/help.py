@@ -1,6 +1,7 @@
 """Help text of a command: every key with its current value, type, range, unit and description."""
 
 import dataclasses
+import inspect
 import json
 import types
 import typing
@@ -15,6 +16,10 @@ from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.knob import Knob
 from medseg.targets import TARGET
 
+# A sum of losses has a list in the place of a class.
+TERMS = "terms"
+_TERMS_KNOB = Knob("Losses of the sum: their classes with arguments and `factor`.")
+_ARGUMENT_KNOB = Knob("Argument of the class.")
 TYPE_NAMES = {
     int: "integer",
     float: "number",
@@ -23,6 +28,8 @@ TYPE_NAMES = {
     list: "list",
     dict: "mapping",
 }
+# Of a key whose sentence names its types.
+ANY_TYPE = "see below"
 
 
 class Key(NamedTuple):
@@ -113,17 +120,37 @@ def _entries(
         choices = group_files(name) if name in groups else ()
         group = _group_schema(name, hint, value)
         if group is not None:
-            yield Group(name, group.__doc__ or "", choices)
+            # One line, whatever the line breaks of the docstring.
+            sentence = " ".join(inspect.cleandoc(group.__doc__ or "").split())
+            yield Group(name, sentence, choices)
             yield from _entries(group, value, name, groups)
+            continue
+        if field_name == TARGET and TERMS in values:
             continue
         kind, knob = typing.get_args(hint)
         yield Key(name, value, kind, knob, choices)
-        # The arguments of the type are for a mapping or list that may be null.
-        for container in (kind, *typing.get_args(kind)):
-            place = "<number>" if typing.get_origin(container) is list else "<name>"
-            for item in typing.get_args(container):
-                if dataclasses.is_dataclass(item):
-                    yield from _entries(typing.cast(type, item), {}, f"{name}.{place}", groups)
+        yield from _item_entries(name, kind, groups)
+    if schema in POINT_SCHEMAS.values():
+        yield from _arguments(schema, values, path)
+
+
+def _arguments(schema: type, values: dict[str, Any], path: str) -> Iterator[Key]:
+    """Yield the arguments of a class that has no schema, below the keys of its extension point."""
+    known_names = typing.get_type_hints(schema)
+    for name, value in values.items():
+        if name not in known_names:
+            knob = _TERMS_KNOB if name == TERMS else _ARGUMENT_KNOB
+            yield Key(f"{path}.{name}", value, type(value), knob)
+
+
+def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key | Group]:
+    """Yield the keys of the items of a mapping or list, where they have a schema."""
+    # One that may be null is an argument of its type.
+    for container in (kind, *typing.get_args(kind)):
+        place = "<number>" if typing.get_origin(container) is list else "<name>"
+        for item in typing.get_args(container):
+            if dataclasses.is_dataclass(item):
+                yield from _entries(typing.cast(type, item), {}, f"{name}.{place}", groups)
 
 
 def _group_schema(name: str, hint: Any, value: Any) -> type | None:
@@ -162,7 +189,10 @@ def _type_name(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         return f"{len(arguments)} {TYPE_NAMES[arguments[0]]}s"
     if typing.get_origin(kind) is list:
-        return f"list of {_type_name(arguments[0])}"
+        items = _type_name(arguments[0])
+        return "list" if items == ANY_TYPE else f"list of {items}"
+    if dataclasses.is_dataclass(kind):
+        return "mapping"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return " | ".join(kind)
-    return TYPE_NAMES.get(typing.get_origin(kind) or kind, "see below")
+    return TYPE_NAMES.get(typing.get_origin(kind) or kind, ANY_TYPE)

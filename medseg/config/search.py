@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from medseg.errors import UserError
 from medseg.knob import Knob
 from medseg.training.options import TrainConfig
 
@@ -70,61 +69,57 @@ class SearchConfig(TrainConfig):
     sweep: SweepConfig
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Refuse a search that cannot work."""
-        check_sweep(self.sweep)
-        yield from ()
+        """Yield a sentence for each reason why the search cannot work."""
+        yield from _sweep_clashes(self.sweep)
 
 
-def check_sweep(sweep: SweepConfig) -> None:
-    """Refuse a search that cannot work."""
+def _sweep_clashes(sweep: SweepConfig) -> Iterator[str]:
+    """Yield contradictions of the objectives, the pruner and the space."""
     if not sweep.space:
-        raise UserError("sweep.space: expected at least one key to search")
+        yield "sweep.space: expected at least one key to search"
     num_different = len(set(sweep.objectives))
     if num_different not in (1, 2) or num_different != len(sweep.objectives):
         names = [objective.value for objective in sweep.objectives]
-        raise UserError(
-            f"sweep.objectives: one, or two different ones, are needed, but got {names}"
-        )
+        yield f"sweep.objectives: one, or two different ones, are needed, but got {names}"
     if sweep.pruner is not Pruner.none and sweep.objectives != [Objective.val_dice]:
-        raise UserError(
+        yield (
             f"sweep.pruner={sweep.pruner.value} compares trials by their validation Dice; "
             "with other objectives choose sweep.pruner=none"
         )
     for key, parameter in sweep.space.items():
         name = f"sweep.space: {key}"
         if parameter.type is ParameterType.choice:
-            _check_choice(name, parameter)
+            yield from _choice_clashes(name, parameter)
         else:
-            _check_interval(name, parameter)
+            yield from _interval_clashes(name, parameter)
 
 
-def _check_choice(name: str, parameter: ParameterConfig) -> None:
-    """Refuse a list of choices that is empty, or has keys of an interval."""
+def _choice_clashes(name: str, parameter: ParameterConfig) -> Iterator[str]:
+    """Yield what is wrong with a list of choices: it is empty, or has keys of an interval."""
     if not parameter.choices:
-        raise UserError(f"{name}: type choice needs choices: [...]")
+        yield f"{name}: type choice needs choices: [...]"
     bounds = {parameter.low, parameter.high, parameter.step}
     if bounds != {None} or parameter.log:
-        raise UserError(f"{name}: type choice uses choices only; leave out low, high, step and log")
+        yield f"{name}: type choice uses choices only; leave out low, high, step and log"
 
 
-def _check_interval(name: str, parameter: ParameterConfig) -> None:
-    """Refuse an interval of numbers that is empty, or whose keys contradict each other."""
+def _interval_clashes(name: str, parameter: ParameterConfig) -> Iterator[str]:
+    """Yield what is wrong with an interval of numbers: it is empty, or its keys contradict."""
     low, high, step = parameter.low, parameter.high, parameter.step
     if parameter.choices is not None:
-        raise UserError(f"{name}: choices need type choice, but the type is {parameter.type.value}")
+        yield f"{name}: choices need type choice, but the type is {parameter.type.value}"
     if low is None or high is None or low >= high:
-        raise UserError(
-            f"{name}: low and high are needed, the lower first, but got {low} and {high}"
-        )
+        yield f"{name}: low and high are needed, the lower first, but got {low} and {high}"
+        return
     if parameter.log and not low > 0:
-        raise UserError(f"{name}: log needs low above 0, but got {low}")
+        yield f"{name}: log needs low above 0, but got {low}"
     if parameter.log and step is not None:
-        raise UserError(f"{name}: log and step cannot be combined; give one of them")
+        yield f"{name}: log and step cannot be combined; give one of them"
     numbers = [low, high]
     if step is not None:
         if not 0 < step <= high - low:
-            raise UserError(f"{name}: step must lie in (0, {high - low:g}], but got {step}")
+            yield f"{name}: step must lie in (0, {high - low:g}], but got {step}"
         numbers.append(step)
     are_whole = all(float(number).is_integer() for number in numbers)
     if parameter.type is ParameterType.int and not are_whole:
-        raise UserError(f"{name}: type int needs whole numbers, but got {numbers}")
+        yield f"{name}: type int needs whole numbers, but got {numbers}"

@@ -39,7 +39,8 @@ class Warp(NamedTuple):
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
         # The slices below and above a point are read where the tilted line crosses them
         # (`_resample_affine`).
-        reach[1:] += np.abs(self.matrix[1:, 0] / self.matrix[0, 0])
+        line_axis = _line_axes(self.matrix)[0]
+        reach[1:] += np.abs(self.matrix[1:, line_axis] / self.matrix[0, line_axis])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
         return (z, y, x)
 
@@ -92,6 +93,7 @@ class Affine:
 
     The rotation is about the axes z, y and x, the shear of each pair of axes, the shift along z, y
     and x.
+
     It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
     makes the anatomy larger.
     """
@@ -393,9 +395,36 @@ def _resample_affine(
     """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
 
     Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the
-    three-dimensional one on a CPU: first every source slice is resampled in its plane, then each
-    line along z. No axis is interpolated twice. In a tilted map, the neighbours in plane are those
-    of the point where the line crosses each slice.
+    three-dimensional one on a CPU, see `_resample_lines`.
+    """
+    axes = _line_axes(matrix)
+    line_shape = (shape[axes[0]], shape[axes[1]], shape[axes[2]])
+    result = _resample_lines(source, matrix[:, axes], shift, line_shape, mode)
+    # Back to (z, y, x) of the patch.
+    return result.permute(*np.argsort(axes).tolist()).contiguous()
+
+
+def _line_axes(matrix: np.ndarray) -> list[int]:
+    """Order the axes of the patch: first the one whose lines cross the source slices most steeply.
+
+    That is z unless the patch is tilted by more than 45 degrees. Lines that run within a slice
+    cross none: their points could not be interpolated between crossings.
+    """
+    with np.errstate(divide="ignore"):
+        # Voxels in plane between the crossings of two slices that follow each other.
+        steps = np.abs(matrix[1:]).max(axis=0) / np.abs(matrix[0])
+    line_axis = int(np.argmin(steps))
+    return [line_axis, *(axis for axis in range(3) if axis != line_axis)]
+
+
+def _resample_lines(
+    source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str
+) -> Tensor:
+    """Sample as `_resample_affine`, along lines of the first axis of the patch, called z here.
+
+    First every source slice is resampled in its plane, then each line along z. No axis is
+    interpolated twice. In a tilted map, the neighbours in plane are those of the point where the
+    line crosses each slice.
     """
     depth = source.shape[0]
     row_z = matrix[0] / matrix[0, 0]

@@ -3,11 +3,13 @@
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
 image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
 sets have two entries. If none of a case's source files exists here (only the cache was copied), an
-entry of that name from another machine is used if there is exactly one. An entry is written to a
-temporary folder and renamed, so it is complete or absent; a lock lets one process at a time build
-it. Preparing imports the readers of `medseg.io`; opening does not. When a process first opens an
-entry, it compares its files with their stored checksums; the sidecar holds a digest of its own
-content. A process that uses an entry notices when another one rebuilds it.
+entry of that name from another machine is used if there is exactly one.
+
+An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
+process at a time build it. A process that uses an entry notices when another one rebuilds it.
+
+When a process first opens an entry, it compares its files with their stored checksums; the sidecar
+holds a digest of its own content. Preparing imports the readers of `medseg.io`; opening does not.
 """
 
 import functools
@@ -32,7 +34,7 @@ from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
 from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
 from medseg.errors import UserError
-from medseg.findings import Severity
+from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.io.atomic import locked
 from medseg.io.text import read_json
@@ -111,14 +113,18 @@ class CachedCase:
         """Map a file of the entry into memory.
 
         Raises:
-            UserError: If the entry has been built anew since it was opened: its grid and boxes may
-                not fit.
+            UserError: If the entry has been built anew since it was opened, so that its grid and
+                boxes may not fit, or has been removed.
         """
-        array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
-        if self.stamp is not None and self.stamp != _stamp(self.folder):
+        try:
+            array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
+            is_same = self.stamp is None or self.stamp == _stamp(self.folder)
+        except FileNotFoundError:  # as between the two renamings of `_write_entry`
+            is_same = False
+        if not is_same:
             raise UserError(
-                f"The cache entry of the case {self.name!r} was built anew by another process "
-                "while this one used it; start again."
+                f"The cache entry of the case {self.name!r} was built anew by another process, or "
+                "removed, while this one used it; start again."
             )
         return array
 
@@ -261,10 +267,11 @@ def prepare_case(
     if entry is not None:
         return _cached_case(case, *entry, resampling)
     for path in sources_of(case, task).values():
-        if not path.exists():
+        if not _is_here(path):
             raise UserError(
                 f"The case {case.name!r} has no current entry in the cache and its file {path} "
-                "does not exist; correct the path, or copy the prepared cache."
+                "does not exist, or you may not enter its folder; correct the path, or copy the "
+                "prepared cache."
             )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -351,6 +358,7 @@ def _prepare(
     Its files are read once, and not at all if the entries are current.
     """
     read = functools.cache(lambda: read_source(case, task, label_values))
+    findings: list[Finding] = []
     audit: CaseAudit | None = None
     first: CachedCase | None = None
     failure = ""
@@ -359,10 +367,8 @@ def _prepare(
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
-            # The findings differ between spacings: each may lose other regions.
-            findings = list(entry.audit.findings)
-            if audit is not None:
-                findings = [*audit.findings, *findings]
+            # They differ between spacings: each may lose other regions.
+            findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
             first = first or entry
     except CaseRefusedError as error:
@@ -373,8 +379,7 @@ def _prepare(
     return AuditedCase(case, audit, failure), first
 
 
-# --- folders and validity of entries
-# --------------------------------------------------------------------------------
+# Folders and validity of entries.
 
 
 def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
@@ -398,7 +403,7 @@ def _entry_folder(
     resampling: str,
 ) -> Path:
     """Name the folder of an entry after all that its arrays depend on."""
-    # Where structures overlap, their order and those that are read decide.
+    # Structures may overlap: the arrays depend on which are read, and in which order.
     structures: dict[str, None] = {}
     for value, name in label_values.items():
         if isinstance(value, str) and name in task.values:
@@ -453,7 +458,7 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
         return folder, record
     # Without any source here, the cache may have been copied from another machine, where the paths
     # were others, and so the digest in the name of the folder.
-    if any(path.exists() for path in sources.values()):
+    if any(map(_is_here, sources.values())):
         return None
     entries = []
     pattern = glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH
@@ -462,7 +467,7 @@ def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, A
         if record is None:
             continue
         # An entry whose own files exist here belongs to a case of this machine.
-        if not any(Path(source["path"]).exists() for source in record["sources"].values()):
+        if not any(_is_here(source["path"]) for source in record["sources"].values()):
             entries.append((copied, record))
     # Two cases of one name: nothing says which of them is meant.
     if len(entries) != 1:
@@ -478,7 +483,16 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
     if set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
         return None
     for role, path in sources.items():
-        if path.exists() and not is_same_source(path, record["sources"][role]):
+        if not _is_here(path):
+            continue
+        try:
+            is_same = is_same_source(path, record["sources"][role])
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read, so that its entry in the cache cannot be compared with "
+                f"it ({error.strerror}); check its permissions."
+            ) from error
+        if not is_same:
             return None
     return record
 
@@ -496,6 +510,15 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
+
+
+def _is_here(path: Path | str) -> bool:
+    """Whether a source exists, as far as this user may see.
+
+    `Path.exists` raises where a folder may not be entered, as one of raw data to which a user of
+    the shared cache has no access.
+    """
+    return os.path.exists(path)
 
 
 def _stamp(folder: Path) -> int:
@@ -550,8 +573,7 @@ def _intensity_of(values: Sequence[float] | None) -> Intensity | None:
     return Intensity(*values)
 
 
-# --- building an entry
-# ----------------------------------------------------------------------------------------------
+# Building of an entry.
 
 
 def _build(
@@ -591,7 +613,8 @@ def _build(
     region_values = {region.name: task.region_values(region) for region in task.regions}
     region_boxes = _boxes(labels, region_values)
     label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
-    vanished = audit_vanished(source.audit.volumes_ml, region_boxes, task, _folder_text(spacing_mm))
+    part_boxes = region_boxes if task.regions else label_boxes
+    vanished = audit_vanished(source.audit.volumes_ml, part_boxes, task, _folder_text(spacing_mm))
     audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
     label_counts = {}
     for name, value in task.labels.items():

@@ -76,10 +76,15 @@ def find_references(
     if not ref.exists():
         raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
     references = {}
-    all_keys = set()
+    names: dict[str, str] = {}
     for case in read_case_table(ref, labels_column):
         key = _key(case.name)
-        all_keys.add(key)
+        if key in names:
+            raise UserError(
+                f"{ref}: two cases are called {case.name}, with a letter as one character and as "
+                "two (Unicode NFC and NFD); rename one of them."
+            )
+        names[key] = case.name
         if split in (None, case.split):
             references[key] = Reference(case.name, case.labels, case)
     if not references:
@@ -87,7 +92,7 @@ def find_references(
             f"{ref} has no case with split={split}; give another split, "
             "or fill in the column split of the table."
         )
-    return references, all_keys - set(references)
+    return references, set(names) - set(references)
 
 
 def _references_in_folder(folder: Path) -> dict[str, Reference]:
@@ -199,16 +204,17 @@ def task_values(
     Raises:
         UserError: If the file holds a value without a name.
     """
-    # Value in the file to value of the task.
-    table = np.zeros(max(0, *label_values) + 1, dtype=np.uint8)
+    # Value in the file to value of the task; 0 is background.
+    table = np.zeros(max([0, *label_values]) + 1, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]
     is_known = np.zeros(len(table), dtype=bool)
     is_known[[0, *label_values]] = True
     if labels.min() < 0 or labels.max() >= len(table) or not is_known[labels].all():
         unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+        known = ", ".join(map(str, sorted(label_values))) or "no value"
         raise UserError(
             f"the reference {path.name} holds the value {unknown[0]}, which data.label_values "
-            f"does not name (it names {', '.join(map(str, sorted(label_values)))}); "
+            f"does not name (it names {known}); "
             "add it, also if it is background"
         )
     return table[labels]

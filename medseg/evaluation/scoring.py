@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.errors import UserError
+from medseg.errors import UserError, first_line
 from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import (
@@ -145,6 +145,7 @@ def evaluate_folder(
     predictions = find_predictions(pred_dir)
     references, other_split_keys = find_references(ref, labels_column, split)
     labelled = _with_labels(references)
+    _check_trusts(labelled.values())
     summary, common = _pair(predictions, labelled, other_split_keys, regions, task)
     if not common:
         raise UserError(
@@ -159,9 +160,8 @@ def evaluate_folder(
         ("case", "status"),
         f"the volumes of a prediction; give another output than {output}",
     )
+    _remove_old_results(output, labelled.values())
     overlays = output / "overlays" if pictures else None
-    _remove_old_pictures(output, overlays, labelled.values())
-    # A case that fails is noted, and does not stop the others.
     for number, key in enumerate(common, start=1):
         line = _score_case(
             summary,
@@ -280,6 +280,16 @@ def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
         )
 
 
+def _check_trusts(references: Iterable[Reference]) -> None:
+    """Refuse a trust with the name of the statistics over every trust."""
+    for reference in references:
+        if reference.case is not None and ALL in reference.case.trust.values():
+            raise UserError(
+                f"the case {reference.name!r} has the trust {ALL!r}, which stands for every trust "
+                "in the scores; choose another word in the columns trust_… of the case table"
+            )
+
+
 def _stated_by_predictions(
     pairs: Mapping[str, tuple[Sequence[Path], Reference]],
 ) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
@@ -313,14 +323,21 @@ def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
     return patients
 
 
-def _remove_old_pictures(
-    output: Path, overlays: Path | None, references: Iterable[Reference]
-) -> None:
-    """Remove the viewers and overlays that an earlier evaluation made of the cases."""
+def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
+    """Remove what an earlier evaluation wrote and this one may not replace.
+
+    Without a scored case there is no page, without a baseline no table of differences, without
+    `pictures` no picture: the old ones would stand beside the new scores.
+    """
+    paths = []
+    # Without the table of an evaluation, files of these names are those of another command.
+    if (output / "metrics.csv").is_file():
+        paths += [output / "report.html", output / "differences.csv", output / "scores.png"]
     for reference in references:
-        (output / "viewers" / f"{reference.name}{SUFFIX}").unlink(missing_ok=True)
-        if overlays is not None:
-            (overlays / f"{reference.name}.png").unlink(missing_ok=True)
+        paths.append(output / "viewers" / f"{reference.name}{SUFFIX}")
+        paths.append(output / "overlays" / f"{reference.name}.png")
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def scored_regions(task: Task) -> tuple[Region, ...]:
@@ -376,15 +393,20 @@ def _score_case(
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
+    trust: Mapping[str, str] = {}
     # Only a case table says how far a reference can be trusted.
-    trust = reference.case.trust if reference.case is not None else {}
+    if reference.case is not None:
+        trust = reference.case.trust
     dices = []
     for region in regions:
         values = task.region_values(region)
         pred_mask = np.isin(pred, values)
         target_mask = np.isin(target, values)
         scores = score_region(pred_mask, target_mask, grid.spacing_mm)
-        scores |= _further_scores(metrics, pred_mask, target_mask, grid.spacing_mm)
+        further_scores, failures = _further_scores(metrics, pred_mask, target_mask, grid.spacing_mm)
+        scores |= further_scores
+        for failure in failures:
+            summary.warnings.append(f"{reference.name}, {region.name}: {failure}")
         row = {
             "case": reference.name,
             "region": region.name,
@@ -420,15 +442,29 @@ def _further_scores(
     pred_mask: np.ndarray,
     target_mask: np.ndarray,
     spacing_mm: tuple[float, float, float],
-) -> dict[str, float]:
-    """Compute the further metrics of one region by their names."""
+) -> tuple[dict[str, float], list[str]]:
+    """Compute the further metrics of one region.
+
+    Returns:
+        Score by name, NaN where the metric failed; and a sentence for each failure.
+    """
     if not metrics:
-        return {}
+        return {}, []
     import torch  # takes seconds, and our own scores do without it
 
     pred = torch.from_numpy(pred_mask.astype(np.uint8))
     target = torch.from_numpy(target_mask.astype(np.uint8))
-    return {name: metric(pred, target, spacing_mm) for name, metric in metrics.items()}
+    scores = {}
+    failures = []
+    for name, metric in metrics.items():
+        try:
+            scores[name] = metric(pred, target, spacing_mm)
+        except Exception as error:  # code of others, which may fail on an empty mask
+            scores[name] = math.nan
+            failures.append(
+                f"metrics.{name} has no score ({type(error).__name__}: {first_line(error)})"
+            )
+    return scores, failures
 
 
 def _write(summary: EvaluationSummary, output: Path) -> None:
@@ -501,15 +537,18 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             worse, and for further metrics, whose direction is not known.
     """
     metrics = _metrics_of(rows)
-    regions = [*dict.fromkeys(row["region"] for row in rows), ALL]
-    trusts = [ALL, *sorted({row["trust"] for row in rows} - {""})]
+    # None is every region, or every trust: a region may have the name `ALL`.
+    regions = [*dict.fromkeys(row["region"] for row in rows), None]
+    trusts = [None, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
     for region in regions:
-        of_region = [row for row in rows if region in (row["region"], ALL)]
+        region_rows = [row for row in rows if region in (None, row["region"])]
         for trust in trusts:
-            group = [row for row in of_region if trust in (row["trust"], ALL)]
-            if group:
-                statistics += [_statistics(group, region, trust, metric) for metric in metrics]
+            group = [row for row in region_rows if trust in (None, row["trust"])]
+            if not group:
+                continue
+            for metric in metrics:
+                statistics.append(_statistics(group, region or ALL, trust or ALL, metric))
     return statistics
 
 
@@ -524,21 +563,41 @@ def _metrics_of(rows: Sequence[Row]) -> list[str]:
 
 def console_table(statistics: Sequence[Row]) -> list[str]:
     """Lay the main figures of each group out in aligned columns; no statistics give no line."""
-    groups: dict[tuple[str, str], dict[str, Row]] = {}
+    groups: list[dict[str, Row]] = []
     for row in statistics:
-        groups.setdefault((row["region"], row["trust"]), {})[row["metric"]] = row
-    # With one trust, its figures are those of all.
-    has_trusts = len({trust for _, trust in groups} - {ALL}) > 1
-    rows = []
-    for (_, trust), group in groups.items():
-        if trust == ALL or has_trusts:
-            means = {metric: group[metric]["mean"] for metric in METRICS}
-            rows.append({**group["dice"], **means, "infinite": group["hd95_mm"]["infinite"]})
-    if not rows:
+        # The metrics of a group follow each other.
+        if row["metric"] == METRICS[0]:
+            groups.append({})
+        groups[-1][row["metric"]] = row
+    if not groups:
         return []
+    # A trust that all references have has the figures of all.
+    has_trusts = _differ_in_trust([group["dice"] for group in groups])
+    rows = []
+    for group in groups:
+        if group["dice"]["trust"] != ALL and not has_trusts:
+            continue
+        # Number, deviation, minimum and worst case are those of Dice.
+        table_row = dict(group["dice"])
+        for metric in METRICS:
+            table_row[metric] = group[metric]["mean"]
+        table_row["infinite"] = group["hd95_mm"]["infinite"]
+        rows.append(table_row)
     formats = dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f")
     formats["hd95_mm"] = ".2f"
     return table_lines(rows, _HEADINGS, formats, missing="-")
+
+
+def _differ_in_trust(statistics: Sequence[Row]) -> bool:
+    """Whether a trust has fewer scores than its region; rows of one metric, from `summarise`."""
+    num_scores = 0
+    for row in statistics:
+        # The first group of each region, those of its trusts follow.
+        if row["trust"] == ALL:
+            num_scores = row["number"]
+        elif row["number"] < num_scores:
+            return True
+    return False
 
 
 def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> dict[str, Any]:

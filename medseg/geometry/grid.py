@@ -83,10 +83,11 @@ class VoxelBox:
             raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
         starts: list[int] = []
         stops: list[int] = []
-        for axis in range(3):
+        # Along z, y and x.
+        for other_axes in ((1, 2), (0, 2), (0, 1)):
             # Outside of the bounds so far the mask is empty: each further axis reads less.
             inside = mask[tuple(map(slice, starts, stops))]
-            hits = np.flatnonzero(inside.any(axis=tuple({0, 1, 2} - {axis})))
+            hits = np.flatnonzero(inside.any(axis=other_axes))
             if hits.size == 0:
                 return None
             starts.append(int(hits[0]))

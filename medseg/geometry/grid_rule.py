@@ -82,15 +82,15 @@ class GridRule:
         Args:
             box: Region with its margin, in voxels of the lattice.
             lattice: The stage's lattice for this case.
-            patch_size: A crop grows to at least this size (z, y, x); None: to multiples of the
-                divisor, larger than a single one.
+            patch_size: A crop grows to at least this size (z, y, x); None: it is a whole crop,
+                which grows to a size that the network takes (`network_size`).
             divisor: What a whole crop must be a multiple of, (z, y, x).
             least_size: A whole crop grows to at least this size before it grows to multiples.
 
         Returns:
             Crop that contains the box; a crop of fixed size has the extent of the box.
         """
-        # A grid of its own over the box: no growth, and nothing outside.
+        # The box itself is resized: it does not grow, and the network sees all of it.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
         # Beyond the box as it was asked for, a padded crop shows air.

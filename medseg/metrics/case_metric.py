@@ -45,22 +45,30 @@ class CaseMetric:
         Returns:
             The score; NaN where no class has one.
         """
-        if self.is_monai:
-            pred = _one_hot(pred_labels, self.num_classes)
-            target = _one_hot(target_labels, self.num_classes)
-            options = {}
-            if self.takes_spacing:
-                options["spacing"] = list(spacing_mm)
-            value = self.metric(pred, target, **options)
-        else:
-            metric = self.metric.to(pred_labels.device)
-            value = metric(pred_labels.long()[None], target_labels.long()[None])
-        self.metric.reset()
+        try:
+            value = self._value(pred_labels, target_labels, spacing_mm)
+        finally:
+            # What it has collected of a case must not count for the next one.
+            self.metric.reset()
         scores = torch.as_tensor(value, dtype=torch.float64)
         if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
             # Torchmetrics gives -1 to a class that both lack.
             scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())
+
+    def _value(
+        self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]
+    ) -> Any:
+        """Call the metric with the arguments that its library takes."""
+        if not self.is_monai:
+            metric = self.metric.to(pred_labels.device)
+            return metric(pred_labels.long()[None], target_labels.long()[None])
+        pred = _one_hot(pred_labels, self.num_classes)
+        target = _one_hot(target_labels, self.num_classes)
+        options = {}
+        if self.takes_spacing:
+            options["spacing"] = list(spacing_mm)
+        return self.metric(pred, target, **options)
 
 
 def default_arguments(

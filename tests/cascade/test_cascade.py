@@ -283,7 +283,9 @@ class LowerIsAirway(FineOracle):
 
 def test_a_helper_label_of_the_fine_stage_is_background_in_the_result() -> None:
     volume, target = scan()
-    task = replace(TASK, labels={**TASK.labels, "airway": 3})
+    labels = {**TASK.labels, "airway": 3}
+    # Its volume is for the audit of the training cases.
+    task = replace(TASK, labels=labels, volume_ml={"airway": (10.0, 200.0)})
     coarse = stage(KnowsAirway(), "coarse", task)
     cascade = Cascade(coarse, stage(LowerIsAirway(), "fine", task))
     assert cascade.task == TASK

@@ -255,3 +255,10 @@ def test_a_region_is_measured_in_the_world_and_each_face_that_cuts_it_is_named()
     whole = measure_region(TASK.regions[0], np.ones(grid.shape, dtype=bool), grid)
     (warning,) = border_warnings(whole, grid)
     assert "the lower and upper and front and back and right and left border" in warning
+
+
+def test_a_small_volume_has_its_digits() -> None:
+    task = replace(TASK, volume_ml={"left_lung": (0.5, 40.0)})
+    labels = np.zeros((5, 6, 7), np.uint8)
+    (warning,) = volume_warnings({"left_lung": 0.0234}, labels, task)
+    assert warning.startswith("left_lung has 0.023 ml, but 0.5 to 40 ml are plausible")

@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 import pytest
 import yaml
-from layouts import make_nnunet, make_totalsegmentator
+from layouts import make_msd, make_nnunet, make_totalsegmentator
 
 from medseg.commands.entry import run_command
 from medseg.commands.import_data import import_data
@@ -108,6 +108,31 @@ def test_the_same_import_may_be_repeated_from_its_folder(
     )
     with pytest.raises(UserError, match="holds other cases; remove it, or give another output"):
         run("input=data", "output=out")
+
+
+def test_a_case_without_labels_is_not_said_to_be_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_msd(tmp_path / "data")
+    about = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    del about["training"][2]["label"]
+    (folder / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
+    assert run(f"input='{folder}'", f"output='{tmp_path / 'out'}'") == 0
+    printed = capsys.readouterr().out
+    assert "msd: 2 cases to train and validate, 1 cases without labels, 1 cases test" in printed
+
+
+def test_a_table_of_something_else_is_kept(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path / "data")
+    account = tmp_path / "out" / "account.csv"
+    account.parent.mkdir()
+    account.write_text("date,amount\n", encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"account\.csv exists and is no account of an import; remove"
+    ):
+        run(f"input='{folder}'", f"output='{tmp_path / 'out'}'")
+    assert [path.name for path in account.parent.iterdir()] == ["account.csv"]
+    assert account.read_text(encoding="utf-8") == "date,amount\n"
 
 
 @pytest.mark.parametrize("name", ["Doe, John (1)", "a=b"])

@@ -49,6 +49,26 @@ def test_a_key_is_printed_with_all_that_the_schema_says(help_of: Callable[..., s
     assert "  spacing.resampling=antialiased   antialiased | linear | cubic\n" in text
 
 
+def test_the_arguments_of_a_class_without_a_schema_are_printed(help_of: Callable[..., str]) -> None:
+    text = help_of("train", "model=segresnet", "loss=hausdorff_dt", "model.init_filters=8")
+    assert "  model.init_filters=8   integer\n      Argument of the class.\n" in text
+    assert "  model.blocks_up=[1, 1, 1]   list\n" in text
+    assert "  model._target_=monai.networks.nets.SegResNet   text\n" in text
+    # A sum of losses has no class of its own.
+    assert "  loss.terms=[{_target_: medseg.losses.dice_ce.DiceCrossEntropyLoss, factor: " in text
+    assert "loss._target_" not in text
+    assert "list of see below" not in text
+
+
+def test_a_headline_is_one_line(help_of: Callable[..., str]) -> None:
+    lines = help_of("train").splitlines()
+    (headline,) = [line for line in lines if line.startswith("model: ")]
+    assert headline.startswith(
+        "model: Network, see `medseg.models.unet.UNet`. Another `_target_` replaces these keys"
+    )
+    assert " (model=dynunet | " in headline
+
+
 def test_help_waits_for_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv[1:] = ['train', '--help']\nfrom medseg.commands.cli import "

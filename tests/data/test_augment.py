@@ -186,6 +186,38 @@ def test_the_margin_covers_what_the_patch_sees() -> None:
     assert np.mean(is_tight) > 0.93
 
 
+@pytest.mark.parametrize("angle_deg", [50, 75, 89, 90, 91, 135, 180])
+@pytest.mark.parametrize("axes", [(1,), (2,), (1, 2)])
+def test_a_patch_may_be_tilted_by_any_angle(axes: tuple[int, ...], angle_deg: int) -> None:
+    """Against one pass of scipy, the source just as large as the margin says.
+
+    The lines along z of a patch that is tilted by 90 degrees cross no slice of the source.
+    """
+    shape = (14, 12, 16)
+    rotation = np.eye(3)
+    for axis in axes:
+        rotation = augment._rotation(axis, math.radians(angle_deg)) @ rotation
+    spacing_mm = np.array([1.5, 1.0, 1.0])
+    warp = Warp(rotation * spacing_mm / spacing_mm[:, None], np.array([0.5, -1.0, 0.25]))
+    margin = warp.margin(shape)
+    assert max(margin) < 2 * max(shape)
+    source_shape = [size + 2 * more for size, more in zip(shape, margin, strict=True)]
+    rng = np.random.default_rng(4)
+    source = ndimage.gaussian_filter(rng.standard_normal(source_shape), 3).astype(np.float32)
+    source *= 0.3 / source.std()
+    labels = (source > 0.2).astype(np.uint8)
+    offsets = np.stack(np.meshgrid(*[np.arange(n) - (n - 1) / 2 for n in shape], indexing="ij"))
+    points = np.einsum("ij,j...->i...", warp.matrix, offsets)
+    points += (warp.shift_voxels + (np.array(source_shape) - 1) / 2)[:, None, None, None]
+    image, target = warp.apply(torch.from_numpy(source)[None], torch.from_numpy(labels), shape)
+    expected = ndimage.map_coordinates(source, points, order=1, mode="nearest")
+    expected_labels = ndimage.map_coordinates(labels, points, order=0, mode="nearest")
+    assert image.is_contiguous()
+    assert target.is_contiguous()
+    assert np.abs(image[0].numpy() - expected).max() < 0.1
+    assert (target.numpy() != expected_labels).mean() < 0.05
+
+
 def test_the_identity_warp_changes_nothing() -> None:
     image, labels = sample()
     same_image, same_labels = Warp(np.eye(3), np.zeros(3)).apply(image, labels, SHAPE)

@@ -22,6 +22,7 @@ import forked
 import numpy as np
 import pytest
 
+from medseg.data import source_files
 from medseg.data.cache import (
     FORMAT_VERSION,
     CachedCase,
@@ -270,6 +271,38 @@ def test_a_cache_without_its_sources_is_used(case: Case, tmp_path: Path, task: T
     other_spacing = (4.0, 1.25, 1.5)
     with pytest.raises(UserError, match="does not exist"):
         prepare_case(case, tmp_path / "cache", other_spacing, task, NAMES)
+
+
+def test_a_folder_that_may_not_be_entered_is_as_good_as_absent(
+    case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user of a shared cache may have no access to the raw data."""
+    entry = prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    real_stat = os.stat
+
+    def stat(path: Any, *more: Any, **options: Any) -> os.stat_result:
+        if not isinstance(path, int) and tmp_path / "source" in Path(path).parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real_stat(path, *more, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES) == entry
+    with pytest.raises(UserError, match="or you may not enter its folder"):
+        prepare_case(case, tmp_path / "cache", (4.0, 1.25, 1.5), task, NAMES)
+
+
+def test_a_source_that_cannot_be_read_is_the_users_mistake(
+    case: Case, tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
+    case.image.touch()
+
+    def refuse(_: Any) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(source_files, "_content_hash", refuse)
+    with pytest.raises(UserError, match=r"image\.nii\.gz: cannot be read, .*\(Permission denied\)"):
+        open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES)
 
 
 def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
@@ -528,6 +561,11 @@ def test_an_entry_that_is_rebuilt_while_it_is_used_is_not_mixed_with_the_old_one
         ):
             getattr(used, name)
     assert rebuilt.labels.any()
+    # As between the two renamings of a process that builds it anew.
+    shutil.rmtree(rebuilt.folder)
+    for name in ("images", "labels"):
+        with pytest.raises(UserError, match="or removed, while this one used it; start again"):
+            getattr(rebuilt, name)
 
 
 def no_room(*_: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from medseg.config.schema import EvaluateConfig
 from medseg.errors import UserError
 from medseg.evaluation import report_page
 from medseg.evaluation.report_page import ALL, compare_rows
-from medseg.evaluation.scoring import evaluate_folder
+from medseg.evaluation.scoring import console_table, evaluate_folder, summarise
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.tables import read_csv, write_csv
 from medseg.io.write import write_image, write_labels
@@ -784,3 +785,130 @@ def test_a_baseline_that_cannot_be_compared_is_refused(
             progress=_say_nothing,
             baseline=baseline,
         )
+
+
+def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    again = world.folder / "again"
+    shutil.copytree(world.output, again)
+    evaluate_folder(
+        world.pred,
+        world.table,
+        again,
+        TASK,
+        VALUES,
+        progress=_say_nothing,
+        baseline=world.output,
+    )
+    pictures = ["overlays/a.png", "scores.png", "viewers/a.html"]
+    assert all((again / name).is_file() for name in ("differences.csv", *pictures))
+    evaluate_folder(
+        world.pred, world.table, again, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
+    assert not any((again / name).exists() for name in ("differences.csv", *pictures))
+    assert (again / "report.html").is_file()
+    (world.pred / "a.nii.gz").write_bytes(b"damaged")
+    summary = evaluate_folder(world.pred, world.table, again, TASK, VALUES, progress=_say_nothing)
+    assert list(summary.failed) == ["a"]
+    assert not (again / "report.html").exists()
+
+
+def test_files_of_another_command_in_the_output_stay(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    world.output.mkdir()
+    (world.output / "differences.csv").write_text("run,dice\n", encoding="utf-8")
+    evaluate_folder(
+        world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
+    )
+    assert (world.output / "differences.csv").read_text(encoding="utf-8") == "run,dice\n"
+
+
+def test_a_metric_that_fails_for_a_case_has_no_score_there(world: World) -> None:
+    """As distances do for an empty mask; our scores of the case and the others stay."""
+    world.add("a", _labels(), _labels())
+    world.add("empty", np.zeros(GRID.shape, np.uint8), _labels())
+
+    def largest_value(pred: Any, target: Any, spacing_mm: tuple[float, float, float]) -> float:
+        del target, spacing_mm
+        return float(pred[pred > 0].max())
+
+    lines: list[str] = []
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        progress=lines.append,
+        pictures=False,
+        metrics={"largest": largest_value},
+    )
+    scores = {key: row["largest"] for key, row in world.metrics().items()}
+    assert scores["a", "left_lung"] == "1.000000"
+    assert scores["empty", "right_lung"] == "nan"
+    assert not summary.failed
+    (warning, _) = summary.warnings
+    assert warning.startswith("empty, left_lung: metrics.largest has no score (RuntimeError: max()")
+    assert f"warning: {warning}" in lines
+    rows = {(row["region"], row["metric"]): row for row in world.read("summary.csv")}
+    row = rows["left_lung", "largest"]
+    assert (row["number"], row["infinite"], row["mean"]) == ("2", "1", "1.000000")
+
+
+def test_the_console_shows_a_trust_that_some_references_have(world: World) -> None:
+    for trusts, is_shown in ((("", "manual"), True), (("manual", "manual"), False)):
+        world.rows = world.rows[:1]
+        for name, shift, trust in zip("ab", (4, 0), trusts, strict=True):
+            world.add(name, _labels(shift), _labels(), trust=(trust, trust))
+        lines: list[str] = []
+        evaluate_folder(
+            world.pred,
+            world.table,
+            world.output,
+            TASK,
+            VALUES,
+            progress=lines.append,
+            pictures=False,
+        )
+        table = [line.split() for line in lines if line.startswith("left_lung")]
+        assert [row[1] for row in table] == (["all", "manual"] if is_shown else ["all"])
+
+
+def test_all_is_no_trust_and_may_be_a_region(world: World) -> None:
+    scores = dict.fromkeys(("nsd_1mm", "nsd_2mm", "hd95_mm", "volume_pred_ml", "volume_ref_ml"), 1)
+    rows = [
+        {"case": "a", "region": region, "trust": "", "dice": dice, **scores}
+        for region, dice in ((ALL, 0.5), ("left", 0.9))
+    ]
+    dices = [row for row in summarise(rows) if row["metric"] == "dice"]
+    assert [(row["region"], row["number"], row["mean"]) for row in dices] == [
+        (ALL, 1, 0.5),
+        ("left", 1, 0.9),
+        (ALL, 2, pytest.approx(0.7)),
+    ]
+    assert len(console_table(summarise(rows))) == 1 + 3
+    world.add("a", _labels(), _labels(), trust=("", ALL))
+    with pytest.raises(UserError, match="the case 'a' has the trust 'all', which stands for every"):
+        evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert not world.output.exists()
+
+
+def test_two_cases_whose_names_look_alike_are_refused(world: World) -> None:
+    """As one they would be scored once, against the reference of the later line."""
+    world.add("u\u0308", _labels(2), _labels())
+    world.add("\u00fc", None, _labels())
+    with pytest.raises(UserError, match=r"two cases are called \u00fc, .* rename one of them"):
+        evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    assert not world.output.exists()
+
+
+def test_a_label_map_whose_values_have_no_name_fails_alone(world: World) -> None:
+    """`data.label_values` names structures, which a label map does not have."""
+    world.add("a", _labels(), _labels())
+    values = {"left_lung": "left_lung", "right_lung": "right_lung"}
+    summary = evaluate_folder(
+        world.pred, world.table, world.output, TASK, values, progress=_say_nothing, pictures=False
+    )
+    assert "holds the value 1, which data.label_values does not name" in summary.failed["a"]
+    assert "(it names no value)" in summary.failed["a"]

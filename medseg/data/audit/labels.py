@@ -510,16 +510,19 @@ def _reaches_padding(
 def audit_vanished(
     volumes_ml: Mapping[str, float], boxes: Mapping[str, VoxelBox], task: Task, spacing: str
 ) -> list[Finding]:
-    """Find regions that resampling has removed.
+    """Find regions that resampling has removed; in a task without regions, labels.
 
     Args:
         volumes_ml: Volume of each label before.
-        boxes: Boxes of the regions that are left.
+        boxes: Boxes of the regions, or labels, that are left.
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.
     """
+    volumes_before_ml: Mapping[str, float] = volumes_ml
+    if task.regions:
+        volumes_before_ml = _region_volumes(volumes_ml, task)
     findings = []
-    for name, volume_ml in _region_volumes(volumes_ml, task).items():
+    for name, volume_ml in volumes_before_ml.items():
         if volume_ml > 0 and name not in boxes:
             finding = find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
             findings.append(finding)

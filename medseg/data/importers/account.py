@@ -118,8 +118,9 @@ class Account:
         """Find the files at a path, with whether each is claimed, and the reason given for it."""
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
-        is_other_folder = os.path.islink(path) and not self._claims_below(path)
-        if not os.path.isdir(path) or is_other_folder:
+        # A link is a file to us, unless cases lie behind it: links may form a circle.
+        is_closed_link = os.path.islink(path) and not self._claims_below(path)
+        if is_closed_link or not os.path.isdir(path):
             yield path, is_claimed, why
             return
         try:
@@ -133,8 +134,7 @@ class Account:
                 yield from self._walk(inner, is_claimed, why, is_deep)
 
     def _claims_below(self, path: str) -> bool:
-        """Whether something in a folder is claimed."""
-        # Only asked of links, which are rare and may form a circle.
+        """Whether something in a folder is claimed; only asked of links, which are rare."""
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 
@@ -179,7 +179,7 @@ def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
 
 
 def left_out_sentences(items: Iterable[Item]) -> list[str]:
-    """Make a sentence of each row of the closing table that is not used in full."""
+    """Make a sentence of each row of the closing table about what was left out or merged."""
     rows = closing_rows(item for item in items if item.fate is not Fate.used)
     return [_sentence(row) for row in rows]
 

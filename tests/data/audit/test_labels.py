@@ -178,6 +178,13 @@ def test_a_region_that_a_spacing_loses_is_told(task: Task) -> None:
     )
 
 
+def test_without_regions_a_label_that_a_spacing_loses_is_told(task: Task) -> None:
+    volumes_ml = {"left_lung": 0.012, "right_lung": 3.0}
+    boxes = {"right_lung": VoxelBox.full((2, 2, 2))}
+    (finding,) = audit_vanished(volumes_ml, boxes, task.as_one_stage(), "4x4x4")
+    assert finding.message == "left_lung has 0.012 ml, and none of it is left at 4x4x4 mm"
+
+
 @pytest.mark.parametrize("away", [0.9, 1.1])
 def test_one_tolerance_decides_about_grids(away: float) -> None:
     origin = (-60.0 + away * GRID_TOLERANCE_MM, 5.0, 7.0)
