@@ -25,6 +25,8 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import LabelValues
 
 TABLE_NAME = "cases.csv"
+# Table that `phantom` writes. A folder of another program may hold a file of this name.
+PHANTOM_TABLE_NAME = "table.csv"
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
@@ -139,7 +141,7 @@ def read_case_table(
     machine that holds only the cache has none.
 
     Args:
-        path: The table, or a folder that contains it as `cases.csv`.
+        path: The table, or a folder that contains it, see `table_at`.
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
         ignore_findings: Findings of the audit that all cases ignore, in addition to those of their
@@ -227,9 +229,26 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
 
 
 def table_at(path: Path) -> Path:
-    """Find the case table of a folder; another path is returned as it is."""
+    """Find the case table of a folder; another path is returned as it is.
+
+    It is the file that `import` writes, or else the one that `phantom` writes.
+    """
     table = path / TABLE_NAME
-    return table if table.is_file() else path
+    if table.is_file():
+        return table
+    table = path / PHANTOM_TABLE_NAME
+    return table if is_case_table(table) else path
+
+
+def is_case_table(path: Path) -> bool:
+    """Whether a file is CSV whose header names the columns of a case table."""
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return False
+    try:
+        _, columns = next(_rows(path), (0, []))
+    except UserError:
+        return False
+    return {"case", "image"} <= set(columns)
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:
