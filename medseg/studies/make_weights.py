@@ -22,6 +22,7 @@ from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
     BOUND,
     check_experiments,
+    check_same_recipe,
     coarse_arguments,
     experiments,
     last_checkpoint,
@@ -124,6 +125,7 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
     # Those of a cross-validation: each case gets a stage that has not trained on it.
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     if folds:
+        check_same_recipe(folds)
         return coarse_arguments(config, folds)
     checkpoint = text_of(str(last_checkpoint(runs / "all" / "coarse")))
     arguments = {}
