@@ -56,10 +56,15 @@ class Account:
     """What the reader of a layout has found, written while it reads.
 
     Files need no entry each: `close` finds those that nothing has claimed.
+
+    Attributes:
+        items: The entries.
+        original_names: Label to its name in the data set, where that is another one.
     """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self.original_names: dict[str, str] = {}
         self._claimed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
